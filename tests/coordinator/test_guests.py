@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Tick, limits as real, operations
 from tensorhub.coordinator.entities import Model, Operation
-from tensorhub.coordinator.limits import GUEST_IDLE_S, GUESTS_PER_STEP, NOTED_PER_STEP, TIMERS_PER_STEP
+from tensorhub.coordinator.limits import GUEST_IDLE_S, NOTED_PER_STEP, STIRRED_PER_STEP, TIMERS_PER_STEP
 from tensorhub.coordinator.operations import Operations
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError
 from tensorhub.messages import (
@@ -174,7 +174,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
 
 def test_however_many_guests_wait_a_workers_step_looks_at_a_few_and_each_has_its_turn(looked: list[Operation]) -> None:
     """A step of a trainer was once as long as all that waits: half a minute for two read-only sessions' calls."""
-    lobby, many = Lobby(), 3 * GUESTS_PER_STEP
+    lobby, many = Lobby(), 3 * STIRRED_PER_STEP
     lobby.guest(1)
     for number in range(many):
         lobby.asks(1, str(number))
@@ -184,18 +184,19 @@ def test_however_many_guests_wait_a_workers_step_looks_at_a_few_and_each_has_its
     lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
     (record,) = lobby.core.cluster.records
     lobby.core.step(Persisted(record), lobby.now)
-    assert len(looked) <= 2 * GUESTS_PER_STEP + 4
+    assert len(looked) <= 2 * STIRRED_PER_STEP + 4
     assert lobby.ticks() >= 2
     assert {operation.key.group for operation in looked} == {"t", *(f"read-only-{number}" for number in range(many))}
     assert lobby.readers("t") == [many]
     model = lobby.core.cluster.models["m"]
-    assert not [*model.waiting, *model.guests_waiting, *lobby.core.cluster.stirred]
+    core = lobby.core.cluster
+    assert not [*model.unbound, *model.guests_unbound, *core.stirred, *core.stirred_guests]
 
 
 def test_a_workers_waiting_call_is_looked_at_in_the_same_step(looked: list[Operation]) -> None:
     lobby = Lobby()
     lobby.guest(1)
-    for number in range(2 * GUESTS_PER_STEP):
+    for number in range(2 * STIRRED_PER_STEP):
         lobby.asks(1, str(number))
     lobby.connect(2)
     lobby.connect(3)
@@ -286,7 +287,7 @@ def test_guests_that_have_voted_and_wait_for_agreement_are_not_among_those_who_a
 def test_readers_of_a_copy_whose_source_has_gone_are_looked_at_some_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them waited before. Until it is its turn, each is among those that are stirred."""
     monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 2)
-    monkeypatch.setattr(real, "GUESTS_PER_STEP", 1)
+    monkeypatch.setattr(real, "STIRRED_PER_STEP", 1)
     lobby = Lobby()
     for session, name in ((2, "t"), (3, "r")):
         lobby.connect(session)
@@ -299,15 +300,16 @@ def test_readers_of_a_copy_whose_source_has_gone_are_looked_at_some_in_each_step
     assert lobby.readers("t", "r") == [3, 2]
     model = lobby.core.cluster.models["m"]
     lobby.say(2, Leave("done"))  # nobody holds all of it any more: all of them lack a source
-    assert list(lobby.core.cluster.stirred) == keys
-    assert not model.guests_waiting
+    version = model.versions[1]
+    assert list(lobby.core.cluster.stirred_guests) == keys
+    assert not set(keys) & version.starving.keys()
     assert lobby.ticks() == len(keys)
-    assert list(model.guests_waiting) == keys
+    assert [key for key in version.starving if key in keys] == keys
 
 
 def test_guests_whose_source_leaves_are_moved_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weighs all sources: where a thousand held the version, 256 of them made a step of `unpublish` take 3.5 s."""
-    monkeypatch.setattr(real, "GUESTS_PER_STEP", 1)
+    monkeypatch.setattr(real, "STIRRED_PER_STEP", 1)
     lobby = Lobby()
     for session, name in ((2, "t"), (3, "r"), (4, "s")):
         lobby.connect(session)
@@ -331,29 +333,6 @@ def test_guests_whose_source_leaves_are_moved_in_their_turn(monkeypatch: pytest.
     for drop in dropped:
         lobby.say(1, ReadFailed(drop.key, 0, drop.lease, "dropped", ""))
     assert isinstance(lobby.heard[2][-1], LeaveGranted)
-
-
-def test_where_many_hold_a_version_a_step_looks_at_fewer_guests(
-    looked: list[Operation], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(real, "SOURCES_PER_STEP", 2)
-    lobby, holders = Lobby(), ("t", "r", "s")
-    for session, name in enumerate(holders, 2):
-        lobby.connect(session)
-        lobby.register(session, name)
-    lobby.publish(2, "t", 1, 0)
-    for session, name in ((3, "r"), (4, "s")):
-        key = OpKey("m", name, lobby.core.cluster.models["m"].groups[name].epoch, 0)
-        lobby.say(session, Fill(key, 0, name, OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
-        lobby.say(session, Prepared(key, 0))
-    lobby.guest(1)
-    keys = [lobby.asks(1, str(number)) for number in range(6)]
-    lobby.say(4, Leave("done"))  # two have read there
-    looked.clear()
-    assert lobby.ticks() == 1  # the first one's new source was found in the step in which it was lost
-    assert len(looked) == 1
-    assert lobby.readers("t", "r") == [3, 3]
-    assert len(lobby.core.cluster.leases) == len(keys) + 2  # those on what is lost are left to end
 
 
 def test_what_is_held_is_worked_out_once_for_all_calls_that_a_rollback_ends(monkeypatch: pytest.MonkeyPatch) -> None:

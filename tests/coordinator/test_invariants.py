@@ -19,7 +19,16 @@ from tensorhub.testing.search import run_seed
 Step = Callable[[Coordinator, Event, float], list[Action]]
 Thing = Noted | Holding | RankPart | Withdrawal
 ENTITIES = (Stateful, Holding, Member, Group)
-UNCHECKED = {"story", "heard_at", "waiting", "withdrawals"}  # of no promise, or checked of another entity
+UNCHECKED = {
+    "story",
+    "heard_at",
+    "unbound",
+    "guests_unbound",
+    "restless",
+    "starving",
+    "filed_in",
+    "withdrawals",
+}  # of no promise, or checked of another entity
 
 
 def simulate(seed: int) -> None:

@@ -248,15 +248,15 @@ def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
     for i in range(10):
         assert isinstance(desk.say(1, Deregister(i, f"read-only-{i}", True)), Done)
     assert next(looked) <= 2 * 20
-    assert len(desk.core.cluster.models["m"].guests_waiting) == 10
+    assert len(desk.core.cluster.models["m"].guests_unbound) == 10
     desk.connect(2)
     desk.register(2, "t")
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
-    assert not desk.core.cluster.models["m"].waiting  # whoever waited is told now
+    assert not desk.core.cluster.models["m"].guests_unbound  # whoever waited is told now
 
 
 def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real, "GUESTS_PER_STEP", 3)
+    monkeypatch.setattr(real, "STIRRED_PER_STEP", 3)
     desk.step(Connected(1, "read-only-life", "worker", True))
     desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
     bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
@@ -278,9 +278,9 @@ def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monk
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
     assert "t" in looked
     assert not [name for name in looked if name != "t"]
-    assert len(desk.core.cluster.models["m"].guests_waiting) == 10
+    assert len(desk.core.cluster.stirred_guests) == 10
     started = []
-    while desk.core.cluster.stirred:
+    while desk.core.cluster.stirred_guests:
         deadline = desk.core.next_deadline()
         assert deadline is not None
         assert deadline <= desk.now  # nobody waits for a clock
@@ -288,7 +288,7 @@ def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monk
         desk.step(Tick())
         started.append(len([each for each in desk.heard[1][before:] if isinstance(each, Start)]))
     assert started == [3, 3, 3, 1]
-    assert not desk.core.cluster.models["m"].guests_waiting
+    assert not desk.core.cluster.models["m"].guests_unbound
 
 
 def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from tests.coordinator.test_guests import Lobby
 
 SMALL = {
     "GUESTS_OF_HOLDING_MAX": 2,
-    "GUESTS_PER_STEP": 2,
+    "STIRRED_PER_STEP": 2,
     "TIMERS_PER_STEP": 2,
     "NOTED_PER_STEP": 4,
     "GUEST_REGISTRATIONS_MAX": 24,
@@ -294,7 +294,7 @@ class GuestDrive:
             forgotten = [o for o in self.undecided() if o.version is None or o.version.has_live_source()]
             if not forgotten:
                 return
-            self.waited += len(self.model.guests_waiting)
+            self.waited += len(self.model.guests_unbound)
             if all_vote:  # which has all who wait looked at, by the way
                 self.guest_votes()
             else:

@@ -55,11 +55,13 @@ BECOME = Readers._become
 
 
 def place_that_is_freed_and_stirs_nobody(readers: Readers, lease: ReadLease, state: LeaseState, why: str) -> None:
-    stirred = readers._cluster.stirred
-    before = dict(stirred)
+    model, version = lease.holding.member.group.model, lease.holding.version
+    waiting = model.guests_unbound, version.starving, readers._cluster.stirred_guests
+    before = [dict(each) for each in waiting]
     BECOME(readers, lease, state, why)
-    stirred.clear()
-    stirred.update(before)
+    for each, was in zip(waiting, before, strict=True):
+        each.clear()
+        each.update(was)
 
 
 def place_that_a_cancelled_guest_keeps(readers: Readers, lease: ReadLease, state: LeaseState, why: str) -> None:

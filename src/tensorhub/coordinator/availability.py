@@ -13,6 +13,7 @@ from enum import Enum
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Model, Operation, Share, Version, Worker
+from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere, TellChunks
@@ -90,7 +91,7 @@ class Availability:
         shards = [self._shard(holdings) for holdings in version.holdings.values()]
         return next(how for how in (HowHeld.NOT, HowHeld.DOUBTFUL, HowHeld.UNKNOWN, HowHeld.TOGETHER) if how in shards)
 
-    def _shard(self, holdings: list[Holding]) -> HowHeld:
+    def _shard(self, holdings: Holders[Holding]) -> HowHeld:
         here = [h for h in holdings if h.takes_readers and h.member.worker.state is WorkerState.LIVE]
         partial = [holding for holding in here if not holding.complete]
         if len(partial) < len(here):

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
 from tensorhub.coordinator.entities import (
     Entity,
+    Holding,
     Member,
     Model,
     Noted,
     Operation,
     PendingWrite,
     ReadLease,
+    Replica,
     Session,
     Testimony,
     Version,
@@ -72,8 +74,9 @@ class Cluster:
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
         self.changed_operations: dict[OpKey, Operation] = {}
-        self.weighed = 0  # sources that were looked at for guests, in this step
-        self.stirred: dict[OpKey, Operation] = {}  # the same, of guests who wait: a few in each step, the oldest first
+        # The same, of those that waited: some of them in each step, oldest first; guests' come last.
+        self.stirred: dict[OpKey, Operation] = {}
+        self.stirred_guests: dict[OpKey, Operation] = {}
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
@@ -145,10 +148,22 @@ class Cluster:
         """Move an entity along its table, in this step."""
         entity.become(state, self.cause, self.now, why)
         self.noted[entity] = None
+        if isinstance(entity, Replica):
+            self.reckon(entity.holdings.values())
+        elif isinstance(entity, Worker):
+            self.reckon(member.holding for member in entity.members.values() if member.holding is not None)
+
+    def reckon(self, holdings: Iterable[Holding]) -> None:
+        """Count them anew: something has changed on which that depends."""
+        for holding in list(holdings):
+            self.noted[holding.version] = None
+            if holding.version.reckon(holding):
+                self.wake(holding.version.starving)
+                self.wake(holding.member.group.model.guests_unbound)
 
     def touch(self, model: Model, *, stirs: bool = True) -> None:
         """Have the model settled at the end of this step. `stirs`: with the operations that wait for it. False where only
-        somebody read-only came or went: nobody waits for that, and very many may wait.
+        somebody read-only came or went: nobody waits for that.
         """
         self.changed_models[model.name] = stirs or self.changed_models.get(model.name, False)
         self.noted[model] = None
@@ -165,9 +180,29 @@ class Cluster:
         self.note(operation, version)
 
     def stir(self, operation: Operation) -> None:
-        """Have an operation settled: in this step, or, if it is a guest's, in its turn, since there may be many."""
+        """Have an operation settled in its turn: in this step, unless there are many."""
         if not operation.decided:
-            (self.stirred if operation.is_of_guests else self.changed_operations)[operation.key] = operation
+            (self.stirred_guests if operation.is_of_guests else self.stirred)[operation.key] = operation
+
+    def wake(self, waiting: dict[OpKey, Operation]) -> None:
+        """What they wait for may be there. They leave where they wait: who is woken again and again is looked at once."""
+        for operation in waiting.values():
+            self.stir(operation)
+        waiting.clear()
+
+    def is_stirred(self, operation: Operation) -> bool:
+        """Whether it will be looked at."""
+        return operation.key in self.stirred or operation.key in self.stirred_guests
+
+    def file(self, operation: Operation) -> None:
+        """Have it found by what it waits for now."""
+        now = operation.waits_in
+        for before in operation.filed_in:
+            if not any(before is each for each in now):
+                before.pop(operation.key, None)
+        for each in now:
+            each[operation.key] = operation
+        operation.filed_in = now
 
     def learn(self, version: Version, shard: int, manifest: bytes) -> None:
         """Keep this manifest of a shard, unless one is known already."""

@@ -108,7 +108,7 @@ class Coordinator(Stateful[CoordinatorState]):
             "worker": self._membership.lease_due,
             "restate": self._membership.restate_due,
             "guest": lambda number: self._visitors.due(int(number)),
-            "guests": lambda _: None,  # see `_settle_guests`
+            "stirred": lambda _: None,  # see `_settle_stirred`
             "operation": self._operations.deadline_passed,
             "retry": self._operations.retry_due,
             "withdrawal": self._withdrawals.due,
@@ -167,11 +167,10 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
         cluster.noted.clear()
-        cluster.weighed = 0
         self._run_timers()
         self._handle(event)
         self._settle()
-        self._settle_guests(is_their_turn=isinstance(event, Tick))
+        self._settle_stirred(is_their_turn=isinstance(event, Tick))
         return cluster.take_actions()
 
     def next_deadline(self) -> float | None:
@@ -204,6 +203,8 @@ class Coordinator(Stateful[CoordinatorState]):
         self._retentions.recovery_over()
         for model in self.cluster.models.values():
             self.cluster.touch(model)
+            self.cluster.wake(model.unbound)
+            self.cluster.wake(model.guests_unbound)
 
     def _handle(self, event: Event) -> None:
         sessions = self.cluster.sessions
@@ -335,19 +336,20 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._handovers.settle(model)
                 self._lineages.settle(model)
                 if stirs:
-                    cluster.changed_operations.update(model.waiting)
-                    cluster.stirred.update(model.guests_waiting)
+                    for operation in model.restless.values():
+                        cluster.stir(operation)
                 cluster.forget_if_unused(model)
 
-    def _settle_guests(self, *, is_their_turn: bool) -> None:
-        """Settle a few of the stirred operations of guests: other steps stay short, however many guests wait. If many
-        are stirred, they have steps of their own, a few in each step; other events come in between.
+    def _settle_stirred(self, *, is_their_turn: bool) -> None:
+        """Settle a few of the stirred operations: steps stay short, however many are stirred. If there are many, they have
+        steps of their own, a few in each step; other events come in between.
         """
-        cluster = self.cluster
-        if is_their_turn or len(cluster.stirred) <= limits.GUESTS_PER_STEP:
-            for key in list(islice(cluster.stirred, limits.GUESTS_PER_STEP)):
-                if cluster.weighed < limits.SOURCES_PER_STEP and key in cluster.stirred:
-                    cluster.changed_operations[key] = cluster.stirred.pop(key)
-                    self._settle()
-        if cluster.stirred:
-            cluster.timers.set("guests", "", cluster.now)
+        cluster, left = self.cluster, limits.STIRRED_PER_STEP
+        while queue := cluster.stirred or cluster.stirred_guests:
+            if not left or (len(queue) > left and not is_their_turn):
+                cluster.timers.set("stirred", "", cluster.now)
+                return
+            for key in list(islice(queue, left)):
+                cluster.changed_operations[key] = queue.pop(key)
+                left -= 1
+            self._settle()

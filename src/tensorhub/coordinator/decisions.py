@@ -41,6 +41,7 @@ class Decisions:
         else:
             operation.record = self._cluster.persist(entry)
             self._cluster.records[operation.record] = operation
+            self._cluster.file(operation)
 
     def held_up(self, operation: Operation) -> bool:
         """Whether a rollback of the model comes first: while one waits or is being recorded, nothing else is."""
@@ -122,12 +123,12 @@ class Decisions:
                 self._tell(member, outcomes[rank])
         for timer in ("operation", "retry"):
             self._cluster.timers.cancel(timer, name)
-        operation.waits_in.pop(operation.key, None)
         if operation.version is not None:
             operation.version.bound_with(operation).pop(operation.key, None)
             self._cluster.note(operation.version)
-        for changed in (self._cluster.changed_operations, self._cluster.stirred):
+        for changed in (self._cluster.changed_operations, self._cluster.stirred, self._cluster.stirred_guests):
             changed.pop(operation.key, None)
+        self._cluster.file(operation)
         self._cluster.undecided.pop(name, None)
         group.operation = None
         if operation.key.epoch == group.epoch:

@@ -15,6 +15,7 @@ Each attribute's comment says what it always equals; `invariants` checks that. d
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
@@ -22,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 from tensorhub.coordinator import limits, states
 from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
+from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.sharing import Share as Places
 from tensorhub.coordinator.states import (
     LeaseState,
@@ -45,7 +47,18 @@ from tensorhub.messages import (
     Rollback,
     Unpin,
 )
-from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.scheduler.sources import Standing
+from tensorhub.types import (
+    AVAILABLE,
+    SAME_HOST_TRANSPORTS,
+    Endpoint,
+    Location,
+    Medium,
+    OpKey,
+    OpKind,
+    Purpose,
+    VersionInfo,
+)
 
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
@@ -85,12 +98,17 @@ class Worker(_Moving[WorkerState]):
 
     def __post_init__(self) -> None:
         _Moving.__post_init__(self)
-        self.come_by(self.endpoints)
+        self.connected_at(self.endpoints)
 
-    def come_by(self, endpoints: tuple[Endpoint, ...]) -> None:
-        """These are the ways to it."""
+    def connected_at(self, endpoints: tuple[Endpoint, ...]) -> None:
+        """Where its memory is reached from now on."""
         self.endpoints = endpoints
         self.transports = frozenset(endpoint.transport for endpoint in endpoints)
+
+    def reaches(self, other: Worker) -> frozenset[str]:
+        """The transports of both that reach from where one is to where the other is."""
+        common = self.transports & other.transports
+        return common if self.location.host == other.location.host else common - SAME_HOST_TRANSPORTS
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
@@ -177,7 +195,8 @@ class Version(_Moving[VersionState]):
     retained: bool = False  # its holders were told so
     abandoned: bool = False  # its last live source left on purpose, and none has come since
     manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
-    holdings: dict[int, list[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
+    holdings: dict[int, Holders[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
+    sourceless: int = 0  # shards without a source
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
@@ -185,6 +204,7 @@ class Version(_Moving[VersionState]):
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
     bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
     guests_bound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
+    starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
 
     @property
     def number(self) -> int:
@@ -205,15 +225,16 @@ class Version(_Moving[VersionState]):
 
     def lay_out(self) -> None:
         """Every rank has published: from now on its shards are held. (Who only says that there are many has said little.)"""
-        self.holdings = {shard: [] for shard in range(self.info.world_size)}
+        self.holdings = {shard: Holders() for shard in range(self.info.world_size)}
+        self.sourceless = self.info.world_size
 
     def is_whole(self, shard: int) -> bool:
         """Whether somebody holds all of this shard, committed or not."""
-        return any(holding.complete for holding in self.holdings[shard])
+        return self.holdings[shard].complete > 0
 
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
-        return all(any(h.is_source for h in holdings) for holdings in self.holdings.values())
+        return not self.sourceless
 
     def can_be_read(self) -> bool:
         """The same, of workers that are heard of now."""
@@ -221,8 +242,30 @@ class Version(_Moving[VersionState]):
 
     def copies(self) -> int:
         """How many complete copies of it can be read now: of each shard so many at least."""
-        sources = [sum(h.is_source and h.member.worker.state is WorkerState.LIVE for h in s) for s in self.holdings.values()]
-        return min(sources, default=0)
+        return min((there.live_sources for there in self.holdings.values()), default=0)
+
+    def add(self, holding: Holding) -> None:
+        """It may be read from now on, once it is reckoned."""
+        self.holdings[holding.shard].add(holding, holding.member.nbytes, holding.member.chunks)
+
+    def remove(self, holding: Holding) -> None:
+        """It takes no readers any more."""
+        there = self.holdings[holding.shard]
+        before = there.sources
+        there.remove(holding)
+        self.sourceless += bool(before) - bool(there.sources)
+
+    def reckon(self, holding: Holding) -> bool:
+        """Count a holding anew; to be called whenever anything changes on which that depends. Whether there is more to read
+        from than before.
+        """
+        there = self.holdings.get(holding.shard)
+        if there is None or holding not in there:
+            return False
+        before = there.sources
+        is_new = there.count(holding, holding.counts, holding.standing, is_stranded=holding.is_stranded)
+        self.sourceless += bool(before) - bool(there.sources)
+        return is_new
 
     def __repr__(self) -> str:
         holders = sum(len(h) for h in self.holdings.values())
@@ -263,6 +306,9 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
+    number: int = 0  # in the order in which its shard's holdings came
+    verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
+    is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
     told: bool = False  # its owner was told that it is to be kept
     kept: bool = True  # its owner has said that it knows what it was told
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
@@ -300,6 +346,39 @@ class Holding:
     @property
     def is_source(self) -> bool:
         return self.committed and self.takes_readers
+
+    @property
+    def fillers(self) -> Iterable[ReadLease]:
+        """The ACTIVE leases through which it is being filled."""
+        part = self.member.part
+        return part.leases.values() if part is not None and part.holding is self and not self.complete else ()
+
+    @property
+    def filled(self) -> Iterator[Holding]:
+        """Those that are filled through leases on it which last."""
+        for lease in self.readers.values():
+            reader = lease.part.holding
+            if reader is not None and not reader.complete and lease.state is LeaseState.ACTIVE and not lease.dropping:
+                yield reader
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether it lacks something, and a source to have it from."""
+        return not self.complete and not self.fillers
+
+    @property
+    def counts(self) -> tuple[bool, bool, bool]:
+        """See `holders.Counts`."""
+        is_source = self.is_source
+        return self.complete, is_source, is_source and self.member.worker.state is WorkerState.LIVE
+
+    @property
+    def standing(self) -> Standing | None:
+        """Where it comes among those that can be read; None: it cannot."""
+        worker = self.member.worker
+        if not self.takes_readers or worker.state is not WorkerState.LIVE:
+            return None
+        return Standing(worker.location, worker.transports, self.active_readers, self.depth, self.number)
 
 
 @dataclass(slots=True, eq=False)
@@ -433,6 +512,7 @@ class Operation(_Moving[OperationState]):
     writing: bool = False  # every rank was told to overwrite
     unchanged: bool = False  # every rank held the bound content already
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
+    filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED
     # While PREPARED: what ranks have said of later operations.
     later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = field(default_factory=list)
@@ -453,10 +533,35 @@ class Operation(_Moving[OperationState]):
         return all(part.member.worker.read_only for part in self.parts.values())
 
     @property
-    def waits_in(self) -> dict[OpKey, Operation]:
-        """Where it is found while it waits."""
-        model = self.group.model
-        return model.guests_waiting if self.is_of_guests else model.waiting
+    def waits_in(self) -> list[dict[OpKey, Operation]]:
+        """Where it is found by what it waits for. (A rank's own words need not find it.)"""
+        model, version = self.group.model, self.version
+        if self.decided or not self.gathered or self.state is OperationState.PREPARED:
+            return []
+        found = []
+        starves = version is not None and self.starves
+        is_open = version is None or starves or not self.writing
+        if self.staying or self.kind is OpKind.PUBLISH or (self.is_of_available and is_open and not self.unchanged):
+            found.append(model.restless)
+        if version is None:
+            found.append(model.guests_unbound if self.is_of_guests else model.unbound)
+        elif starves:
+            found.append(version.starving)
+        return found
+
+    @property
+    def starves(self) -> bool:
+        """Whether some rank lacks a source, or agreement on its digests; not yet begun, whether all are ready for it."""
+        parts = self.parts.values()
+        if not self.writing and not self.unchanged and self.kind is not OpKind.PUBLISH and all(p.ready for p in parts):
+            return True
+        return self.awaits_agreement or any(part.needs_source for part in parts)
+
+    @property
+    def is_of_available(self) -> bool:
+        """Whether its ranks ask for "available", which depends on who is heard of."""
+        call = next(iter(self.parts.values())).call
+        return isinstance(call, Fill) and call.selector == AVAILABLE
 
     @property
     def running(self) -> bool:
@@ -539,9 +644,9 @@ class Model:
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
     serving: dict[str, Group] = field(default_factory=dict)  # those of them that have, or had, memory that serves others
-    # Undecided, and unbound or without a source; those that may write.
-    waiting: dict[OpKey, Operation] = field(default_factory=dict)
-    guests_waiting: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
+    unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
+    guests_unbound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers; or for a place
+    restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version

@@ -142,6 +142,7 @@ class Fills:
             return  # a fetch, or nothing has changed
         for holding in filled:
             holding.committed = True
+        self._cluster.reckon(filled)
         replica = filled[0].replica
         if replica.state is not ReplicaState.FILLING:
             return  # every rank that filled it is gone
@@ -157,8 +158,8 @@ class Fills:
             self._begin_replica(operation, there)
         for part in there:
             if part.holding is not None:
-                part.holding.complete = True
                 part.holding.chunks_verified = part.member.chunks
+                self._readers.completed(part.holding)
 
     def abort(self, operation: Operation) -> None:
         """Nobody reads any more; what was written to is torn."""

@@ -150,7 +150,7 @@ class Handovers:
                 going = withdrawal.holding.member.worker if withdrawal.closes else None
                 for holding in self._retentions.alone(withdrawal.holding, going):
                     yield Wish(holding, going)
-        for operation in model.waiting.values():
+        for operation in model.restless.values():
             for staying in operation.staying:
                 for holding in self._retentions.alone(staying, None):
                     yield Wish(holding)

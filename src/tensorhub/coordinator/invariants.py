@@ -25,6 +25,7 @@ from tensorhub.coordinator.entities import (
     Withdrawal,
     Worker,
 )
+from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -38,6 +39,9 @@ from tensorhub.types import OpKind, Purpose
 
 LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
 KEPT = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
+
+WAITS = "who waits is found by what it waits for"
 
 
 def check(cluster: Cluster) -> None:
@@ -164,6 +168,8 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         _demand(not (worker.read_only and member.serves), "a read-only worker serves nobody", member)
         _demand(cluster.members.get(registration) is member, "a worker's members are members", member)
         _demand(member.worker is worker, "a member belongs to its worker", member)
+        if member.holding is not None:
+            _ordered(member.holding)
 
 
 def _member(cluster: Cluster, member: Member) -> None:
@@ -193,7 +199,22 @@ def _member(cluster: Cluster, member: Member) -> None:
         _withdrawal(cluster, group.model, withdrawal)
 
 
+def _is_fed(holding: Holding) -> bool:
+    """Whether it has everything, or is filled, perhaps through others, by one that has."""
+    todo, seen = [holding], {holding}
+    while todo:
+        each = todo.pop()
+        if each.verified:
+            return True
+        further = [lease.holding for lease in each.fillers if not lease.dropping and lease.holding not in seen]
+        seen.update(further)
+        todo.extend(further)
+    return False
+
+
 def _held(member: Member, holding: Holding) -> None:
+    _demand(holding.verified or not holding.complete, "what is complete is verified", holding)
+    _demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
     _demand(holding.member is member, "a holding is one member's", holding)
     readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
     _demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
@@ -252,9 +273,12 @@ def _version(cluster: Cluster, version: Version) -> None:
     staged = version.state is VersionState.STAGED and not version.holdings
     _demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
     _retained(version, model.retained())
-    for shard, holdings in version.holdings.items():
-        for holding in holdings:
+    for shard, there in version.holdings.items():
+        for holding in there:
             _candidate(cluster, version, shard, holding)
+        _counted(version, there)
+    sourceless = sum(not any(h.is_source for h in there) for there in version.holdings.values())
+    _demand(version.sourceless == sourceless, "shards without a source are counted", version)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -280,7 +304,21 @@ def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding)
     _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
     _demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
     _demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
+    _ordered(holding)
     _told(holding)
+
+
+def _counted(version: Version, there: Holders[Holding]) -> None:
+    """What is kept of a shard's holdings is what a look at all of them says."""
+    kept = (there.complete, there.sources, there.live_sources)
+    counts = tuple(map(sum, zip(*(holding.counts for holding in there), strict=True))) or (0, 0, 0)
+    _demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
+
+
+def _ordered(holding: Holding) -> None:
+    of_fed, of_stranded = (None, holding.standing) if holding.is_stranded else (holding.standing, None)
+    kept = holding.version.holdings[holding.shard].counted(holding)
+    _demand(kept == (holding.counts, of_fed, of_stranded), "sources are kept in order", holding)
 
 
 def _retained(version: Version, retained: Collection[int]) -> None:
@@ -366,14 +404,14 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
-    starving = not (operation.writing or operation.unchanged) or any(part.needs_source for part in parts)
-    starving = starving or operation.awaits_agreement
-    waits = operation.waits_in.get(operation.key) is operation
-    if operation.state is not OperationState.PREPARED and operation.key not in cluster.stirred:  # it will be looked at
-        wants = operation.gathered and (starving or bool(operation.staying))
-        _demand(waits == wants, "who lacks a source, or somebody to take over, waits", operation)  # G7
+    if not cluster.is_stirred(operation):  # it will be looked at
+        filed = [id(each) for each in operation.filed_in]
+        _demand(filed == [id(each) for each in operation.waits_in], WAITS, operation)  # G7
+        _demand(all(each.get(operation.key) is operation for each in operation.filed_in), WAITS, operation)  # G7
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
+        if part.member.holding is not None:
+            _ordered(part.member.holding)
         for lease in part.leases.values():
             _demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
             _demand(not part.voted and part.claim is None, "who has voted reads no more", lease)

@@ -86,7 +86,8 @@ class Membership:
             cluster.close_session(worker.session, "the same worker has connected again")
             cluster.sessions[worker.session].worker = None
         worker.session = session.number
-        worker.come_by(message.endpoints)
+        worker.connected_at(message.endpoints)
+        cluster.reckon(member.holding for member in worker.members.values() if member.holding is not None)
         session.worker = worker
         cluster.guests.joined(session)
         cluster.guests.away.pop(worker, None)
@@ -257,6 +258,8 @@ class Membership:
         filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         self._cluster.touch(group.model)  # it has perhaps not heard what it was asked before
+        for version in group.model.versions.values():
+            self._cluster.wake(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         self._tell_registered(member, message, keep)

@@ -235,7 +235,7 @@ class Operations:
         """What held this model's operations up may be over."""
         for group in model.serving.values():
             if group.operation is not None:
-                self._cluster.changed(group.operation)
+                self._cluster.stir(group.operation)
 
     def written(self, record: int, failure: str | None) -> None:
         """The store has an entry, or (`failure`) cannot take it. If it is an operation's, that is its decision, and what was
@@ -283,13 +283,7 @@ class Operations:
         if operation.decided:
             return
         self._deadlines.set(operation)
-        waiting = operation.waits_in
-        starving = not (operation.writing or operation.unchanged) or any(p.needs_source for p in operation.parts.values())
-        starving = starving or operation.awaits_agreement
-        if operation.gathered and (starving or operation.staying):
-            waiting[operation.key] = operation
-        else:
-            waiting.pop(operation.key, None)
+        self._cluster.file(operation)
 
 
 def _key_of(group: Group, key: OpKey) -> OpKey:

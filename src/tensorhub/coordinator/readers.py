@@ -6,15 +6,16 @@ a reader has no source (`operations`), nor for when a source may leave (`withdra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Replica, Version, Worker
+from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Fenced, Flow, Grant, ReaderCut, Revoked
-from tensorhub.scheduler.choice import Candidate, Wanted, choose
+from tensorhub.scheduler.choice import Wanted, finish_s
 from tensorhub.scheduler.links import SECONDS_MIN, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
 
@@ -52,6 +53,9 @@ class Readers:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
         readers = holding.active_readers
+        self._cluster.reckon([holding] if part.holding is None else [holding, part.holding])
+        if part.holding is not None and holding.is_fed:
+            _spread(part.holding)
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
@@ -102,7 +106,8 @@ class Readers:
             return []
         if not version.is_whole(part.shard):
             return [self._lend(part, holding, partial=True) for holding in self._partial_holdings(part, version)]
-        grant = None if _reaches_whole(part.leases.values()) else self.grant(part)
+        is_fed = any(lease.holding.is_fed for lease in part.leases.values() if not lease.dropping)
+        grant = None if is_fed else self.grant(part)
         return [] if grant is None else [grant]
 
     def _partial_holdings(self, part: RankPart, version: Version) -> list[Holding]:
@@ -111,14 +116,18 @@ class Readers:
         """
         if version.abandoned:
             return []  # its last holder left on purpose: nobody waits for it (R12)
-        there = version.holdings[part.shard]
-        place = there.index(part.holding) + 1 if part.holding in there else 0
-        others = [h for h in (*there[place:], *there[:place]) if h is not part.holding and self._reachable(h, part)]
+        there, mine = version.holdings[part.shard], part.holding
         read = [lease.holding for lease in part.leases.values() if not lease.dropping]
-        found = [h for h in others[:1] if h not in read]
-        left = {h.member.registration: h for h in others[1:] if h not in read}
-        while left and len(read) + len(found) < PATCHES_MAX:
-            found.append(left.pop(self._best(part, left.values(), version)))
+        neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
+        found = [neighbour] if neighbour is not None and neighbour not in read else []
+        while len(read) + len(found) < PATCHES_MAX:
+            passed = [neighbour, mine, *read, *found]
+            refuses = lambda h, passed=passed: h in passed or not self._reachable(h, part)  # noqa: E731
+            best = [self._best(part, version, refuses, stranded=stranded) for stranded in (False, True)]
+            candidates = [h for h in best if h is not None]
+            if not candidates:
+                break
+            found.append(min(candidates, key=lambda h: self._estimate(h, part, version)))
         return found
 
     @staticmethod
@@ -138,91 +147,97 @@ class Readers:
         )
 
     def _choose(self, part: RankPart, version: Version, other_than: Holding | None) -> Holding | None:
-        # The core never assumes that shard k reads shard k; with equal layouts it does. Newest first: of equals, the
-        # publisher, which is the oldest, is chosen last, so that its unpublish is short.
-        self._cluster.weighed += len(version.holdings[part.shard])
-        holdings = {
-            h.member.registration: h
-            for h in reversed(version.holdings[part.shard])
-            if h is not other_than and self._may_read(h, part)
-        }
-        while holdings:
-            holding = holdings.pop(self._best(part, holdings.values(), version))
-            if self._feeds(holding, part):
-                return holding
-        return None
+        """The source from which it would have everything first. What has failed it comes after all that have failed less.
 
-    def _feeds(self, holding: Holding, part: RankPart) -> bool:
-        """Whether all of it comes there without this reader."""
-        return (holding.complete or _reaches_whole(_fillers(holding))) and not self._reads_from(holding, part)
+        The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
+        publisher, which is the oldest, is chosen last, so that its unpublish is short.
+        """
+        below: set[Holding] | None = None  # what is filled by what this part fills: to read that would be a wait cycle
 
-    def _best(self, part: RankPart, holdings: Iterable[Holding], version: Version) -> str:
-        """The registration of the holding from which the reader would have everything first. There is at least one."""
-        candidates = [self._candidate(h, part) for h in holdings]
-        nbytes = version.info.nbytes // version.info.world_size
-        # The publisher's grid counts. Readers have counted their own chunks, under their options, and a copy has none.
-        wanted = Wanted(nbytes, nbytes / max([1, *(h.member.chunks for h in version.holdings[part.shard])]))
-        best = choose(part.member.worker.location, candidates, wanted, self._cluster.links.rates(self._cluster.now))
-        assert best is not None
-        return best.ident
+        def refuses(holding: Holding) -> bool:
+            nonlocal below
+            if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
+                return True
+            if part.holding is not None and part.holding.readers and not holding.complete:
+                below = _filled_by(part.holding) if below is None else below
+                return holding in below
+            return False
+
+        found = self._best(part, version, lambda h: h.member.worker.incarnation in part.failures or refuses(h))
+        if found is None and part.failures:
+            workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
+            theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
+            there = version.holdings[part.shard]
+            failed = [h for h in theirs if h in there and not (h.is_stranded or refuses(h))]
+            order = lambda h: (part.failures[h.member.worker.incarnation], self._estimate(h, part, version))  # noqa: E731
+            found = min(failed, key=order, default=None)
+        return found
+
+    def _best(
+        self, part: RankPart, version: Version, refuses: Callable[[Holding], bool], *, stranded: bool = False
+    ) -> Holding | None:
+        """That one of these from which it would have everything first."""
+        there, reader = version.holdings[part.shard], part.member.worker
+        rates = self._cluster.links.rates(self._cluster.now)
+        return there.best(reader.location, reader.transports, _wanted(there), rates, refuses, stranded=stranded)
+
+    def _estimate(self, holding: Holding, part: RankPart, version: Version) -> tuple[float, int]:
+        """When it would have everything from there; the newest comes first of equals."""
+        reader, worker = part.member.worker, holding.member.worker
+        # Who copies out of its memory shares nothing of it with its other readers.
+        readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
+        apart, rates = distance(reader.location, worker.location), self._cluster.links.rates(self._cluster.now)
+        wanted = _wanted(version.holdings[part.shard])
+        return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
 
     def finds_source(self, part: RankPart, version: Version) -> bool:
-        """Whether there is a source for this reader now: the first one will do."""
-        return any(self._feeds(h, part) for h in version.holdings[part.shard] if self._may_read(h, part))
+        """Whether there is a source for this reader now."""
+        return self._choose(part, version, None) is not None
 
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those."""
-        sources = [h for h in version.holdings[part.shard] if h.is_source and h.member is not part.member]
-        theirs = {transport for h in sources for transport in h.member.worker.transports}
+        reader, sources = part.member.worker, (h for h in version.holdings[part.shard] if h.is_source)
         holds = part.member.holding is not None and part.member.holding.version is version
-        has_way = any(_common(part.member.worker, h.member.worker) for h in sources)
-        return sorted(theirs) if sources and not holds and not has_way else []
-
-    def _may_read(self, holding: Holding, part: RankPart) -> bool:
-        """Whether it is another one that can be reached, and does not wait for a source itself."""
-        there = holding is not part.holding and self._reachable(holding, part)
-        return there and (holding.complete or bool(_fillers(holding)))
+        if holds or any(reader.reaches(h.member.worker) for h in sources if h.member is not part.member):
+            return []
+        theirs = (h.member.worker.transports for h in version.holdings[part.shard] if h.is_source)
+        return sorted(set().union(*theirs))
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
-        if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:
+        reader, source = part.member.worker, holding.member.worker
+        if not holding.takes_readers or source.state is not WorkerState.LIVE:
             return False
-        if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
+        if part.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
             return False
-        return bool(_common(part.member.worker, holding.member.worker)) and self._has_room(holding, part.member.worker)
+        return bool(reader.reaches(source)) and self._has_room(holding, reader)
 
-    @staticmethod
-    def _candidate(holding: Holding, part: RankPart) -> Candidate:
-        worker = holding.member.worker
-        missing = 0
-        if not holding.complete:
-            left = max(0, holding.member.chunks - holding.chunks_verified)
-            missing = holding.member.nbytes * left // max(1, holding.member.chunks)
-        # A reader that copies out of the source's memory shares no uplink with other readers.
-        copies = not SAME_HOST_TRANSPORTS.isdisjoint(_common(part.member.worker, worker))
-        return Candidate(
-            ident=holding.member.registration,
-            location=worker.location,
-            readers=0 if copies else holding.active_readers,
-            depth=holding.depth,
-            failures=part.failures.get(worker.incarnation, 0),
-            bytes_missing=missing,
-        )
+    # -- who is filled
 
-    @staticmethod
-    def _reads_from(holding: Holding, part: RankPart) -> bool:
-        """Whether `holding` is filled from what `part` fills, directly or through others: that would be a wait cycle."""
-        if part.holding is None or not part.holding.readers:
-            return False
-        todo, seen = [holding], set()
-        while todo:
-            at = todo.pop()
-            if at is part.holding:
-                return True
-            if id(at) not in seen:
-                seen.add(id(at))
-                todo.extend(lease.holding for lease in _fillers(at))
-        return False
+    def verified(self, holding: Holding, *, is_so: bool) -> None:
+        """It has every chunk, or some have to be read again after all."""
+        holding.verified = is_so
+        self._feed(holding)
+
+    def completed(self, holding: Holding) -> None:
+        """It has all that was published."""
+        holding.complete, holding.verified, holding.depth = True, True, 0
+        self._feed(holding)
+
+    def _feed(self, holding: Holding | None) -> None:
+        """What a holding has, or is filled from, has changed: so may have what is filled from it."""
+        if holding is None:
+            return
+        self._cluster.reckon([holding])
+        if holding.verified or any(lease.holding.verified for lease in holding.fillers if not lease.dropping):
+            _spread(holding)
+        elif holding.is_fed:
+            dry = [each for each in _filled_by(holding) if not each.verified]
+            for each in dry:
+                each.is_fed = False
+            for each in dry:
+                if any(lease.holding.is_fed for lease in each.fillers if not lease.dropping):
+                    _spread(each)
 
     # -- a lease's end
 
@@ -273,6 +288,7 @@ class Readers:
             self._become(lease, LeaseState.FENCING, why)
             lease.part.leases.pop(lease.id, None)
             self._reader_less(lease.holding)
+            self._feed(lease.part.holding)
 
     def confirm_fenced(self, lease: ReadLease, why: str) -> None:
         if lease.state is LeaseState.FENCING:
@@ -299,6 +315,7 @@ class Readers:
             known.pop(lease.id, None)
         self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
+        self._feed(part.holding)
         if lease.part.wants_source:
             self._cluster.stir(lease.part.operation)
 
@@ -313,7 +330,9 @@ class Readers:
     def add_holding(self, holding: Holding) -> None:
         """From now on it may be read."""
         holding.replica.holdings[holding.rank] = holding
-        holding.version.holdings[holding.shard].append(holding)
+        holding.verified = holding.is_fed = holding.complete
+        holding.version.add(holding)
+        self._cluster.reckon([holding])
         self._cluster.learn(holding.version, holding.shard, holding.member.manifest)
         holding.member.holding = holding
         self._cluster.note(holding.member, holding.replica)
@@ -324,6 +343,7 @@ class Readers:
         before, holding.replica = holding.replica, replica
         before.holdings.pop(holding.rank, None)
         replica.holdings[holding.rank] = holding
+        self._cluster.reckon([holding])
         self._cluster.note(holding.member, before, replica)
         self.settle_replica(before)
 
@@ -384,11 +404,13 @@ class Readers:
             return
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
-        version.holdings[holding.shard].remove(holding)
-        if holding.complete:
-            self._reconsider_readers(version)
+        version.remove(holding)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
+        if version.abandoned or (holding.complete and not all(map(version.is_whole, version.holdings))):
+            # Its readers, also those that have not begun, may have to end, or to complete one another.
+            for bound in (*version.bound.values(), *version.guests_bound.values()):
+                self._cluster.stir(bound)
         if member.holding is holding:
             member.holding = None
         member.leaving.append(holding)
@@ -396,12 +418,6 @@ class Readers:
         if replica.state is ReplicaState.READY and on_purpose:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
-
-    def _reconsider_readers(self, version: Version) -> None:
-        """A holder of the whole shard has left: readers, and who waits for a source, may have to complete one another."""
-        if not all(map(version.is_whole, version.holdings)):
-            self._cluster.changed_operations.update(version.bound)
-            self._cluster.stirred.update(version.guests_bound)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one. A guest is given it in its turn: there
@@ -419,6 +435,7 @@ class Readers:
         grant = self.grant(part, other_than=lease.holding)
         if grant is not None:
             lease.dropping = True
+            self._feed(part.holding)
             self._cluster.note(lease)
             self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
             self.tell_to_drop(lease, "the source leaves")
@@ -490,32 +507,35 @@ class Readers:
             holding.active_readers -= 1
             if guest.read_only:
                 if holding.guests.is_used_up:  # there is room for one more
-                    self._cluster.stirred.update(holding.member.group.model.guests_waiting)
+                    self._cluster.wake(holding.version.starving)
+                    self._cluster.wake(holding.member.group.model.guests_unbound)
                 holding.guests.add(guest.origin, guest, -1)
+            self._cluster.reckon([holding])
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def _common(reader: Worker, source: Worker) -> frozenset[str]:
-    """The transports of both that reach from where one is to where the other is."""
-    both = reader.transports & source.transports
-    return both if reader.location.host == source.location.host else both - SAME_HOST_TRANSPORTS
+def _wanted(there: Holders[Holding]) -> Wanted:
+    """What a reader of that shard reads. (The grid is the publisher's; others count their own, and a copy none.)"""
+    return Wanted(there.nbytes, there.nbytes / max(1, there.chunks))
 
 
-def _fillers(holding: Holding) -> list[ReadLease]:
-    """The ACTIVE leases through which this holding is being filled."""
-    part = holding.member.part
-    return list(part.leases.values()) if part is not None and part.holding is holding and not holding.complete else []
-
-
-def _reaches_whole(leases: Iterable[ReadLease]) -> bool:
-    """Whether these leases lead, perhaps through others that fill, to a source that has everything."""
-    todo, seen = [lease.holding for lease in leases if not lease.dropping], set[int]()
+def _filled_by(holding: Holding) -> set[Holding]:
+    """It, and what is filled from it, directly or through others."""
+    todo, seen = [holding], {holding}
     while todo:
-        holding = todo.pop()
-        if holding.complete:
-            return True
-        if id(holding) not in seen:
-            seen.add(id(holding))
-            todo.extend(lease.holding for lease in _fillers(holding) if not lease.dropping)
-    return False
+        for each in todo.pop().filled:
+            if each not in seen:
+                seen.add(each)
+                todo.append(each)
+    return seen
+
+
+def _spread(holding: Holding) -> None:
+    """It is fed: so is all that is filled from it."""
+    todo = [] if holding.is_fed else [holding]
+    while todo:
+        each = todo.pop()
+        if not each.is_fed:
+            each.is_fed = True
+            todo.extend(each.filled)

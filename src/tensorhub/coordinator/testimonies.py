@@ -52,6 +52,7 @@ class Testimonies:
         self._of(part).answered.discard(part.member.registration)  # it has more to tell now
         if part.holding is not None:
             part.holding.chunks_verified = part.member.chunks
+            self._readers.verified(part.holding, is_so=True)
         self._readers.release_all(part, "verified")
         self._cluster.changed(part.operation)
 
@@ -87,6 +88,8 @@ class Testimonies:
         if answer.rereads:
             part.claim, part.page = None, None
             part.comparisons += 1
+            if part.holding is not None:
+                self._readers.verified(part.holding, is_so=False)
             self._cluster.changed(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
             part.page = None
@@ -105,10 +108,8 @@ class Testimonies:
         self._record(self._of(part).version)
         part.voted, part.claim, part.page = True, None, None
         if part.holding is not None:
-            part.holding.complete = True
-            part.holding.depth = 0
+            self._readers.completed(part.holding)
         self._cluster.note(part.member)
-        self._cluster.touch(part.member.group.model, stirs=not part.member.worker.read_only)
         self._cluster.changed(part.operation)
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
@@ -144,7 +145,7 @@ class Testimonies:
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
         if message.last or testimony.is_there or testimony.turned_away:  # else nobody who waits can go on by it
-            self._cluster.touch(member.group.model)
+            self._cluster.wake(version.starving)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
         """It does not hold that any more."""
@@ -154,7 +155,7 @@ class Testimonies:
                 if asked is not None and asked[1] == message.generation:
                     del testimony.asked[member.registration]
                     testimony.answered.add(member.registration)
-        self._cluster.touch(member.group.model)
+                    self._cluster.wake(version.starving)
 
     def publisher_is_back(self, holding: Holding) -> None:
         """It says again what it holds, and that it has published that."""
@@ -283,7 +284,7 @@ class Testimonies:
                     del testimony.asked[registration]
                     testimony.answered.add(registration)
                 testimony.silent = set(testimony.asked)
-        self._cluster.touch(model)
+            self._cluster.wake(version.starving)
 
     def _ask_one(self, testimony: Testimony, member: Member, generation: int, origin: str) -> None:
         registration, session = member.registration, member.worker.session

@@ -161,7 +161,8 @@ class Versions:
 
     def refresh(self, model: Model) -> None:
         """Work out availability and retirement, and tell the watchers if another version is the newest."""
-        for version in list(model.versions.values()):
+        before = [(version, version.state) for version in model.versions.values()]
+        for version, _ in before:
             live = version.visible and version.has_live_source()
             if version.abandoned and live:
                 version.abandoned = False
@@ -177,6 +178,9 @@ class Versions:
                     model.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
+        if info != model.announced or any(version.state is not state for version, state in before):
+            self._cluster.wake(model.unbound)
+            self._cluster.wake(model.guests_unbound)
         if info != model.announced:  # after a rollback it is an older one, or none
             model.announced = info
             for session in sorted(self._cluster.watchers.get(model.name, ())):

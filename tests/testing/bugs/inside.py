@@ -393,7 +393,8 @@ def quarantine_lifted() -> Iterator[None]:
         for holding in lifted:
             member.leaving.remove(holding)
             member.holding, holding.leaving, holding.quarantined = holding, False, False
-            holding.version.holdings[holding.shard].append(holding)
+            holding.version.add(holding)
+            holding.version.reckon(holding)
         self._cluster.touch(member.group.model)
         member.said_in = member.worker.session
         self._tell_registered(member, message, True)

@@ -1,0 +1,110 @@
+"""Who holds one shard of a version: counted, and in order, so that nobody has to look at all of them.
+
+Responsible for counts and orders. Not responsible for when they change: `Version.reckon` says what each holding counts as.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
+
+from tensorhub.scheduler.choice import Wanted
+from tensorhub.scheduler.sources import Sources, Standing
+from tensorhub.types import Location
+
+
+class Numbered(Protocol):
+    """What holds. `number` is its place in the order of coming."""
+
+    number: int
+
+
+H = TypeVar("H", bound=Numbered)
+Counts = tuple[bool, bool, bool]  # is complete, is a source, and its worker is heard of now
+_number = attrgetter("number")
+
+
+class Holders(Generic[H]):
+    """The holdings of one shard that do not leave, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.complete = 0  # that have all of it, committed or not
+        self.sources = 0  # that are complete, committed, and take readers
+        self.live_sources = 0  # those of them whose workers are heard of now
+        self.nbytes = 0  # of the shard: the largest that was ever here
+        self.chunks = 0  # the same
+        self._minted = 0
+        self._there: list[H] = []  # by number
+        self._counts: dict[H, Counts] = {}
+        self._fed: Sources[H] = Sources()  # that can be read, and do not wait for a source themselves
+        self._stranded: Sources[H] = Sources()  # that can be read, and lack a source
+
+    def __iter__(self) -> Iterator[H]:
+        return iter(self._there)
+
+    def __reversed__(self) -> Iterator[H]:
+        return reversed(self._there)
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def __contains__(self, holding: object) -> bool:
+        return holding in self._counts
+
+    def add(self, holding: H, nbytes: int, chunks: int) -> None:
+        """It comes, and is numbered; it counts as nothing yet."""
+        self._minted += 1
+        holding.number = self._minted
+        self.nbytes, self.chunks = max(self.nbytes, nbytes), max(self.chunks, chunks)
+        self._there.append(holding)
+        self._counts[holding] = (False, False, False)
+
+    def remove(self, holding: H) -> None:
+        """It leaves."""
+        self.count(holding, (False, False, False), None, is_stranded=False)
+        del self._counts[holding]
+        del self._there[bisect_left(self._there, holding.number, key=_number)]
+
+    def count(self, holding: H, counts: Counts, standing: Standing | None, *, is_stranded: bool) -> bool:
+        """What it counts as from now on. Whether there is more to read from than before."""
+        before = self._counts[holding]
+        if counts != before:
+            self._counts[holding] = counts
+            self.complete += counts[0] - before[0]
+            self.sources += counts[1] - before[1]
+            self.live_sources += counts[2] - before[2]
+        mine, other = (self._stranded, self._fed) if is_stranded else (self._fed, self._stranded)
+        other.drop(holding)
+        if standing is None:
+            mine.drop(holding)
+            return False
+        is_new = holding not in mine
+        mine.put(holding, standing)
+        return is_new or counts != before
+
+    def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:
+        """What it counts as; how it stands among those that can be read, and among those that lack a source."""
+        return self._counts[holding], self._fed.standing(holding), self._stranded.standing(holding)
+
+    def after(self, holding: H | None) -> Iterator[H]:
+        """All others, beginning with the next one, round about."""
+        place = bisect_right(self._there, holding.number, key=_number) if holding is not None else 0
+        for at in (*range(place, len(self._there)), *range(place)):
+            if self._there[at] is not holding:
+                yield self._there[at]
+
+    def best(
+        self,
+        reader: Location,
+        transports: frozenset[str],
+        wanted: Wanted,
+        rates: Sequence[float],
+        refuses: Callable[[H], bool],
+        *,
+        stranded: bool = False,
+    ) -> H | None:
+        """From which this reader would have everything first, of those that it does not refuse."""
+        order = self._stranded if stranded else self._fed
+        return order.best(reader, transports, wanted, rates, refuses)
