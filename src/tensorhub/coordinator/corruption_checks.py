@@ -34,7 +34,7 @@ class CorruptionChecks:
         self._ask(part, part.member.worker, holding, chunk)
 
     def trace(self, part: RankPart, stray: Stray) -> None:
-        """A chunk of this reader's has another digest than was published: did it come so from where it says?"""
+        """A chunk of this reader has another digest than was published. Is the source that it names to blame?"""
         holding = self._find(stray.origin)
         if holding is not None and holding.version is part.operation.version:
             self._readers.avoid(part, holding, "corrupt", f"chunk {stray.chunk} has another digest than was published")
@@ -59,7 +59,7 @@ class CorruptionChecks:
         self._cluster.tell(holding.member, question)
 
     def answered(self, worker: Worker, answer: DigestedAgain) -> None:
-        """The owner has looked. An answer to nothing that is asked now changes nothing (G9)."""
+        """The owner has looked. An answer to a question that is not open changes nothing (G9)."""
         member = worker.members.get(answer.registration)
         holding = member.holding if member is not None else None
         if holding is None or not answer.inquiry:
@@ -74,7 +74,7 @@ class CorruptionChecks:
             self._judge(holding, inquiry, answer)
 
     def _judge(self, holding: Holding, inquiry: Inquiry, answer: DigestedAgain) -> None:
-        """Its bytes have the digest that it sends with them; do they have the published one?"""
+        """The source's bytes have the digest that it sends with them. Do they have the published one?"""
         testimony = holding.version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
         if published in (b"", answer.digest) or (testimony is not None and holding is testimony.publisher):
@@ -89,7 +89,7 @@ class CorruptionChecks:
                 self._ask(holding.member.part, holding.member.worker, source, inquiry.chunk)
 
     def condemn(self, holding: Holding) -> None:
-        """It has agreed with its publisher, or says that it has read from nobody; and has other bytes."""
+        """The holding has other bytes than were published, although it agreed with its publisher or has read from nobody."""
         holding.condemned = True
         condemned, owner = holding.version.condemned, holding.member
         condemned[owner.worker.incarnation] = None

@@ -1,6 +1,6 @@
 """When an operation's ranks give up, and the error that says what they have waited for in vain.
 
-Not responsible for ending it: `operations` asks what is to blame, and `decisions` aborts.
+Not responsible for ending the operation: `operations` asks what is to blame, and `decisions` aborts.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _rounded(seconds: float) -> str:
 
 
 def _impatient(operation: Operation) -> list[RankPart]:
-    """The ranks that may still give up: nobody once it is prepared, and nobody who has voted in a fill (R6); but all, if
-    what was staged waits for the leave.
+    """The ranks that may still give up: none once the operation is prepared, and in a fill none that has voted (R6). But all
+    of them may, if a staged update waits until its ranks may give up what they hold.
     """
     if operation.state is OperationState.PREPARED:
         return []

@@ -5,7 +5,7 @@ however many guests come. While nobody else wants a place, a guest may have as m
 a guest with fewer places than others gets one from the guest with the most: of another origin first, then of its own. So a
 thousand honest guests behind one address may have all of the share, and give way only to other origins.
 
-Responsible for how much each guest has, and at whose expense another may have more. Not responsible for ending any session.
+Responsible for counting what each guest has, and for choosing who gives way. Not responsible for ending any session.
 """
 
 from __future__ import annotations

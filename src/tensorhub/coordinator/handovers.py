@@ -5,9 +5,9 @@ the copy's own registration holds the shard and counts like any other holder. On
 leave (`withdrawals`) grant the one that waits for it. An attempt that fails (refused, its worker lost, no progress) is
 followed by an attempt with another worker, if there is one.
 
-Copies are wanted for the shards of each holder that waits to leave. In the background they are wanted at once, if only the
-publisher could keep a version, or only spot workers hold it. Each step works out anew what is wanted and which copies are
-not needed any more, so that nothing has to be undone when wishes change.
+Copies are wanted for the shards of each holder that waits to leave. If only the publisher could keep a version, or only spot
+workers hold it, copies are wanted at once, in the background. Each step works out anew what is wanted and which copies are
+not needed any more. So nothing has to be undone when wishes change.
 
 Responsible for handovers, and for telling workers to drop copies. Not responsible for who may leave (`retention`), for how a
 copy is filled (it is a group of one, which calls replicate), nor for its leave (it asks, like every holder).
@@ -36,8 +36,8 @@ class Wish(NamedTuple):
     """A shard to be copied."""
 
     holding: Holding  # whoever has it
-    going: Worker | None = None  # that worker may end with its leave, and is no place for the copy
-    here: bool = False  # only the holder's own worker is a place for it
+    going: Worker | None = None  # a worker that may end with the leave: the copy is not made there
+    here: bool = False  # the copy is made by the holder's own worker, or not at all
 
 
 @dataclass(eq=False, repr=False)
@@ -56,7 +56,7 @@ class Handovers:
                 self._fail(model, handover)
 
     def due(self, copy: str) -> None:
-        """It has had its time. One that makes progress gets as much again."""
+        """A handover has had its time. If it has made progress, it gets as much time again."""
         for model, handover in self._under_way(copy):
             member = self._cluster.members.get(copy)
             chunks = member.holding.chunks_verified if member is not None and member.holding is not None else 0
@@ -71,7 +71,7 @@ class Handovers:
         self._cluster.touch(self._cluster.models[model])
 
     def back(self, worker: Worker) -> None:
-        """It has connected again: what it was told may have been lost."""
+        """A worker has connected again, and may have missed what it was told."""
         for _, handover in self._under_way():
             if handover.worker is worker and handover.copy not in self._cluster.members:
                 self._tell_to_make(handover)
@@ -114,7 +114,7 @@ class Handovers:
             self._set_deadline(handover)
 
     def _settle_copy(self, model: Model, copy: Member) -> None:
-        """Have a copy dropped which keeps nothing that others do not keep; it asks for its leave like every holder."""
+        """Have a copy dropped if others keep all that it keeps. It asks for its leave like every holder."""
         if copy.dropped or copy.registration in model.handovers:
             return
         holding = copy.holding
@@ -123,7 +123,7 @@ class Handovers:
             self._cluster.tell(copy, DropCopy(copy.registration))
 
     def _is_needed(self, model: Model, copy: Holding) -> bool:
-        """Whether nobody else is there who is reliable, elsewhere, and stays for now."""
+        """Whether no other reliable holder, in another worker, stays for now."""
         if not self._counts(model, copy.version):
             return False
         here = {copy.member.worker.incarnation}
@@ -144,7 +144,7 @@ class Handovers:
     # ------------------------------------------------------------------------------------------------ what is wanted
 
     def _wanted(self, model: Model) -> Iterator[Wish]:
-        """What is to be copied now. (What is made must be needed, or it would be dropped and made for ever.)"""
+        """What is to be copied now. (It must be what `_is_needed`: else copies would be made and dropped for ever.)"""
         for withdrawal in model.withdrawals.values():
             if not withdrawal.begun and not withdrawal.abandon:
                 going = withdrawal.holding.member.worker if withdrawal.closes else None
@@ -160,7 +160,7 @@ class Handovers:
                 yield from self._in_background(model, version)
 
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
-        """What one group alone keeps, and no other could take over: on its own workers; and what only spot workers hold."""
+        """What one group alone keeps and no other could take over (its own workers copy it); what only spot workers hold."""
         for holdings in version.holdings.values():
             reliable = filter(self._retentions.may_count, holdings)
             one = next(reliable, None)
@@ -194,8 +194,8 @@ class Handovers:
         self._tell_to_make(handover)
 
     def _successor(self, model: Model, wish: Wish) -> Worker | None:
-        """The worker whose copy is made soonest: the holder's own, else the nearest, else the one with most room; one that
-        could not make it comes last, and after a while.
+        """The worker whose copy is made soonest: the holder's own, else the nearest, else the one with most room. One that
+        could not make it comes last, and not before a while has passed.
         """
         holding = wish.holding
         version, shard, near = holding.version, holding.shard, holding.member.worker
@@ -218,7 +218,7 @@ class Handovers:
         return self._cluster.hosts[min(fit)[-1]] if fit else None
 
     def _room(self, worker: Worker) -> int:
-        """Bytes of its host memory that no copy has or was promised. (What was prefetched gives way.)"""
+        """Bytes of its host memory that are neither taken by a copy nor promised to one. (Prefetched versions give way.)"""
         copies = (m.nbytes for m in worker.members.values() if m.purpose in (Purpose.RETENTION, Purpose.SEED))
         promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
         return worker.host_bytes - sum(copies) - sum(promised)
@@ -245,7 +245,7 @@ class Handovers:
         self._cluster.send(handover.worker.session, make)
 
     def _tell_to_drop(self, handover: Handover) -> None:
-        """An attempt is given up; a copy that comes of it nevertheless is dropped like one that is not needed."""
+        """An attempt is given up. If a copy comes of it all the same, it is dropped like one that is not needed."""
         copy = self._cluster.members.get(handover.copy)
         if copy is None:
             self._cluster.send(handover.worker.session, DropCopy(handover.copy))
@@ -255,8 +255,8 @@ class Handovers:
 
 
 def _wants_to_leave(model: Model, holding: Holding) -> bool:
-    """Whether a rank of its replica has asked for its leave, with which all of it stops to serve, or its group is about to
-    overwrite it.
+    """Whether a rank of its replica has asked for its leave (then all of the replica will stop serving), or its group is
+    about to overwrite it.
     """
     for each in holding.replica.holdings.values():
         withdrawal = model.withdrawals.get(each.member.registration)

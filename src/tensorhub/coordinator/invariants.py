@@ -1,8 +1,8 @@
-"""What always holds between two steps of a coordinator. Read it as the list of promises of `entities`' comments.
+"""What always holds between two steps of a coordinator: the promises that the comments in `entities` make.
 
-`check` looks at everything; `check_noted` at what the last step has noted as changed (`Cluster.noted`) and at what stands
-beside it, so that it costs as much as the step. Each promise is checked of one entity, by looking at that entity and those
-it names; what two entities say of each other is checked from both sides, so that it does not matter which one was noted.
+`check` looks at everything. `check_noted` looks at what the last step has noted as changed (`Cluster.noted`) and at its
+neighbours, so that it costs as much as the step. Each promise is checked for one entity, by looking at that entity and those
+that it names. What two entities say of each other is checked from both sides: so it does not matter which of them was noted.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def check(cluster: Cluster) -> None:
 
 
 def check_counts(cluster: Cluster) -> None:
-    """What is counted, so that it can be bounded (`limits`), is what there is. It is about everything at once, so it is not
-    a part of `check`, of which `check_noted` finds all.
+    """The counters by which bounds are kept (`limits`) equal what there is. This is about everything at once: it is no part
+    of `check`, since `check_noted` must find whatever `check` finds.
     """
     kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun)]
     kept += [blob for model in cluster.models.values() for v in model.versions.values() for blob in v.manifests.values()]

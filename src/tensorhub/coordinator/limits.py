@@ -1,7 +1,8 @@
 """What one worker can make a coordinator keep, and what all of them can (G10).
 
-Far above what any cluster needs: they bound what a defect or an intruder with the secret costs. What reaches one is refused
-with an error that names it; docs/limits.md lists them all. Workers at a time are an option: `Options.sessions_max`.
+The limits are far above what any cluster needs: they bound what a defect, or an intruder with the secret, costs. Whoever
+reaches one is refused with an error that names it; docs/limits.md lists them all. How many workers there may be at a time is
+an option: `Options.sessions_max`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ GUESTS_OF_HOLDING_MAX = (
     256  # that read one copy, all of which are moved in one step; far more than its owner serves at a time
 )
 STIRRED_PER_STEP = 64  # calls that waited and may go on; a step is over in some milliseconds however many wait
-TIMERS_PER_STEP = 64  # that are heeded when very many are due at once, as a guest can arrange
-NOTED_PER_STEP = 256  # entities that these may have changed; after that, the others wait
+TIMERS_PER_STEP = 64  # that one step heeds when very many are due at once, as a guest can arrange
+NOTED_PER_STEP = 256  # entities that these timers may have changed; after that, the other timers wait
 MODELS_MAX = 2**16  # that somebody who may write has named; names that are only watched, or waited for by guests, are none
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
 GUEST_IDLE_S = 60.0  # without a registration, a watch or a call

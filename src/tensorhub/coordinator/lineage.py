@@ -1,8 +1,8 @@
 """Rollback (R2): a new lineage that inherits the versions up to a number; the later ones are retired and fenced.
 
-Responsible for the order of rollbacks and pending writes. An entry on its way to the store is never undone half-way, and
-nothing is recorded into a lineage that is about to end. Not responsible for what becomes of operations (`operations`),
-versions (`versions`) and holders (`readers`).
+Responsible for the order of rollbacks and other entries: no entry on its way to the store is undone, and nothing is recorded
+into a lineage that is about to end. Not responsible for what becomes of operations (`operations`), versions (`versions`) and
+holders (`readers`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Lineages:
         self._decide(write, CoordinatorUnavailable(text))
 
     def _decide(self, write: PendingWrite, error: TensorHubError | None) -> None:
-        """It is over: what waited for it goes on."""
+        """A rollback is over: its asker hears how, and what waited for it goes on."""
         write.model.rollbacks.remove(write)
         self._cluster.answer(write.session, write.message.request, error)
         self._operations.reconsider(write.model)

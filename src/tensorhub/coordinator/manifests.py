@@ -1,6 +1,6 @@
-"""The encoded manifests that registrations and versions keep: each once, however many keep it; and their bytes in all.
+"""The encoded manifests of registrations and versions, each kept once however many need it, and their bytes in all.
 
-All ranks of all replicas that hold the same shard have equal manifests, so a thousand workers cost as much as one.
+All replicas of a shard have equal manifests, so a thousand workers cost as much as one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Manifests:
         return known
 
     def id_of(self, kept: bytes) -> str:
-        """The id of one that is kept, made once, however often it is asked for: it may be of 48 MiB."""
+        """The id of a manifest that is kept. It is made once, however often it is asked for: a manifest may have 48 MiB."""
         found = self._ids.get(kept)
         if found is None:
             found = self._ids[kept] = id_of(kept)

@@ -360,7 +360,7 @@ class Membership:
         """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
 
         What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
-        held before does not count either if its vote has committed the group to another content: it goes then
+        held before does not count either if its vote has committed the group to another content.
         """
         cluster, group = self._cluster, member.group
         committed = None

@@ -21,7 +21,7 @@ from tensorhub.types import Medium, VersionInfo
 
 @dataclass(eq=False, repr=False)
 class Publishes:
-    """The kind of the operations that begin with memory which is complete already."""
+    """The handler of operations that begin with complete memory."""
 
     _cluster: Cluster
     _versions: Versions
@@ -79,7 +79,7 @@ class Publishes:
         )
 
     def commit(self, operation: Operation) -> None:
-        """Its ranks' memory becomes the first replica, without those that were lost meanwhile, and the version visible."""
+        """The memory of the ranks, but for those lost meanwhile, becomes the first replica. The version is visible now."""
         cluster, version = self._cluster, operation.bound
         replica = self._readers.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
         for part in operation.parts.values():

@@ -1,7 +1,7 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
-Responsible for the policy, for pins, for what holders are told of it, and for the one question whether a holder may go. Not
-responsible for what follows from the answer: `withdrawals` and `fills` let holders wait, `handovers` finds successors.
+Responsible for the policy, for pins, for telling holders what is retained, and for the one question whether a holder may go.
+Not responsible for what follows from the answer: `withdrawals` and `fills` let holders wait, `handovers` finds successors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Retentions:
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """What nobody else would hold reliably without this holding.
+        """Holdings that nobody else would hold reliably once this holding has gone.
 
-        `going`: its worker, if that may end with the leave (R5): then nothing else there counts, and with the last handle
-        of a caller the worker's own copies go, too. (Most often they were set aside by then, each with its own leave; not
-        where another handle was there when the close began, and was given up since.)
+        `going`: its worker, if the worker may end with this leave (R5). Then nothing else in that worker counts, and with a
+        caller's last handle the worker's own copies go, too. (Usually they were set aside before, each with its own leave.
+        They were not if there was another handle when the close began, which was given up since.)
         """
         yield from self._alone(holding, going)
         callers = [m for m in going.members.values() if _is_callers(m)] if going is not None else []
@@ -48,10 +48,10 @@ class Retentions:
                 yield from self._alone(copy.holding, going)
 
     def _alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica whose shards nobody else holds reliably, if its version is to be kept.
+        """The holdings of its replica whose shards nobody else holds reliably, if its version is retained.
 
-        With the first rank that leaves, its whole replica stops to serve. A version of which another shard is lost
-        altogether cannot be fetched any more: nothing is kept for it.
+        A replica stops serving when its first rank leaves. A version that has lost another shard cannot be fetched any more:
+        nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group
         if group.spot or not holding.is_source or version.number not in group.model.retained() or self.is_lost(version):
@@ -62,15 +62,15 @@ class Retentions:
                 yield ours
 
     def is_reliable(self, holding: Holding) -> bool:
-        """Whether it counts for retention: it may, and has accepted that (`RetainedAck`).
+        """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`).
 
-        What was voted for in an operation that was lost is announced as held, and may be given up yet: it is not accepted.
+        Without that it may be given up yet: after a restart, what was only voted for is announced as held, too.
         """
         return holding.kept and self.may_count(holding)
 
     @staticmethod
     def may_count(holding: Holding) -> bool:
-        """Whether it is a source that stays: a copy in host memory does where its worker does."""
+        """Whether it is a source that stays. A copy in host memory stays if its worker does."""
         member = holding.member
         spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
         return holding.is_source and not spot and member.worker.state is WorkerState.LIVE
@@ -94,18 +94,18 @@ class Retentions:
     # -- what holders know
 
     def tell_with(self, member: Member, content_id: str) -> int | None:
-        """What an Outcome or Registered says to a rank that holds that content: if to be kept, the telling's number."""
+        """What an Outcome or Registered tells a rank that holds this content: the notice's number if it is retained."""
         holding = member.holding
         if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
             return None
         keep = holding.version.number in member.group.model.retained()
         if keep is not holding.told:
-            member.retained_seq += 1  # said again, it has the same number: of two Outcomes only the first may be answered
+            member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
         holding.told, holding.kept = keep, not keep
         return member.retained_seq if holding.told else None
 
     def settle(self, model: Model) -> None:
-        """Tell holders what is retained from now on; answer what waited for them to know it."""
+        """Tell holders what is retained from now on. Answer the calls that waited for their acknowledgements."""
         retained = model.retained()
         for version in model.versions.values():
             keep = version.number in retained
@@ -120,7 +120,7 @@ class Retentions:
             model.unanswered.clear()
 
     def group_changed(self, group: Group) -> None:
-        """It may have become spot, or ceased to be: who may leave at any time is not told to stay."""
+        """A group may have become spot, or ceased to be. Spot holders may leave at any time: they are not told to stay."""
         for member in group.members.values():
             if member.holding is not None:
                 self._tell(member.holding)
@@ -134,7 +134,7 @@ class Retentions:
             self._cluster.tell(member, SetRetained(member.registration, version.info.content_id, keep, member.retained_seq))
 
     def kept(self, worker: Worker, message: RetainedAck) -> None:
-        """Its owner knows. An answer to an earlier number says nothing: it may just have heard the opposite."""
+        """An owner has acknowledged a notice. An older number says nothing: the owner may hear the opposite just now."""
         member = worker.members.get(message.registration)
         holding = member.holding if member is not None else None
         if (
@@ -176,7 +176,7 @@ class Retentions:
         return None
 
     def pin(self, worker: Worker, message: Pin) -> None:
-        """Keep one version from now on; said again by a worker after each lost connection."""
+        """Keep one version from now on. Its worker says this again after each lost connection."""
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         if known is not None and known.incarnation == worker.incarnation:
@@ -228,7 +228,7 @@ class Retentions:
             self._record(PendingWrite(model, message, worker.session), Unpinned(known.pin))
 
     def recover(self, pins: Iterable[Pinned]) -> None:
-        """Those of a former coordinator: they count until their workers' leases would have run out."""
+        """Pins of a former coordinator count until their workers' leases would have ended."""
         for pin in pins:
             model = self._cluster.models.get(pin.model)
             version = model.versions.get(pin.number) if model is not None else None

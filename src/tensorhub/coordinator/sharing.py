@@ -1,6 +1,6 @@
-"""Fair shares of one thing: who has less than an equal part gets it from who has the most.
+"""Fair shares of one thing: whoever has less than an equal part gets more from whoever has the most.
 
-Responsible for at whose expense one may have more. Not responsible for taking it away.
+Responsible for choosing who gives way. Not responsible for taking anything away.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ H = TypeVar("H", bound=Hashable)
 
 
 class Share(Generic[H]):
-    """Of one thing, how much each guest has. Each has an origin that never changes."""
+    """How much each guest has of one thing. A guest's origin never changes."""
 
     def __init__(self, most: int) -> None:
         self.most = max(1, most)
         self.total = 0
-        self._by_origin: dict[str, dict[H, int]] = {}  # none has nothing, and no origin nobody
+        self._by_origin: dict[str, dict[H, int]] = {}  # only guests that have something, and origins that have guests
         self._sums: dict[str, int] = {}  # of each origin
 
     def __repr__(self) -> str:
@@ -48,8 +48,8 @@ class Share(Generic[H]):
         self.add(origin, guest, -self.of(origin, guest))
 
     def at_whose_expense(self, origin: str, guest: H) -> H | None:
-        """Whose place this guest may take; None: it, or its origin, has its part. Of equals, who came first. Costs next to
-        nothing where it is None by far, so that asking in vain again and again keeps nobody busy.
+        """Whose place this guest may take: of equals, the one that came first. None: the guest, or its origin, has its part.
+        A None that is far from doubtful costs next to nothing, so that asking again and again keeps nobody busy.
         """
         mine, here = self._sums.get(origin, 0), self._by_origin.get(origin, {})
         has = here.get(guest, 0)

@@ -1,4 +1,4 @@
-"""The publisher's digests decide (R8): what publishers say that their chunks' digests are, and whether readers agree.
+"""The publisher's digests decide (R8): what publishers say of their chunks' digests, and whether readers agree.
 
 Theory of operation. A publisher says its digests as it makes them. A reader verifies what it reads against its source, and
 serves it on. Its vote names the root of its own list of digests, and counts only if that is the root of the publisher's
@@ -9,7 +9,7 @@ If the publisher's list is not complete, the publisher is asked for the rest. If
 it directly say what it said to them. If nobody is left who did, whoever holds the chunks is asked. Once a root is known,
 nobody has to be trusted: a list from anybody is right if it has that root.
 
-Responsible for lists and roots, for whom is asked, and for which votes count. Not responsible for who is to blame
+Responsible for lists and roots, for who is asked, and for which votes count. Not responsible for who is to blame
 (`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
@@ -29,8 +29,8 @@ from tensorhub.errors import IntegrityError, StateError
 from tensorhub.messages import Compare, Compared, Digests, TellDigests, digests_bytes_max
 from tensorhub.types import OpKind
 
-ANSWER_S = 5.0  # who was silent for twice that is not waited for, unless only its publisher's word can decide
-COMPARISONS_MAX = 16  # of one rank in one operation, after which its memory, or its word, is not believed any more
+ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless only the publisher's word can decide
+COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or its word, is not believed any more
 
 
 @dataclass(eq=False, repr=False)
@@ -45,9 +45,9 @@ class Testimonies:
     # -- votes
 
     def claim(self, part: RankPart, root: bytes) -> None:
-        """This rank has every chunk, with digests of that root. It reads no more; its vote counts once that is agreed."""
+        """This rank has every chunk; `root` is that of its digests. It reads no more. Its vote counts once they agree."""
         part.claim = root
-        if part.page_session != part.member.worker.session:  # else what it was sent to compare is on its way, or it has it
+        if part.page_session != part.member.worker.session:  # else the page that it was sent reaches it, or has reached it
             part.page = None
         self._of(part).answered.discard(part.member.registration)  # it has more to tell now
         if part.holding is not None:
@@ -57,7 +57,7 @@ class Testimonies:
         self._cluster.changed(part.operation)
 
     def settle(self, operation: Operation) -> Blame | None:
-        """Count the votes that agree, and see to the others."""
+        """Count the votes that agree with their publisher. For each of the others, do what brings it on."""
         for part in operation.parts.values():
             if part.claim is None or part.voted:
                 continue
@@ -65,7 +65,7 @@ class Testimonies:
             if (testimony.root and part.claim == testimony.root) or not (testimony.width or testimony.root or part.claim):
                 self._accept(part)
             elif not testimony.width:
-                continue  # nobody has said yet what its chunks have as digests
+                continue  # nobody has said yet whether its chunks have digests
             elif testimony.turned_away:
                 self._cluster.forget_list(testimony)  # perhaps there is room the next time
                 testimony.answered.clear()
@@ -104,7 +104,7 @@ class Testimonies:
             self._send_page(part, testimony, part.page + 1)
 
     def _accept(self, part: RankPart) -> None:
-        """It can no longer be timed out or cancelled alone."""
+        """Count its vote: from now on the rank cannot time out or be cancelled alone."""
         self._record(self._of(part).version)
         part.voted, part.claim, part.page = True, None, None
         if part.holding is not None:
@@ -118,13 +118,13 @@ class Testimonies:
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last))
 
     def root_for(self, part: RankPart) -> bytes:
-        """What a fetch can compare by itself: it is nobody's source, so that nobody else depends on its word."""
+        """The root that a fetch compares by itself. It is nobody's source, so nobody else depends on its word."""
         return self._of(part).root if part.operation.kind is OpKind.FETCH else b""
 
     # -- what is told
 
     def told(self, worker: Worker, message: Digests) -> None:
-        """A publisher's digests, or a list that was asked for; from anybody else they change nothing."""
+        """A worker tells digests. They count from a publisher, and from whoever was asked."""
         member = worker.members.get(message.registration)
         found = self._about(member, message.generation) if member is not None else None
         if member is None or worker.read_only:
@@ -137,14 +137,14 @@ class Testimonies:
         asked = member.registration in testimony.asked
         is_publishers = holding is not None and holding is testimony.publisher
         if not testimony.width or not (asked or (is_publishers and not testimony.root)):
-            return  # where a root is known, one tells all of it: words of several, mixed, would accuse who says the last one
+            return  # once a root is known, one worker tells all: mixed words of several would accuse whoever tells the last
         testimony.silent.discard(member.registration)
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
-        if message.last or testimony.is_there or testimony.turned_away:  # else nobody who waits can go on by it
+        if message.last or testimony.is_there or testimony.turned_away:  # else it brings nobody on who waits
             self._cluster.wake(version.starving)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
@@ -165,7 +165,7 @@ class Testimonies:
             member.registration,
             member.worker.incarnation,
         ):
-            return  # somebody else has its place now, and has read what he holds
+            return  # another worker has the publisher's place now, and has read what it holds
         testimony.publisher = holding
         testimony.answered.discard(holding.member.registration)
 
@@ -233,7 +233,7 @@ class Testimonies:
     # -- who is asked
 
     def _ask(self, testimony: Testimony) -> None:
-        """See to it that somebody says what is not known: one at a time, where one is enough."""
+        """Ask for what is not known yet: one worker at a time, where one is enough."""
         due = "digests", testimony.version.info.model
         if due not in self._cluster.timers:
             self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
@@ -293,8 +293,8 @@ class Testimonies:
             self._cluster.tell(member, TellDigests(registration, generation, origin))
 
     def _witnesses(self, testimony: Testimony) -> Iterator[tuple[Member, int]]:
-        """Who has chunks of that shard, under which generation: those who claim to have all of them first. Where a root
-        is known, who fills has nothing to say: its list is not the published one yet.
+        """Who has chunks of that shard, and under which generation; first those who claim to have all chunks. Once a root is
+        known, readers that fill are not asked: their list is not the published one yet.
         """
         version, seen = testimony.version, set[str]()
         running = [] if testimony.root else version.bound.values()  # no guests': there may be very many
@@ -329,7 +329,7 @@ class Testimonies:
         return self.of(part.operation.bound, part.shard, part.member.begun)
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
-        """What is known of that shard; `manifest`: what the asker says of it, should nobody else have said so."""
+        """What is known of that shard. `manifest`: as the asker knows it, in case that nobody else has told it."""
         testimony = version.testimonies.get(shard)
         if testimony is None:
             page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)

@@ -37,7 +37,7 @@ class Versions:
         return self.overtaken(model, number)
 
     def overtaken(self, model: Model, number: int) -> VersionConflict | None:
-        """Why `number`, staged or not, is not above all that was or is being recorded, if it is not (R1)."""
+        """Why `number`, staged or not, is not above all numbers that are recorded or being recorded (R1); None: it is."""
         if model.mark is not None and number <= model.mark:
             return VersionConflict(
                 f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; "
@@ -65,7 +65,7 @@ class Versions:
         ]
 
     def stage(self, operation: Operation, number: int) -> Version:
-        """The invisible version that this publish will make; its content id is minted here (R1)."""
+        """The version that this publish will make, invisible until then. Its content id is minted here (R1)."""
         group = operation.group
         info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
         version = Version(info, group.model.lineage, group.layout_id, operation.key)
@@ -103,7 +103,7 @@ class Versions:
     # -- resolving (R12)
 
     def resolve(self, model: Model, selector: Selector, at_least: int | None) -> Version | None:
-        """The visible version that is meant, or None while it has to be waited for.
+        """The visible version that a selector means; None: the call waits for it.
 
         Raises VersionUnavailable for a number that is not visible: it fails at once.
         """
@@ -121,7 +121,7 @@ class Versions:
 
     @staticmethod
     def resumed(model: Model, begun: Begun) -> Version:
-        """The very content that a fill had begun with. Raises VersionUnavailable if it is not known any more."""
+        """The very content that a fill had begun. Raises VersionUnavailable if it is not known any more."""
         version = model.versions.get(begun.version)
         if version is None or not version.visible or version.info.content_id != begun.content_id:
             raise VersionUnavailable(
@@ -160,7 +160,7 @@ class Versions:
     # -- consequences
 
     def refresh(self, model: Model) -> None:
-        """Work out availability and retirement, and tell the watchers if another version is the newest."""
+        """Work out which versions are available or retired. Tell the watchers if another version is the newest."""
         before = [(version, version.state) for version in model.versions.values()]
         for version, _ in before:
             live = version.visible and version.has_live_source()
@@ -172,7 +172,7 @@ class Versions:
             elif not live and version.state is VersionState.AVAILABLE:
                 self._cluster.become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is VersionState.UNAVAILABLE and self._is_left(version):
-                self._cluster.unlearn(version)  # large, and said again by whoever comes back with it
+                self._cluster.unlearn(version)  # manifests are large, and a holder that comes back tells them again
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, held by nobody")
                     model.forgotten.append(version.number)

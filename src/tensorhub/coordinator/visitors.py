@@ -1,6 +1,6 @@
 """Sessions: who is let in, what each may watch, and how long a guest may be idle.
 
-Responsible for `guests` giving way to one another once their share is used up, and for ending guests that want nothing. Not
+Responsible for guests that give way to one another once their share is used up, and for ending guests that are idle. Not
 responsible for workers (`membership`), nor for what a session may say (`access`).
 """
 
@@ -25,7 +25,7 @@ class Visitors:
     _membership: Membership
 
     def connect(self, event: Connected) -> None:
-        """A session begins, perhaps at the expense of a guest; or is refused."""
+        """A session begins, if need be in the place of a guest; or it is refused."""
         cluster, guests, most = self._cluster, self._cluster.guests, self._cluster.options.sessions_max
         session = Session(event.session, event.incarnation, event.role, event.read_only, event.origin)
         session.heard_at = session.called_at = cluster.now
@@ -57,7 +57,7 @@ class Visitors:
             session.called_at = self._cluster.now
 
     def due(self, number: int) -> None:
-        """A guest may be idle: nothing is heard of it, or nothing but heartbeats, and it waits for nothing."""
+        """A guest may be idle: it waits for nothing, and nothing is heard of it but heartbeats, or not even those."""
         cluster, session = self._cluster, self._cluster.sessions.get(number)
         if session is None:
             return
@@ -70,14 +70,14 @@ class Visitors:
         cluster.close_session(number, f"{what} for {cluster.now - session.called_at:.0f} s")
 
     def _deadline(self, session: Session) -> float:
-        """When it is idle, or may be, unless something is heard of it before. A worker's lease sees to its heartbeats."""
+        """When it will be idle unless something is heard of it. (A worker that sends no heartbeats loses its lease.)"""
         idle_at = session.called_at + limits.GUEST_IDLE_S
         if session.watched or (session.worker is not None and session.worker.members):
             idle_at = self._cluster.now + limits.GUEST_IDLE_S
         return idle_at if session.worker is not None else min(idle_at, session.heard_at + self._cluster.options.lease_s)
 
     def watch(self, session: Session, name: str) -> None:
-        """It wants to hear of this model's newest version, now and whenever that is another one."""
+        """A session wants to hear of this model's newest version, now and whenever another one is the newest."""
         if self._may_watch(session, name):
             self._cluster.watch(session, name)
             watched = self._cluster.models.get(name)
@@ -85,7 +85,7 @@ class Visitors:
             self._cluster.send(session.number, Announce(name, newest.info if newest is not None else None))
 
     def _may_watch(self, session: Session, name: str) -> bool:
-        """Whether it may watch one more; else its session ends: a Watch has no answer that could say so."""
+        """Whether it may watch one more model. If not, a session ends: a Watch has no answer that could refuse it."""
         cluster, share = self._cluster, self._cluster.guests.watches
         if name in session.watched:
             return True
@@ -104,6 +104,6 @@ class Visitors:
         return True
 
     def _end(self, session: Session, error: TensorHubError) -> None:
-        """What it has is for others now; once it has heard why, its connection ends."""
+        """Give its place to others. Its connection ends once it has heard why."""
         self._membership.disconnected(session)
         self._cluster.refuse_session(session.number, error)

@@ -1,7 +1,7 @@
 """A rank's leave request (R4, R5): granted in one step, once no retained version is lost by it.
 
-While the version must stay, the holding serves on as before, and `handovers` finds a successor. Then its readers are moved,
-or have a grace, and the holding goes when the last one has gone. Not responsible for whether it must stay (`retention`), nor
+While the version must stay, the holding serves as before, and `handovers` finds a successor. Then its readers are moved, or
+have a grace, and the holding goes with the last reader. Not responsible for whether a holding must stay (`retention`), nor
 for its readers (`readers`).
 """
 
@@ -26,9 +26,9 @@ class Withdrawals:
     _retentions: Retentions
 
     def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
-        """After a lost connection the rank says under which generation it holds a version; nothing else is held (R3).
+        """After a lost connection the rank says under which generation it holds a version. It holds nothing else (R3).
 
-        `filling`: what its running operation fills, which is not spoken of. True: that generation counts already.
+        `filling`: what its running operation fills; it does not speak of that. Returns whether it holds or fills anything.
         """
         for holding in member.holdings:
             if holding is filling:
@@ -36,8 +36,8 @@ class Withdrawals:
             withdrawal = self._of(holding)
             if withdrawal is not None:
                 if withdrawal.session == member.worker.session and generation in (None, holding.generation):
-                    continue  # it waits for our word, and is open until then
-                self._forget(withdrawal)  # its owner gave that wish up, with the connection or at its deadline
+                    continue  # the owner waits for our grant, and the memory is open until then
+                self._forget(withdrawal)  # the owner gave its request up, with the connection or at its deadline
             if holding.generation == generation and (not holding.leaving or filling is not None):
                 for lease in holding.readers.values():
                     if lease.state is LeaseState.FENCING:
@@ -47,7 +47,7 @@ class Withdrawals:
         return filling is not None or member.holding is not None
 
     def ask(self, worker: Worker, message: LeaveRequest) -> None:
-        """The owner wants its memory back: no new readers; running ones are moved, or waited for within the grace."""
+        """The owner wants its memory back. New readers are kept out; running ones are moved, or have their grace."""
         member = worker.members.get(message.registration)
         if member is None:
             self._cluster.send(worker.session, LeaveGranted(message.request))
@@ -93,12 +93,12 @@ class Withdrawals:
             self._forget(withdrawal)
 
     def settle(self, model: Model) -> None:
-        """Those that waited for another holder may go on; so may those whose holding has ended."""
+        """Look at all requests again: there may be another holder now, or a holding may have ended."""
         for withdrawal in list(model.withdrawals.values()):
             self._settle_one(withdrawal)
 
     def _settle_one(self, withdrawal: Withdrawal) -> None:
-        """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
+        """While its version would be lost, it serves as before. Then it takes no readers, and goes with the last."""
         holding = withdrawal.holding
         if not withdrawal.begun:
             waits = not (withdrawal.abandon or holding.leaving)

@@ -55,7 +55,7 @@ def estimate_finish_s(reader: Location, candidate: Candidate, wanted: Wanted, ra
 
 
 def choose(reader: Location, candidates: Sequence[Candidate], wanted: Wanted, rates: Sequence[float]) -> Candidate | None:
-    """The candidate with the earliest estimated finish of those that have failed least; the first of equals. None if there
-    is none.
+    """Of the candidates that have failed least, the one with the earliest estimated finish; of equals, the first. None if
+    there are no candidates.
     """
     return min(candidates, key=lambda c: (c.failures, estimate_finish_s(reader, c, wanted, rates)), default=None)

@@ -63,8 +63,8 @@ class Links:
         self._votes: tuple[dict[str, _Vote], ...] = tuple({} for _ in Distance)  # by voter, the oldest first; VOTES_MAX each
 
     def heard(self, voter: str, apart: Distance, nbytes: int, seconds: float, sharers: int | None, now: float) -> None:
-        """So many bytes came to `voter` in so many seconds, over a link that `sharers` readers shared, at the most; None: it
-        may have waited for something else.
+        """So many bytes came to `voter` in so many seconds, over a link that at most `sharers` readers shared. None: it
+        may have waited for something else than the link.
         """
         if seconds < SECONDS_MIN:
             return
@@ -81,9 +81,9 @@ class Links:
             del votes[next(iter(votes))]
 
     def rates(self, now: float) -> tuple[float, ...]:
-        """Bytes per second that a link carries, by distance; never more over a larger one.
+        """Bytes per second that a link carries, by distance; never more over a larger distance.
 
-        What is supposed of a network's larger distances is as much less as a smaller one turned out to be.
+        If a smaller distance of the network turned out slower than assumed, the rates assumed for larger ones shrink alike.
         """
         rates: list[float] = []
         nearer, scale = RATE_MAX, 1.0

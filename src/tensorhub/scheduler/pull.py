@@ -14,8 +14,8 @@ lanes ever write the same bytes. What such a lane still brings, with the right d
 any other.
 
 All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and a chain
-of readers fills in the same order at every link. A lane that finds nothing for it in the pool waits for what
-changes that: another lane's end, bad bytes, or what another source lacks.
+of readers fills in the same order at every link. A lane that finds nothing for it in the pool waits until that
+changes: another lane ends, bytes are bad, or another source lacks a chunk.
 
 A source that is still filling may lack what it is asked for. It waits for it, but not long; then it says what it has
 (`lacks`), and the chunks are wanted again. From then on the source is *known*, until it brings a chunk that it did not have
@@ -23,7 +23,7 @@ then. A known source is asked for what it has. If nothing of that is wanted, it 
 is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes first.
 
 So a chunk that nobody has yet is waited for at some source, and no chunk stays bound to a source that lacks it while another
-source has it. Readers that fill from one another complete each other, whatever cycles they form (R9).
+source has it. Readers that fill from one another complete one another, whatever cycles they form (R9).
 
 Responsible for the books only: lanes, sockets, digests and time belong to `runtime.data.lanes`.
 """
@@ -179,7 +179,7 @@ class Pull:
         return end if found < 0 else found
 
     def _take_unheld(self, source: _Source, bytes_max: int) -> list[int]:
-        """What this source lacks as well as all others, as far as anybody knows, if it is its turn to wait for that."""
+        """Chunks that all sources lack, as far as is known, if it is this source's turn to be waited at."""
         if source.in_flight:
             return []
         others = [s for s in self._sources.values() if s is not source and s.state is SourceState.LIVE and s.turn]
@@ -188,7 +188,7 @@ class Pull:
         return self._take(bytes_max, _between([run for s in others for run in s.has or ()], len(self._sizes)))
 
     def lacks(self, lease: LeaseId, chunks: Iterable[int], has: Runs) -> None:
-        """The source lacks these chunks, which are in flight there, and waits for them no more. `has`: what it has."""
+        """The source lacks these chunks, which are in flight there, and has stopped waiting for them. `has`: what it has."""
         source = self._source(lease)
         source.has = tuple(has)
         for chunk in chunks:
@@ -197,7 +197,7 @@ class Pull:
 
     @property
     def is_patchy(self) -> bool:
-        """Whether some source is known to lack something: then what one lane is given may free another one's turn."""
+        """Whether a source is known to lack something: then a batch for one lane may make it another lane's turn."""
         return any(source.has is not None for source in self._sources.values())
 
     def arrived(self, lease: LeaseId, chunk: int, ok: bool) -> None:
