@@ -1,8 +1,8 @@
-"""Taking in whoever comes to a listening socket: in batches, so that no flood keeps others in the kernel's queue; one that
-has spoken is met when it is its turn.
+"""Accepting the connections of a listening socket in batches, so that no flood keeps others in the kernel's queue, and
+having the handshake of each begun when it is its turn.
 
-Responsible for the sockets of those that are not met yet, and for ending whoever must go. Not responsible for whose turn it
-is (`PendingHandshakes`), nor for the handshake: `meet` begins it, and from then on its socket is its own.
+Responsible for sockets whose handshake has not begun, and for ending those that must go. Not responsible for whose turn it
+is (`PendingHandshakes`), nor for the handshake: `meet` begins it, and takes the socket over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tensorhub.transport import unix
 ACCEPTED_PER_TURN = 128  # connections; then everybody else in the loop has a turn
 MET_PER_TURN = 16
 RETRY_S = 0.1  # after a connection that could not be accepted
-ROOM_S = 0.01  # the same, where strangers go for it
+ROOM_S = 0.01  # the same, if strangers were thrown out to make room
 
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
@@ -39,7 +39,7 @@ class Stranger:
     def __init__(self, connection: socket.socket, origin: str) -> None:
         self.connection = connection  # non-blocking; whoever meets it closes it
         self.origin = origin  # where it comes from
-        self.end: Callable[[], object] = connection.close  # makes it go; whoever meets it, once that has begun, says how
+        self.end: Callable[[], object] = connection.close  # ends the connection; whoever meets it gives another way
 
 
 class Doorstep:
@@ -54,8 +54,8 @@ class Doorstep:
         shortages: Tally,
         may_meet: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`listener`: a non-blocking one, which stays the caller's. `meet`: has the handshake begun, which calls `dismiss`
-        when it is over. `may_meet`: whether there is room for that; `look` when it has changed.
+        """`listener`: a non-blocking one, which stays the caller's. `meet` has a handshake begun, which calls `dismiss` when
+        it is over. `may_meet`: whether there is room for one more; call `look` when that has changed.
         """
         self._listener = listener
         self._strangers = strangers
@@ -72,7 +72,7 @@ class Doorstep:
         return f"<Doorstep: {self._strangers!r}>"
 
     async def keep(self) -> None:
-        """Take in whoever comes, until cancelled; who has not been met then is closed. Raises OSError: nobody can come."""
+        """Accept until cancelled; then close all that have not been met. Raises OSError if the listener is unusable."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._hear)
@@ -108,7 +108,7 @@ class Doorstep:
             self._wakeup.set()  # there may be a deadline now
 
     def _accept_some(self) -> None:
-        """Those who are there. What keeps one of them out, as a want of descriptors does, is raised, and ends no other."""
+        """Accept those that wait. What keeps one of them out, such as a lack of descriptors, is raised, and ends none."""
         for _ in range(ACCEPTED_PER_TURN):
             try:
                 connection, address = self._listener.accept()
@@ -127,8 +127,8 @@ class Doorstep:
                 self._silent[connection.fileno()] = stranger
 
     async def _make_room(self, reason: str) -> None:
-        """Descriptors are short: a quarter of the strangers goes, also for others in this process. One at least, unless
-        nobody waits: a want of descriptors is told before one of connections.
+        """Descriptors are short: a quarter of the strangers goes, also for the sake of others in this process. At least one
+        goes, unless nobody waits: the kernel reports a lack of descriptors even then.
         """
         self._shortages.count(reason=reason, advice="raise `ulimit -n` if it is descriptors that are missing")
         somebody_waits = _is_readable(self._listener)

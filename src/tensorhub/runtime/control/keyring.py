@@ -1,8 +1,8 @@
-"""The secrets that this process goes by, as they are now: a sequence, whose first is presented, and each is accepted.
+"""The secrets that this process uses now: a sequence. It presents the first one and accepts each of them.
 
 A token that a caller or the environment gives never changes. A token file is read again while it is in use, so that a
-cluster changes its token without a stop: "old, new", then "new, old", then "new", everywhere. What cannot be used as it is
-now (half written, gone, open to others) leaves the last good tokens in force. May be used from any thread.
+cluster changes its token without a stop: "old, new", then "new, old", then "new", everywhere. While the file cannot be used
+(half written, gone, open to others), its last good tokens stay in force. May be used from any thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_keyring(found: Secret | Path) -> Sequence[Secret]:
 
 
 class TokenFile(Sequence[Secret]):
-    """The tokens of a file. Read, not only looked at, each time: times of change are too coarse to tell of a change."""
+    """The tokens of a file. The file is read each time: its time of change is too coarse to show every change."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises AuthenticationFailed for a file that cannot be used."""

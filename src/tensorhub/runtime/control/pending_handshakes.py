@@ -1,10 +1,11 @@
 """Connections whose peers have not proved who they are: how many there may be, whose turn it is, and who makes room.
 
-One that has said nothing yet costs a descriptor, and waits. One that has spoken is *met*: it gets a task or a thread, and
-its handshake goes on. Turns go round by origin, and quotas bite only while others wait: where places are short, the origin
-that has most of them gives one to an origin that has fewer, at once; among its own an origin's oldest goes only after a
-while, in which an honest peer has proved itself. Where there are too many in all, the oldest one of the origin that has most
-goes. So who floods throws itself out, who comes from elsewhere stays, and a thousand honest peers of one address are met.
+A connection that has said nothing yet costs a descriptor, and waits. One that has spoken is *met*: it gets a task or a
+thread, and its handshake goes on. Origins take turns, and quotas count only while others wait. If places are short, the
+origin that has most of them gives one up at once to an origin that has fewer. To another connection of the same origin the
+oldest gives way only after a while, in which an honest peer proves itself. If there are too many in all, the oldest one of
+the origin that has most goes. So a flood throws itself out, others stay, and a thousand honest peers of one address are all
+met.
 
 Pure: no sockets, clock or threads.
 """
@@ -23,8 +24,8 @@ STRANGERS_MAX = 4096  # at a coordinator
 MET_MAX = 256  # of them at a time
 READING_STRANGERS_MAX = 1024  # at each listener of an owner
 READERS_MET_MAX = 32  # of them at a time: each takes a thread
-PATIENCE_S = 0.5  # which one that has spoken has for its handshake, when others of its own origin wait
-QUEUE_PER_PLACE = 4  # that wait, for each that is met; where more do, nobody has patience
+PATIENCE_S = 0.5  # for a handshake, while others of its own origin wait
+QUEUE_PER_PLACE = 4  # that wait, for each that is met; if more wait, there is no patience
 RESERVED_DESCRIPTORS = 128  # for whatever else the process has open
 IPV6_NETWORK_BITS = 64  # what one peer has for itself, so what counts as one address
 
@@ -53,7 +54,7 @@ class PendingHandshakes(Generic[S]):
         return len(self._origins)
 
     def came(self, stranger: S, origin: str, now: float) -> S | None:
-        """Count a new one. If that is one too many: the one that must go (perhaps the new one), which is counted no more."""
+        """Count a new one. Returns the one that must go if that is too many (perhaps the new one); it is not counted."""
         self._origins[stranger] = origin
         self._by_origin.setdefault(origin, {})[stranger] = None
         self._came[stranger] = now
@@ -67,7 +68,7 @@ class PendingHandshakes(Generic[S]):
             self._counts["spoken"] += 1
 
     def meet(self, now: float) -> tuple[S, S | None] | None:
-        """Whose turn it is now, and who of those that are met must go for it (counted no more); None: nobody's."""
+        """Whose turn it is now, and which one that is met must make room for it (it is not counted); None: nobody's."""
         if not self._spoken:
             return None
         gone: S | None = None
@@ -98,7 +99,7 @@ class PendingHandshakes(Generic[S]):
         return max(self._met, key=self._met_from)
 
     def _patient_until(self, crowd: str) -> float:
-        """When the oldest of the origin of which most are met goes for whoever waits."""
+        """Until when the oldest of this origin, of which most are met, need not give way to those that wait."""
         if self._counts["spoken"] > QUEUE_PER_PLACE * self.met_max:
             return 0.0
         return next(iter(self._met[crowd].values())) + PATIENCE_S

@@ -3,9 +3,9 @@
 Responsible for sessions (handshake, bounded queues in both directions, turns), for feeding events to the core one at a time,
 and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
 
-Whoever has not proved itself is one of the `PendingHandshakes`. A session that has not said Join may send small frames only,
-and is closed soon; one that has is held by its lease. A session is heard while its peer takes what it is told, a few
-messages at a time: so neither what it asks for nor how fast it asks makes anybody else wait.
+A connection whose peer has not proved itself is one of the `PendingHandshakes`. A session may send only small frames before
+Join, which has to come soon; afterwards its lease keeps it. A session is heard a few messages at a time, and only while its
+peer takes what it is told. So neither what a peer asks for nor how fast it asks makes anybody else wait.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _Kind:
-    """What the full sessions share, or the read-only ones: so these never keep those waiting."""
+    """What all full sessions share, or all read-only ones: so read-only sessions never keep full ones waiting."""
 
     frame_bytes_max: int
     pot: Pot  # for their frames that are not whole or not heard yet
@@ -274,8 +274,8 @@ class CoordinatorServer:
                     self._step(Persisted(action.record))
 
     async def _keep_access(self) -> None:
-        """End the sessions of tokens that are accepted no more: also of who only listens. Whoever has another one connects
-        again, and goes on.
+        """End the sessions of tokens that are no longer accepted, also of peers that only listen. A peer that has another
+        token connects again, and goes on.
         """
         while True:
             await anyio.sleep(LOOK_S)
@@ -373,8 +373,8 @@ class CoordinatorServer:
     async def _answer_at_length(
         self, number: int, session: _Session, message: Describe | GetManifest, turn: anyio.Lock
     ) -> None:
-        """What takes time to work out and to encode is done for one session at a time, and everybody else has a turn before
-        the next; nobody has many of them made, and leaves them here.
+        """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
+        before the next one. No peer can have many of them made and leave them here.
         """
         while True:
             await session.wait_taken(0)
@@ -409,10 +409,10 @@ class CoordinatorServer:
     async def _say_at_length(
         self, messages: MessageStream[FromWorker], message: LongAnswer, session: _Session, kind: _Kind
     ) -> None:
-        """It is this session's turn until there is room for its answer, so that no other one is made meanwhile. Nothing else
-        can be said while that is on its way, so it must be taken within a lease.
+        """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
+        Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
         """
-        # Pages come unasked, to many at once: one is encoded and waits for room, and no answer comes after more than that.
+        # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits for no more than that.
         async with kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
             body = _encoded(message, self._options.frame_bytes_max)
             await kind.answers.take(len(body))

@@ -1,8 +1,8 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets: none outlives `serve_readers`; and for how many there are: who has not
-proved itself waits on the `Doorstep`, apart from the readers, none of whom takes more than half of the places. Not
-responsible for what may be read (`SharedOwner`), nor for what is said (`ReadServer`).
+Responsible for the life of these threads and sockets (none outlives `serve_readers`), and for how many there are: peers that
+have not proved themselves wait on the `Doorstep`, and no reader takes more than half of the places. Not responsible for what
+may be read (`SharedOwner`), nor for what is said (`ReadServer`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tensorhub.transport.read_server import ReadServer, not_served
 from tensorhub.types import Incarnation
 
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
-REVOKED_S = 1.0  # between two looks at whose token is accepted no more
+REVOKED_S = 1.0  # between two looks for readers whose token is no longer accepted
 
 log = get_logger("tensorhub.owner")
 
@@ -98,7 +98,7 @@ class _Acceptor:
         self.doorstep.dismiss(stranger)
 
     def proved(self, stranger: Stranger, lane: Lane, reader: Incarnation) -> str:
-        """It has shown who it is: "", or why it is not served, from its own thread."""
+        """The peer has shown who it is. Returns why it is not served; "": it is. Called by its lane's thread."""
         self.doorstep.dismiss(stranger)
         readers_max = self.settings.readers_max
         return self.owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
@@ -120,8 +120,8 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
 
 
 async def _end_revoked(acceptor: _Acceptor) -> None:
-    """End the lanes of readers whose token is not accepted any more, again and again: one that has a queue pair reads by
-    itself, whether it asks for anything or not.
+    """End the lanes of readers whose token is no longer accepted, again and again. (A reader with a queue pair reads without
+    asking for anything.)
     """
     while True:
         await anyio.sleep(REVOKED_S)

@@ -1,9 +1,10 @@
 """A reader's channels: each to a granted source, over the best transport that the two workers have in common.
 
-The best one is the first, in the order of preference, by which the source can be read: both have it, it reaches from one to
-the other, and nothing has shown otherwise. One that cannot be used between the two says so when it opens (`Unusable`), and
-is left for a while: a port that was down may be up again. So is one that opens, and then fails again and again: the fetch
-goes on by the next one. What is left comes last, so it is tried all the same where there is no other.
+The best transport is the first, in the order of preference, by which the source can be read: both workers have it, it
+reaches from one to the other, and no read has shown otherwise. A transport that cannot be used between the two says so when
+it opens (`Unusable`), and is left for a while: a port that was down may be up again. One that opens but fails again and
+again is left, too: the fetch goes on by the next one. Transports that were left come last, so they are still tried if there
+is no other.
 
 Responsible for which transports this worker has, as each of its incarnations. Not responsible for what is read (`lanes`).
 """
@@ -41,8 +42,8 @@ from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
-FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next one is taken
-LEFT_S = 300.0  # for so long, and twice as long each time that this was in vain: what was in the way may be over
+FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next transport is taken
+LEFT_S = 300.0  # for so long a transport is left, and twice as long each next time: what was in the way may be over
 LEFT_S_MAX = 86_400.0
 
 K = TypeVar("K")
@@ -221,7 +222,7 @@ class Channels:
         return for_s, last is None or last.why != why
 
     def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:
-        """It is left for a while; or, for one registration only, for good, which is nothing to warn of."""
+        """Leave a transport for a while; or, if the reason is about one registration, for that one for good, unwarned."""
         text = f"{name}: {reason}"
         if isinstance(reason, NotShared):
             with self._lock:

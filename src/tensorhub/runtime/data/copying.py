@@ -1,7 +1,7 @@
-"""Chunks from one memory of this worker to another: no network, but the same rights and the same digests.
+"""Copying chunks from one memory of this worker to another: no network, but the same rights and the same digests.
 
-Each batch is an access of the source's owner (R3), so that a fence waits for it. Responsible for the copying and for what
-has its digest at the destination. Not responsible for which copies there are (`worker.local_copies`).
+Each batch is an access at the source's owner (R3), so that a fence waits for it. Responsible for copying, and for checking
+each chunk's digest at the destination. Not responsible for which copies there are (`worker.local_copies`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tensorhub.worker.calls import LocalCopy
 ACCESS_BYTES = 32 * 2**20  # copied before a fence gets its turn
 
 Arrived = Callable[[Sequence[tuple[int, int | None]], Origin | None], object]
-"""Told the chunks that are in the destination, with their digests, and where the source has read them, if it has: who has
-what is not as it was published is found behind copies, too.
+"""Hears which chunks are in the destination, with their digests, and where the source had read them, if it had: so whoever
+holds wrong bytes is found behind copies, too.
 """
 
 

@@ -7,10 +7,10 @@ asked for, receives straight into the destination, checks digests while the byte
 each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
 The loop hears only events: a source failed, everything is verified.
 
-Where the transport gains by it (`Transport.lanes`), and there is enough to read, more threads *help* the lane: they drive
-the same channel, and share its requests, so that a source still has one connection, one place in the books, and one end.
-The first thread that fails ends the others; the last one to leave closes the channel, and gives back what has not come.
-One that helps and does not get a core for itself retires: beside a trainer, or other readers, it would only push them aside.
+If the transport gains by it (`Transport.lanes`) and there is enough to read, more threads *help* the lane: they drive the
+same channel and share its requests, so that a source still has one connection, one place in the books, and one end. The
+first thread that fails ends the others. The last one to leave closes the channel, and gives back what has not come. A
+helping thread that does not get a core for itself retires: it would only push a trainer or other readers aside.
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
@@ -49,8 +49,8 @@ LANES_MAX = 64
 
 
 class Opened(NamedTuple):
-    """A channel, by which transport it is, and how many threads it is for. `ended` hears, in a lane's thread, how reading by
-    it has ended: as a failure, or (None) with all that was wanted. It hears nothing of a source that was dropped.
+    """A channel, the name of its transport, and for how many threads it is. `ended` hears, in a lane's thread, how reading
+    by it has ended: with a failure, or (None) with all that was wanted. It does not hear of a source that was dropped.
     """
 
     transport: str
@@ -405,8 +405,8 @@ class PullRunner:
         return True
 
     def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
-        """Batches to ask for now: a second one before the first has arrived; and how much was dealt with before. Waits if
-        the lane has nothing to do. None: it is over.
+        """Batches to ask for now (a second one before the first has arrived), and how many answers were dealt with before.
+        Waits while the lane has nothing to do. None: the lane is over.
         """
         batches: list[tuple[int, ...]] = []
         with self._changed:
@@ -432,7 +432,7 @@ class PullRunner:
             return not self._is_over and not lane.cutter.is_cut
 
     def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
-        """The source lacks these chunks: whoever has them may bring them; if nobody has, they are waited for here."""
+        """The source lacks these chunks: another source may bring them. If nobody has them, they are waited for here."""
         with self._changed:
             self._dealt_with(lane, set(answer.chunks))
             self._pull.lacks(lane.lease, answer.chunks, answer.has)

@@ -1,7 +1,7 @@
-"""What comes in from one source: how fast, and so how much one call shall receive.
+"""How fast bytes come from one source, and so how many bytes one call shall receive.
 
-A call's bytes are other readers' only when it has returned. So it receives what comes in a few milliseconds: over a slow
-link a chunk, over a fast one so much that calls cost little.
+Other readers get a call's bytes only when the call has returned. So a call receives what comes in a few milliseconds: over
+a slow link one chunk, over a fast one so much that calls cost little.
 
 Responsible for these figures. Not responsible for calls, threads and books (`lanes`).
 """

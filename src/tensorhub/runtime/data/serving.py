@@ -1,10 +1,10 @@
 """A worker's memory and who may read it, for threads; the fence; and the lanes that serve readers.
 
-`SharedOwner` puts the pure `Owner` behind one condition variable, and is what transports know of a worker's memory
-(`transport.owner.OwnedMemory`). A lane holds no lock while it digests or sends, only a counted access; the generation is
-checked, under the lock, for every send call. One-sided readers have no access: they look at the registration's word, which
-is cleared under the same lock. Responsible for threads and for ending them; not responsible for which versions exist, nor
-for who is told to read here.
+`SharedOwner` puts the pure `Owner` behind one condition variable. It is what transports know of a worker's memory
+(`transport.owner.OwnedMemory`). While a lane digests or sends it holds no lock, only a counted access; the generation is
+checked, under the lock, for every send call. One-sided readers have no access: they look at the registration's generation
+word, which is cleared under the same lock. Responsible for lanes and for ending them. Not responsible for which versions
+exist, nor for who is told to read here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -34,7 +36,21 @@ FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken
 FENCE_TIMEOUT_S = 60.0
 DIGESTED_BYTES = 32 * 2**20  # in one access, before a fence gets its turn
 REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
+P = ParamSpec("P")
+T = TypeVar("T")
+
 NOT_OPEN = Refusal("this memory is not open under that generation")
+
+
+def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[SharedOwner, P], T]:
+    """The same method of a `SharedOwner`, under its lock."""
+
+    @wraps(method)
+    def under_lock(self: SharedOwner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._changed:
+            return method(self._owner, *args, **kwargs)
+
+    return under_lock
 
 
 class SharedOwner:
@@ -67,6 +83,15 @@ class SharedOwner:
         return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
 
     # ------------------------------------------------------------------------------------------- what is held
+
+    # The books, as they are now.
+    digests = _locked(Owner.digests)
+    has = _locked(Owner.has)
+    there = _locked(Owner.there)
+    origin = _locked(Owner.origin)
+    origins = _locked(Owner.origins)
+    read_from = _locked(Owner.read_from)
+    take_made = _locked(Owner.take_made)
 
     def open(
         self,
@@ -127,11 +152,6 @@ class SharedOwner:
                         self._stop(lane)
                 self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
 
-    def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
-        """See `Owner.take_made`."""
-        with self._changed:
-            return self._owner.take_made(registration, if_all=if_all)
-
     def listed(self, registration: RegistrationId, generation: int) -> tuple[int, tuple[int | None, ...]] | None:
         """Bytes of one digest, and all digests; None for each that is not known, or altogether for an older generation."""
         with self._changed:
@@ -151,37 +171,12 @@ class SharedOwner:
                 self.digests_of(access, memory)
             missing = missing[len(access.chunks) :]
 
-    def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
-        """See `Owner.origin`."""
-        with self._changed:
-            return self._owner.origin(registration, generation, chunk)
-
-    def origins(self, access: Access) -> list[Origin | None]:
-        """See `Owner.origins`."""
-        with self._changed:
-            return self._owner.origins(access)
-
-    def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
-        """See `Owner.read_from`."""
-        with self._changed:
-            return self._owner.read_from(registration, generation, origin)
-
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """See `Owner.complete`."""
         with self._changed:
             taken = self._owner.complete(registration, generation)
             self._changed.notify_all()
             return taken
-
-    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
-        """See `Owner.has`."""
-        with self._changed:
-            return self._owner.has(registration, generation, runs_max)
-
-    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
-        """See `Owner.there`."""
-        with self._changed:
-            return self._owner.there(registration, generation, chunks_max)
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
         """See `Owner.kept`; nothing, where there are no digests to tell by."""
@@ -201,11 +196,6 @@ class SharedOwner:
             if memory.digest(chunk) == digest and self.mark_available(registration, generation, [(chunk, digest)]):
                 found.append(chunk)
         return found
-
-    def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
-        """See `Owner.digests`."""
-        with self._changed:
-            return self._owner.digests(registration, generation)
 
     def forget(self, registration: RegistrationId) -> None:
         """Let go of fenced memory."""
