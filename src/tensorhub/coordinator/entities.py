@@ -131,12 +131,12 @@ class Member:
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
-    dropped: bool = False  # a copy that its worker was told, in this session, to give up
-    holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
-    retained_seq: int = 0  # how often what its owner is told of being kept has changed
+    dropped: bool = False  # it is a copy that its worker was told, in this session, to give up
+    holding: Holding | None = None  # what its memory holds or is filled with; None while the memory is its owner's to write
+    retained_seq: int = 0  # the number of its newest retention notice
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
-    begun: bytes = b""  # the manifest of what it had begun under a former coordinator, until that is bound again
-    begun_id: str = ""  # names that
+    begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
+    begun_id: str = ""  # the id of that manifest
     reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
 
     @property
@@ -309,17 +309,17 @@ class Holding:
     number: int = 0  # in the order in which its shard's holdings came
     verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
     is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
-    told: bool = False  # its owner was told that it is to be kept
-    kept: bool = True  # its owner has said that it knows what it was told
+    told: bool = False  # its owner's newest retention notice says that its version is retained
+    kept: bool = True  # its owner has acknowledged that notice
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
     quarantined: bool = False  # its bytes are not what was published: no source, and counted nowhere, until it is fenced
-    condemned: bool = False  # that was found by others than its owner
-    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
+    condemned: bool = False  # it is quarantined, and others than its owner have found that out
+    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
-    active_readers: int = 0  # always how many of them are ACTIVE
+    active_readers: int = 0  # how many of these leases are ACTIVE
     guests: Places[Worker] = field(default_factory=lambda: Places(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
-    share: Share | None = None  # which chunks are there, as its owner was asked last: only while it is filled
-    readers_most: int = 0  # the most of them that were ACTIVE at a time, since there was none
+    share: Share | None = None  # while it is filled: the newest question which chunks are there, and its answer
+    readers_most: int = 0  # the most active readers at a time, since there were none
 
     @property
     def version(self) -> Version:
@@ -456,9 +456,7 @@ class RankPart:
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
-    exonerated: set[str] = field(
-        default_factory=set
-    )  # names of sources whose bytes are unchanged (R8), over their incarnations
+    exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
 
     @property
     def rank(self) -> int:
