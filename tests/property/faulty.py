@@ -15,7 +15,7 @@ from tensorhub.messages import Grant
 from tensorhub.runtime.control.link import BEATS_PER_LEASE
 from tensorhub.testing import Choice, Fault, SimHandle, SimWorker, StepwiseCluster
 from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions, TimedLink
-from tensorhub.testing.sim.pulling import Frame, Reading, SimLane
+from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 
 SLOW_S = 15.0  # how long a way between two workers is slow
 
@@ -91,7 +91,7 @@ class FaultyCluster(StepwiseCluster):
     def _cut_off(self, worker: SimWorker) -> bool:
         return self.partitions.blocked_until(worker.name, COORDINATOR) > self.now
 
-    def open_lanes(self, handle: SimHandle) -> list[SimLane]:
+    def open_lanes(self, handle: LaneEnd) -> list[SimLane]:
         return sorted(filter(self._passes, super().open_lanes(handle)), key=self._crawls)
 
     def _passes(self, lane: SimLane) -> bool:

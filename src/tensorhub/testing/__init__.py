@@ -18,9 +18,9 @@ from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.handle import BrokenHook, CallRecord, SimHandle
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord
 from tensorhub.testing.sim.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 
 __all__ = [
     "CHUNKS",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
 from tensorhub.testing.drivers.users import UserGroup
 from tensorhub.testing.sim.assertion import demand
-from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.network import TimedLink
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import HandleState
 
 if TYPE_CHECKING:

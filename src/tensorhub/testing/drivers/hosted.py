@@ -37,10 +37,10 @@ from tensorhub.testing.drivers.timed import SimulatedCluster
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault, FaultPlan
-from tensorhub.testing.sim.handle import BrokenHook, CallRecord, SimHandle
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.pulling import Reading, SimLane
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.registration_session import Shard
 
@@ -321,12 +321,12 @@ class HostedCluster(SimulatedCluster):
 
     # -- what follows
 
-    def hook_called(self, handle: SimHandle) -> None:
+    def hook_called(self, handle: HandleShell) -> None:
         assert isinstance(handle, TensorHandle)
         if handle.hook is not None:
             handle.hook(handle.hooks[-1].version)
 
-    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         super().call_ended(handle, record)
         if isinstance(handle, TensorHandle):
             handle.ends(record)

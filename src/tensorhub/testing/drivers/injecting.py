@@ -13,9 +13,9 @@ from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.drivers.data_network import TimedLane
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
-from tensorhub.testing.sim.handle import BrokenHook, SimHandle
+from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.network import COORDINATOR, TimedLink
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import HandleState, Purpose
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFai
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.sim.assertion import GuaranteeBroken
-from tensorhub.testing.sim.handle import SimHandle
 from tensorhub.testing.sim.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.pulling import LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, Options
 
@@ -186,7 +185,7 @@ class StepwiseCluster(World):
         able = running or [lane for lane in lanes if self._can_go_on(lane)]
         return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
 
-    def open_lanes(self, handle: SimHandle) -> list[SimLane]:
+    def open_lanes(self, handle: LaneEnd) -> list[SimLane]:
         """Those of its fill over which something can come, in the order in which they are looked at."""
         return list(handle.pull.lanes.values()) if handle.pull is not None else []
 

@@ -19,9 +19,11 @@ from tensorhub.manifest import Manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import Publish
 from tensorhub.testing.drivers.tensors import TensorCells
-from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.pulling import SimLane
+from tensorhub.testing.sim.worker import SimHandle
 from tensorhub.types import FetchReport, SourceReport, VersionInfo
 from tensorhub.worker.calls import (
     Action,
@@ -180,7 +182,7 @@ class TensorHandle(SimHandle):
         self._ended.clear()
         self.answered.set()
 
-    def report_of(self, record: CallRecord) -> FetchReport:
+    def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took. Copies and digests take no virtual time."""
         assert record.version is not None
         now, number = self.hosted.now, record.version.version

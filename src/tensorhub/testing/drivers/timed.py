@@ -28,10 +28,12 @@ from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.users import Users
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
-from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.handle import CallRecord, HandleShell
+from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.testing.sim.network import Link, Partitions, TimedLink
-from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.ports import HandlePort
+from tensorhub.testing.sim.pulling import LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.recovery_paths import path_of
 from tensorhub.testing.sim.rendering import show
 from tensorhub.testing.sim.worker import SimWorker
@@ -74,10 +76,10 @@ class SimulatedCluster(World):
         self.paths: Counter[str] = Counter()
         self._trace: deque[tuple[float, str, str, object]] = deque(maxlen=TRACE_LINES)
         self._hash = hashlib.blake2b(digest_size=12)
-        self._touched: dict[SimHandle, None] = {}
-        self._doing: set[SimHandle] = set()  # whose next action is on its way; never iterated over
-        self._wakes: dict[SimHandle, float] = {}  # when its deadline will be looked at
-        self._copies_wake: dict[SimWorker, float] = {}  # the same, of a worker's host copies
+        self._touched: dict[HandlePort, None] = {}
+        self._doing: set[HandlePort] = set()  # whose next action is on its way; never iterated over
+        self._wakes: dict[HandlePort, float] = {}  # when its deadline will be looked at
+        self._copies_wake: dict[SimHostCopies, float] = {}  # the same, of a worker's host copies
         self._tick_at: float | None = None
         self._dies = False  # the coordinator, in the midst of what it has to do
         self._stored_at = 0.0  # when the store is done with what it has
@@ -360,11 +362,11 @@ class SimulatedCluster(World):
 
     # -- handles
 
-    def touch(self, handle: SimHandle) -> None:
+    def touch(self, handle: HandlePort) -> None:
         """Have it checked after this event."""
         self._touched[handle] = None
 
-    def handle_moved(self, handle: SimHandle) -> None:
+    def handle_moved(self, handle: HandlePort) -> None:
         self._touched[handle] = None
         if handle.todo:
             self._do_soon(handle, 0.0)
@@ -373,23 +375,23 @@ class SimulatedCluster(World):
             self._wakes[handle] = due
             self.at(max(due, self.now), handle.worker, self._wake, handle, due)
 
-    def copies_moved(self, worker: SimWorker) -> None:
-        due = worker.copies.machine.next_deadline()
-        if due is not None and self._copies_wake.get(worker) != due:
-            self._copies_wake[worker] = due
-            self.at(max(due, self.now), worker, self._wake_copies, worker, due)
+    def copies_moved(self, copies: SimHostCopies) -> None:
+        due = copies.machine.next_deadline()
+        if due is not None and self._copies_wake.get(copies) != due:
+            self._copies_wake[copies] = due
+            self.at(max(due, self.now), copies.worker, self._wake_copies, copies, due)
 
-    def _wake_copies(self, worker: SimWorker, due: float) -> None:
-        if self._copies_wake.get(worker) == due:
-            del self._copies_wake[worker]
-            worker.copies.tick()
+    def _wake_copies(self, copies: SimHostCopies, due: float) -> None:
+        if self._copies_wake.get(copies) == due:
+            del self._copies_wake[copies]
+            copies.tick()
 
-    def _do_soon(self, handle: SimHandle, seconds: float) -> None:
+    def _do_soon(self, handle: HandlePort, seconds: float) -> None:
         if handle not in self._doing:
             self._doing.add(handle)
             self.after(seconds, handle.worker, self._do, handle)
 
-    def _do(self, handle: SimHandle) -> None:
+    def _do(self, handle: HandlePort) -> None:
         """Its shell carries out what it can, as far as it comes."""
         self._doing.discard(handle)
         self._touched[handle] = None
@@ -402,35 +404,35 @@ class SimulatedCluster(World):
                 self._do_soon(handle, self.data_network.wake())
                 return
 
-    def _wake(self, handle: SimHandle, due: float) -> None:
+    def _wake(self, handle: HandlePort, due: float) -> None:
         if self._wakes.get(handle) != due:
             return
         del self._wakes[handle]
         self._touched[handle] = None
         handle.apply(handle.member.tick(self.now))
 
-    def hook_called(self, handle: SimHandle) -> None:
+    def hook_called(self, handle: HandleShell) -> None:
         self.after(self.random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
 
-    def _hook_returns(self, handle: SimHandle) -> None:
+    def _hook_returns(self, handle: HandleShell) -> None:
         if handle.hooks:
             handle.hook_returns()
 
-    def fence_begun(self, handle: SimHandle, fence: Fence) -> None:
+    def fence_begun(self, handle: HandleShell, fence: Fence) -> None:
         self._chunks_gone(handle)
         self.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
         if fence.until is not None:
             self.at(max(fence.until, self.now), handle.worker, self._fence_again, handle)
 
-    def _fence_again(self, handle: SimHandle) -> None:
+    def _fence_again(self, handle: HandleShell) -> None:
         if handle.fencing_since is not None:
             self._do_soon(handle, 0.0)
 
-    def access_ended(self, handle: SimHandle) -> None:
+    def access_ended(self, handle: HandlePort) -> None:
         if handle.fencing_since is not None:
             self._do_soon(handle, 0.0)
 
-    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         super().call_ended(handle, record)
         self.users.ended(handle, record)
 
@@ -451,10 +453,10 @@ class SimulatedCluster(World):
             assert isinstance(lane, TimedLane)
             self.data_network.wake_reader(lane)
 
-    def chunks_offered(self, handle: SimHandle) -> None:
+    def chunks_offered(self, handle: LaneEnd) -> None:
         self._chunks_gone(handle)
 
-    def _chunks_gone(self, handle: SimHandle) -> None:
+    def _chunks_gone(self, handle: LaneEnd) -> None:
         """What its lanes wait for has come, or never will."""
         for lane in handle.serving:
             assert isinstance(lane, TimedLane)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.sim.assertion import HOLDING
-from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.handle import CallRecord, HandleShell
+from tensorhub.testing.sim.worker import SimHandle
 from tensorhub.types import HandleState, Location, Selector
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
 
@@ -243,7 +244,7 @@ class Users:
         if not self._counts_on and not self.is_over:
             self.next_version = min(self.next_version, to + 1)
 
-    def ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call is over: which way was that?"""
         cluster, error = self._cluster, record.error
         if isinstance(error, TensorHubError):

@@ -6,26 +6,25 @@ read of them. Not responsible for what is read from whom (`pulling`).
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from tensorhub.accesses import Access
 from tensorhub.digests import pack, root_of, unpack
 from tensorhub.messages import Origin
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
+from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, StartPull
 
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import SimHandle
-
 
 class SimFiller:
-    """That of one handle."""
+    """That of one handle. `offers`: called when others may read more of it."""
 
-    def __init__(self, handle: SimHandle) -> None:
+    def __init__(self, world: WorldPort, handle: HandlePort, offers: Callable[[], None]) -> None:
+        self._world = world
         self._handle = handle
+        self._offers = offers
 
     def begin_pull(self, start: StartPull) -> StartPull:
         """Make ready what is to be filled: that pull without what is here already, which others may read from now on."""
@@ -37,7 +36,7 @@ class SimFiller:
         kept = [] if start.staged else self._kept(start.generation)
         if not kept:
             return start
-        self._handle.cluster.took("kept chunks verified")
+        self._world.took("kept chunks verified")
         self.offer(start, list[tuple[int, int | None]](kept))
         return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
 
@@ -64,16 +63,16 @@ class SimFiller:
                     good.append((chunk, digest))
             origins = dict(zip(found.chunks, owner.origins(found), strict=True))
             owner.end(found)
-            liar = handle.cluster.by_registration.get(source.registration)
+            liar = self._world.handle_of(source.registration)
             if liar is not None and liar.lied == action.version.content_id:  # of its own process
-                handle.cluster.guarantees.contents.misled(handle, action.version.content_id)
+                self._world.guarantees.contents.misled(handle, action.version.content_id)
             if good:
-                handle.cluster.took(f"copied from {handle.cluster.kind_of(source.registration)}")
+                self._world.took(f"copied from {self._world.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
-            handle.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
+            self._world.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
             taken = [owner.mark_available(target, action.generation, [each], origins[each[0]]) for each in good]
             if all(taken):
-                handle.cluster.chunks_offered(handle)
+                self._offers()
         return frozenset(copied)
 
     def _begin(self, action: StartPull | CopyLocally) -> None:
@@ -84,16 +83,16 @@ class SimFiller:
                 handle.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
                 sizes = [CHUNK_BYTES] * chunks
                 handle.worker.owner.open(handle.staging_id, action.generation, content, sizes, complete=False)
-                handle.cluster.verified.forget(handle.staging_id)
-            handle.cluster.verified.begins(handle.staging_id, action.version.content_id, handle.staging, action.copied)
+                self._world.verified.forget(handle.staging_id)
+            self._world.verified.begins(handle.staging_id, action.version.content_id, handle.staging, action.copied)
             return
         kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
         if action.manifest.digest == "none":
-            handle.cluster.verified.forget(handle.id)  # nobody can tell what is left of a broken fill
-        handle.cluster.verified.begins(handle.id, action.version.content_id, handle.cells, kept)
+            self._world.verified.forget(handle.id)  # nobody can tell what is left of a broken fill
+        self._world.verified.begins(handle.id, action.version.content_id, handle.cells, kept)
         handle.half_fill(kept)
         handle.changed = ""
-        handle.cluster.guarantees.retained.filling(handle, action.version)
+        self._world.guarantees.retained.filling(handle, action.version)
 
     def _kept(self, generation: int) -> list[tuple[int, int]]:
         """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
@@ -113,7 +112,9 @@ class SimFiller:
         """The memory of one of this worker's registrations, or what is staged for this one."""
         if registration == self._handle.staging_id:
             return self._target(staged=True)[1]
-        return self._handle.cluster.by_registration[registration].cells
+        handle = self._world.handle_of(registration)
+        assert handle is not None
+        return handle.cells
 
     # -- what was published
 
@@ -139,27 +140,26 @@ class SimFiller:
         ]
         chunks = [chunk for chunk, _, _ in wrong]
         inside = owner.revoke(target, generation, chunks)
-        for lane in [lane for lane in handle.serving if lane.access is not None and lane.access.number in inside]:
-            handle.cluster.lane_shut(lane)
-        handle.cluster.verified.revoked(target, chunks)
+        handle.shut_readers(inside)
+        self._world.verified.revoked(target, chunks)
         if wrong:
-            handle.cluster.took("not as published")
+            self._world.took("not as published")
         following = action.first + len(published)
-        handle.apply(handle.member.compared(generation, following, wrong, handle.cluster.now))
+        handle.apply(handle.member.compared(generation, following, wrong, self._world.now))
 
     # -- as lanes see it
 
     def receive(self, chunk: int, cell: str, start: StartPull) -> None:
         """A lane writes what it was sent."""
         handle, (target, cells) = self._handle, self._target(staged=start.staged)
-        handle.cluster.verified.writes(target, chunk)
+        self._world.verified.writes(target, chunk)
         if not start.staged:
-            handle.cluster.guarantees.writes(handle)
+            self._world.guarantees.writes(handle)
         cells[chunk] = cell
 
     def offer(self, start: StartPull, verified: list[tuple[int, int | None]], origin: Origin | None = None) -> None:
         """Let others read what was verified; it was read at `origin`, if at any."""
         handle, (target, cells) = self._handle, self._target(staged=start.staged)
-        handle.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
+        self._world.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
         if verified and handle.worker.owner.mark_available(target, start.generation, verified, origin):
-            handle.cluster.chunks_offered(handle)
+            self._offers()

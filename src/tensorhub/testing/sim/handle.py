@@ -1,41 +1,40 @@
 """One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and what is still to be done.
 
 Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
-it. A new action of `worker.calls` gets its case in `SimHandle._do`. Not responsible for what a fill writes (`filler`), nor
+it. A new action of `worker.calls` gets its case in `HandleShell._do`. Not responsible for what a fill writes (`filler`), nor
 for when anything happens.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection, MutableSequence, Sequence
+from collections.abc import Collection, Container, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
-from typing import TYPE_CHECKING, assert_never
+from typing import Any, Protocol, assert_never
 
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
-from tensorhub.errors import GroupAborted, StateError, TensorHubError
-from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish, TellDigests
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.manifest import Manifest
+from tensorhub.messages import Deregister, DigestAgain, Grant, Prepared, Publish, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
-from tensorhub.testing.sim.host_copies import CopyRequest
-from tensorhub.testing.sim.judges import reference_model
-from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest, written
-from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.host_copies import CopiesWorld, CopyRequest, SimHostCopies
+from tensorhub.testing.sim.judges.ports import JudgedCall
+from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
+from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.ports import WorkerPort
+from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
 from tensorhub.types import (
     ContentId,
     FetchReport,
     HandleState,
     Medium,
-    OpKey,
-    OpKind,
     Purpose,
     RegistrationId,
-    Selector,
-    VersionInfo,
 )
 from tensorhub.worker.calls import (
     Action,
@@ -47,30 +46,24 @@ from tensorhub.worker.calls import (
     DropPullSource,
     EndPrefetch,
     Fence,
-    FillCall,
     Finish,
     FreeMemory,
     FreePrefetch,
     FreeStaging,
     OpenGeneration,
-    PublishCall,
-    RefuseCall,
     RegistrationConfirmed,
     RegistrationFailed,
     ReopenGeneration,
     Say,
     StartPull,
     StopPull,
-    UnpublishCall,
     staging_of,
 )
 from tensorhub.worker.interpreter import Interpreter
+from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
 from tensorhub.worker.registration_session import Shard
-
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.worker import SimWorker
-    from tensorhub.testing.sim.world import World
+from tensorhub.worker.router import Router
 
 
 class BrokenHook(Exception):
@@ -78,28 +71,10 @@ class BrokenHook(Exception):
 
 
 @dataclass(eq=False)
-class CallRecord:
-    """One call, and how it ended."""
+class CallRecord(JudgedCall):
+    """One call of a handle, and how it ended."""
 
-    what: Call
-    handle: SimHandle
-    call: reference_model.Call  # the same, as the reference model knows it
-    began: float = 0.0
-    until: float = inf  # its deadline
-    online: bool = True  # its worker has been connected all the time
-    granted: bool = False  # the coordinator has let go what was held
-    granted_at: float = 0.0  # when it has let it go, where it was asked to
-    follows: bool = False  # another rank of its replica was let go before
-    committed: bool = False  # it has heard that its operation was
-    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
-    damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes without their digest
-    bound: str = ""  # the content id that "available" was when that was said first
-    key: OpKey | None = None
-    votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
-    done: bool = False
-    version: VersionInfo | None = None
-    changed: bool = False
-    error: Exception | None = None
+    handle: HandleShell = field(kw_only=True)
 
     def has_ended(self) -> bool:
         return self.done
@@ -114,12 +89,49 @@ class CallRecord:
         return self.version.version
 
 
-class SimHandle:
+class HandleWorker(WorkerPort, Protocol):
+    """The worker that has it."""
+
+    link: Link | None
+    manifests: dict[str, Manifest]
+    found_copies: LocalCopies
+    copies: SimHostCopies
+
+    @property
+    def router(self) -> Router[Any]: ...
+
+    def drop(self, handle: HandleShell) -> None:
+        """Forget a handle that has served."""
+
+    def closed(self, handle: HandleShell) -> None:
+        """It is closed: its user still has it, and a host copy has no user."""
+
+
+class HandleWorld(LaneWorld, CopiesWorld, Protocol):
+    """What it needs of its world."""
+
+    @abstractmethod
+    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
+        """What reads one source."""
+
+    def hook_called(self, handle: HandleShell) -> None:
+        """Its before_write runs."""
+        return
+
+    def fence_begun(self, handle: HandleShell, fence: Fence) -> None:
+        """It is tried from now on."""
+        return
+
+    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
+        """A call has returned, or raised."""
+
+
+class HandleShell:
     """One registration of a simulated worker."""
 
     unwanted: frozenset[int] = frozenset()  # chunks that its fetch leaves out
 
-    def __init__(self, cluster: World, worker: SimWorker, shard: Shard) -> None:
+    def __init__(self, cluster: HandleWorld, worker: HandleWorker, shard: Shard) -> None:
         self.cluster = cluster
         self.worker = worker
         self.shard = shard
@@ -150,13 +162,13 @@ class SimHandle:
             requests=partial(worker.router.new_request, shard),
             generations=lambda: next(cluster.numbers),
             manifests=worker.manifests,
-            copies=worker.host_copies,
+            copies=worker.found_copies,
         )
         self.interpreter = Interpreter(self.member, self.written_tensors)
         self.todo = self.interpreter.todo
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
-        self.filler = SimFiller(self)
+        self.filler = SimFiller(cluster, self, lambda: cluster.chunks_offered(self))
 
     def __repr__(self) -> str:
         return f"<SimHandle {self.name} {self.member.state} v={self.member.version}>"
@@ -166,6 +178,18 @@ class SimHandle:
         """Whether no call runs on it, and nothing is left to be done."""
         return self.member.running is None and not self.todo
 
+    def check_invariants(self) -> None:
+        """Those of its own machines."""
+        self.member.check_invariants()
+        if self.pull is not None:
+            self.pull.books.check_invariants()
+
+    def shut_readers(self, accesses: Container[int] | None = None) -> None:
+        """Shut the lanes out whose accesses run: all, or those of these numbers."""
+        for lane in list(self.serving):
+            if lane.access is not None and (accesses is None or lane.access.number in accesses):
+                self.cluster.lane_shut(lane)
+
     @property
     def is_answered(self) -> bool:
         """Whether the coordinator has taken it, or refused it."""
@@ -174,67 +198,15 @@ class SimHandle:
 
     # -- what a user does
 
-    def write(self) -> None:
-        """Fill the memory with something that nobody else ever wrote."""
-        assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
-        self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", self.cluster.chunks)
-
     def call(self, call: Call, timeout_s: float = 60.0) -> CallRecord:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster = self.cluster
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
         judged, online = cluster.guarantees.history.begins(self, call), self.worker.link is not None
-        self.last_call = CallRecord(call, self, judged, cluster.now, cluster.now + timeout_s, online)
+        self.last_call = CallRecord(call, judged, cluster.now, cluster.now + timeout_s, online, handle=self)
         self.apply(actions)
         return self.last_call
-
-    def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
-        """Write the memory, where it is the caller's to write, and publish it."""
-        if self.idle and self.member.state in (HandleState.EMPTY, HandleState.TORN):
-            self.write()
-        return self.call(PublishCall(version), timeout_s)
-
-    def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
-        """`hold`: with a before_write."""
-        return self.call(FillCall(OpKind.REPLICATE, selector, hold=hold), timeout_s)
-
-    def update(
-        self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False, at_least: int | None = None
-    ) -> CallRecord:
-        """`hold`: with a before_write."""
-        return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
-
-    def stage(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
-        """An update that overwrites nothing before it is committed."""
-        return self.call(FillCall(OpKind.UPDATE, selector, hold=hold, staged=True), timeout_s)
-
-    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CopyRequest:
-        """Fill its host copy, which is made the first time."""
-        return self.worker.copies.prefetch(self, selector, timeout_s)
-
-    @property
-    def copy(self) -> SimHandle:
-        """Its host copy."""
-        copy = self.worker.copies.of(self)
-        assert copy is not None, f"nothing was prefetched for {self}"
-        return copy
-
-    def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CallRecord:
-        """The one call of what `SimWorker.fetcher` made."""
-        return self.call(FillCall(OpKind.FETCH, selector), timeout_s)
-
-    def unpublish(self, timeout_s: float = 60.0) -> CallRecord:
-        """Take the memory back."""
-        return self.call(UnpublishCall(), timeout_s)
-
-    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> CopyRequest:
-        """End the registration, with the host copies that end with it."""
-        return self.worker.copies.close(self, timeout_s, abandon=abandon)
-
-    def refuse(self, reason: str = "the body raised") -> CallRecord:
-        """Do not make the next group call."""
-        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
@@ -408,7 +380,7 @@ class SimHandle:
         self.todo.extend((StopPull(), Fence(self.generation)))
         self.cluster.handle_moved(self)
 
-    def report_of(self, record: CallRecord) -> FetchReport:
+    def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took."""
         assert record.version is not None
         return FetchReport(record.version.version, record.changed)
@@ -550,8 +522,7 @@ class SimHandle:
             self.apply(self.interpreter.fenced(action, now))
             return
         if now >= self.fencing_since + self.cluster.fence_grace_s:
-            for lane in [lane for lane in self.serving if lane.access is not None]:
-                self.cluster.lane_shut(lane)
+            self.shut_readers()
         if self.interpreter.fence_until(action) <= now and not owner.is_quiet(self.id):
             self.todo.popleft()
             self.fencing_since = None

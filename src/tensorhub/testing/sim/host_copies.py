@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import Protocol, assert_never
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
+from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.judges.ports import JudgedCall
+from tensorhub.testing.sim.ports import HandlePort, WorkerPort, WorldPort
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import Say
 from tensorhub.worker.host_copies import HostCopies
@@ -27,11 +30,7 @@ from tensorhub.worker.host_copy_actions import (
     LogEvent,
     StartHandle,
 )
-
-if TYPE_CHECKING:
-    from tensorhub.runtime.worker.coordinator_client import Answer
-    from tensorhub.testing.sim.handle import CallRecord, SimHandle
-    from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.worker.registration_session import Shard
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class CopyRequest:
     """What was asked of a worker's host copies, and how it ended. `ends` is called then."""
 
     request: int
-    of: SimHandle | None = None  # the handle that it is about
+    of: HandlePort | None = None  # the handle that it is about
     done: bool = False
     report: FetchReport | None = None
     error: Exception | None = None
@@ -49,7 +48,7 @@ class CopyRequest:
         return self.done
 
     @property
-    def handle(self) -> SimHandle:
+    def handle(self) -> HandlePort:
         assert self.of is not None
         return self.of
 
@@ -67,14 +66,37 @@ class CopyRequest:
         return self.report.version
 
 
+class CopiesWorld(WorldPort, Protocol):
+    """What they need of their world."""
+
+    def copies_moved(self, copies: SimHostCopies) -> None:
+        """They have had an input: there may be another deadline."""
+        return
+
+
+class CopiesWorker(WorkerPort, Protocol):
+    """The worker that they are in."""
+
+    host_bytes: int
+
+    @property
+    def cluster(self) -> CopiesWorld: ...
+
+    def take(self, shard: Shard) -> object:
+        """What registers that memory, of any kind."""
+
+    def registered(self, registration: str) -> HandlePort | None:
+        """What it has under that id."""
+
+
 class SimHostCopies:
     """Those of one worker."""
 
-    def __init__(self, worker: SimWorker, op_timeout_s: float = 60.0) -> None:
-        self._worker = worker
+    def __init__(self, worker: CopiesWorker, op_timeout_s: float = 60.0) -> None:
+        self.worker = worker
         self._cluster = cluster = worker.cluster
         self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
-        self._calls: dict[CallRecord, int] = {}  # that run, and their numbers
+        self._calls: dict[JudgedCall, int] = {}  # that run, and their numbers
         self._coordinator: dict[int, AskManifest] = {}  # by request
         self.wanted: dict[int, CopyRequest] = {}  # that has not ended, by request
         self._todo: deque[CopyAction] = deque()
@@ -83,13 +105,13 @@ class SimHostCopies:
 
     # -- what is asked for
 
-    def prefetch(self, handle: SimHandle, selector: Selector, timeout_s: float) -> CopyRequest:
+    def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
         return self._want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
 
     def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
         return self._want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
 
-    def close(self, handle: SimHandle, timeout_s: float, *, abandon: bool) -> CopyRequest:
+    def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
         return self._want(
             lambda n: self.machine.close(n, handle.member, timeout_s, self._cluster.now, abandon=abandon), handle
         )
@@ -97,7 +119,7 @@ class SimHostCopies:
     def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> CopyRequest:
         return self._want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
 
-    def _want(self, ask: Callable[[int], list[CopyAction]], handle: SimHandle | None = None) -> CopyRequest:
+    def _want(self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None) -> CopyRequest:
         wanted = CopyRequest(next(self._cluster.numbers), handle)
         self.wanted[wanted.request] = wanted
         self._apply(ask(wanted.request))
@@ -107,33 +129,28 @@ class SimHostCopies:
         """Whoever asked for it wants it no more."""
         self._apply(self.machine.cancel(wanted.request, self._cluster.now))
 
-    def of(self, handle: SimHandle) -> SimHandle | None:
-        """What was prefetched for it."""
-        copy = self.machine.copy_of(handle.shard.registration)
-        return self._worker.router.handles.get(copy) if copy is not None else None
-
     # -- what is heard of
 
-    def ended(self, handle: SimHandle) -> None:
+    def ended(self, handle: HandlePort) -> None:
         """It is no more, and nor is its memory."""
         for ident in (handle.id, handle.staging_id):
             self.free(ident)
         self._apply(self.machine.ended(handle.shard.registration, self._cluster.now))
 
-    def answered(self, handle: SimHandle, refusal: Exception | None) -> None:
+    def answered(self, handle: HandlePort, refusal: Exception | None) -> None:
         self._apply(self.machine.answered(handle.shard.registration, refusal, self._cluster.now))
 
-    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def call_ended(self, handle: HandlePort, record: JudgedCall) -> None:
         number = self._calls.pop(record, None)
         if number is not None:
             report = handle.report_of(record) if record.error is None and record.version is not None else None
             nbytes = self.memory.get(handle.id, 0)
             self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=record.error, nbytes=nbytes))
 
-    def end_prefetch(self, handle: SimHandle) -> None:
+    def end_prefetch(self, handle: HandlePort) -> None:
         self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now))
 
-    def free_prefetch(self, handle: SimHandle) -> None:
+    def free_prefetch(self, handle: HandlePort) -> None:
         self._apply(self.machine.free_prefetch(handle.shard.registration, self._cluster.now))
 
     def take(self, ident: str, nbytes: int, purpose: Purpose | None = None) -> None:
@@ -141,8 +158,8 @@ class SimHostCopies:
         if purpose is not None and self.memory.get(ident) != nbytes:
             self.machine.take(ident, purpose, nbytes)
         self.memory[ident] = nbytes
-        taken, room = sum(self.memory.values()), self._worker.host_bytes
-        demand(taken <= room, f"host copies: {self._worker} has taken {taken} of {room} bytes: {self.memory}")
+        taken, room = sum(self.memory.values()), self.worker.host_bytes
+        demand(taken <= room, f"host copies: {self.worker} has taken {taken} of {room} bytes: {self.memory}")
 
     def free(self, ident: str) -> None:
         """Memory is given back."""
@@ -184,23 +201,23 @@ class SimHostCopies:
             return
         self._is_busy = True
         try:
-            while self._todo and self._worker.alive:
+            while self._todo and self.worker.alive:
                 self._do(self._todo.popleft())
         finally:
             self._is_busy = False
-        if self._worker.alive:
+        if self.worker.alive:
             self.machine.check_invariants()
-            self._cluster.copies_moved(self._worker)
+            self._cluster.copies_moved(self)
 
     def _do(self, action: CopyAction) -> None:
-        worker, now = self._worker, self._cluster.now
+        worker, now = self.worker, self._cluster.now
         match action:
             case Say():
                 worker.say(action.message)
             case StartHandle():
                 worker.take(action.shard)
             case DropHandle():
-                handle = worker.router.handles.get(action.registration)
+                handle = worker.registered(action.registration)
                 if handle is not None:
                     worker.say(Deregister(next(self._cluster.numbers), action.registration, True))
                     handle.stop()
@@ -208,10 +225,11 @@ class SimHostCopies:
                 self._begin(action)
             case CancelCall():
                 if action.number in self._calls.values():
-                    handle = worker.router.handles[action.registration]
+                    handle = worker.registered(action.registration)
+                    assert handle is not None
                     handle.apply(handle.member.cancel(action.error, now))
             case EndCopysPrefetch():
-                handle = worker.router.handles.get(action.registration)
+                handle = worker.registered(action.registration)
                 if handle is not None:
                     handle.apply(handle.member.end_prefetch(now))
             case AskManifest():
@@ -227,7 +245,7 @@ class SimHostCopies:
                 assert_never(action)
 
     def _begin(self, action: BeginCall) -> None:
-        handle = self._worker.router.handles.get(action.registration)
+        handle = self.worker.registered(action.registration)
         error: TensorHubError = StateError("it was given up; register again")
         if handle is not None and not handle.is_stopping:
             try:
@@ -246,4 +264,4 @@ class SimHostCopies:
         request = next(self._cluster.numbers)
         self._coordinator[request] = question
         version = question.version
-        self._worker.say(GetManifest(request, version.model, version.content_id, question.shard))
+        self.worker.say(GetManifest(request, version.model, version.content_id, question.shard))

@@ -8,21 +8,21 @@ Responsible for what each step does to the books, to memory and to the owner. No
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Origin, Progress
 from tensorhub.runtime.data.lanes import BATCHES_OPEN
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
+from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.memory import digest_of, sent_digest
+from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, LeaseId
 from tensorhub.worker.calls import StartPull
-
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import SimHandle
 
 
 class Frame(NamedTuple):
@@ -36,6 +36,55 @@ class Frame(NamedTuple):
     failure: str = ""
 
 
+class LaneEnd(HandlePort, Protocol):
+    """A handle that reads, or is read."""
+
+    filler: SimFiller
+    pull: Reading | None  # the last fill's
+    serving: dict[SimLane, None]  # of others, which read this memory
+    reads_backwards: bool  # the last chunk of a request first
+
+    @property
+    def cluster(self) -> LaneWorld: ...
+
+    def pull_done(self, start: StartPull) -> None:
+        """All that was wanted is there."""
+
+    def tell_made(self) -> None:
+        """Say which digests were made of what is published."""
+
+
+class LaneWorld(WorldPort, Protocol):
+    """What lanes need of their world."""
+
+    def find(self, grant: Grant) -> LaneEnd | None:
+        """The memory that a grant names, if its process is alive."""
+
+    def lane_made(self, lane: SimLane) -> None:
+        """It is to connect."""
+        return
+
+    def chunks_offered(self, handle: LaneEnd) -> None:
+        """Readers that wait there may go on."""
+        return
+
+    def lanes_wanted(self, reading: Reading) -> None:
+        """There may be chunks to ask for."""
+        return
+
+    @abstractmethod
+    def lane_closed(self, lane: SimLane) -> None:
+        """Its reader's end is over; its owner's will be."""
+
+    @abstractmethod
+    def lane_cut(self, lane: SimLane) -> None:
+        """Its reader wants it to end."""
+
+    @abstractmethod
+    def lane_shut(self, lane: SimLane) -> None:
+        """Its owner shuts the connection."""
+
+
 class SimLane:
     """One source of one fill."""
 
@@ -45,7 +94,7 @@ class SimLane:
         self.grant = grant
         self.lease = LeaseId(grant.lease)
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
-        self.source: SimHandle | None = None  # once connected
+        self.source: LaneEnd | None = None  # once connected
         self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
@@ -181,7 +230,7 @@ class SimLane:
 class Reading:
     """What a fill still lacks, and whom it may read from."""
 
-    def __init__(self, reader: SimHandle, start: StartPull, make_lane: Callable[[Reading, Grant], SimLane]) -> None:
+    def __init__(self, reader: LaneEnd, start: StartPull, make_lane: Callable[[Reading, Grant], SimLane]) -> None:
         self.reader = reader
         self.start = start
         self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks], start.copied)

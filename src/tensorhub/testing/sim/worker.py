@@ -5,10 +5,11 @@ Responsible for carrying out what `worker.router` says of each message. Not resp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, assert_never
+from abc import abstractmethod
+from typing import Protocol, assert_never
 
 from tensorhub.coordinator import Retention
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import GroupAborted, TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     Announce,
@@ -18,6 +19,7 @@ from tensorhub.messages import (
     Dismissed,
     Done,
     DropCopy,
+    ErrorInfo,
     FromCoordinator,
     FromWorker,
     Heartbeat,
@@ -41,24 +43,113 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.runtime.worker.coordinator_client import Answer
-from tensorhub.testing.sim.handle import SimHandle
-from tensorhub.testing.sim.host_copies import SimHostCopies
+from tensorhub.testing.sim.handle import CallRecord, HandleShell, HandleWorld
+from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
+from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
-from tensorhub.types import Endpoint, Location, Medium
+from tensorhub.testing.sim.pulling import SimLane
+from tensorhub.types import Endpoint, HandleState, Location, Medium, OpKind, Selector
+from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
 
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.world import World
+
+class SimHandle(HandleShell):
+    """One registration of a simulated worker, with the verbs with which a test calls it."""
+
+    worker: SimWorker
+
+    def write(self) -> None:
+        """Fill the memory with something that nobody else ever wrote."""
+        assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
+        self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", self.cluster.chunks)
+
+    def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
+        """Write the memory, where it is the caller's to write, and publish it."""
+        if self.idle and self.member.state in (HandleState.EMPTY, HandleState.TORN):
+            self.write()
+        return self.call(PublishCall(version), timeout_s)
+
+    def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
+        """`hold`: with a before_write."""
+        return self.call(FillCall(OpKind.REPLICATE, selector, hold=hold), timeout_s)
+
+    def update(
+        self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False, at_least: int | None = None
+    ) -> CallRecord:
+        """`hold`: with a before_write."""
+        return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
+
+    def stage(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
+        """An update that overwrites nothing before it is committed."""
+        return self.call(FillCall(OpKind.UPDATE, selector, hold=hold, staged=True), timeout_s)
+
+    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CopyRequest:
+        """Fill its host copy, which is made the first time."""
+        return self.worker.copies.prefetch(self, selector, timeout_s)
+
+    @property
+    def copy(self) -> SimHandle:
+        """Its host copy."""
+        copy = self.worker.registered(self.worker.copies.machine.copy_of(self.id) or "")
+        assert copy is not None, f"nothing was prefetched for {self}"
+        return copy
+
+    def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CallRecord:
+        """The one call of what `SimWorker.fetcher` made."""
+        return self.call(FillCall(OpKind.FETCH, selector), timeout_s)
+
+    def unpublish(self, timeout_s: float = 60.0) -> CallRecord:
+        """Take the memory back."""
+        return self.call(UnpublishCall(), timeout_s)
+
+    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> CopyRequest:
+        """End the registration, with the host copies that end with it."""
+        return self.worker.copies.close(self, timeout_s, abandon=abandon)
+
+    def refuse(self, reason: str = "the body raised") -> CallRecord:
+        """Do not make the next group call."""
+        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
+
+
+class WorkerWorld(HandleWorld, Protocol):
+    """What a worker needs of its world."""
+
+    by_registration: dict[str, SimHandle]
+    host_bytes: int  # of each worker that is made from now on
+
+    @abstractmethod
+    def new_link(self, worker: SimWorker) -> Link:
+        """A connection that the coordinator will see."""
+
+    def said_up(self, worker: SimWorker, link: Link) -> None:
+        """The last of `link.up` is on its way."""
+        return
+
+    def link_lost(self, worker: SimWorker, link: Link) -> None:
+        """The worker's end of this connection is gone."""
+        return
+
+    @abstractmethod
+    def reader_died(self, lane: SimLane) -> None:
+        """Its reader's process is no more."""
+
+    @abstractmethod
+    def source_died(self, lane: SimLane) -> None:
+        """Its owner's process is no more."""
+
+    def rolled_back(self, to: int) -> None:
+        """A rollback has returned."""
+        return
 
 
 class SimWorker:
     """One worker process."""
 
-    def __init__(self, cluster: World, name: str, location: Location, transports: tuple[str, ...]) -> None:
+    def __init__(self, cluster: WorkerWorld, name: str, location: Location, transports: tuple[str, ...]) -> None:
         self.cluster = cluster
         self.name = name
         self.location = location
@@ -70,7 +161,7 @@ class SimWorker:
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[SimHandle] = []
-        self.host_copies = LocalCopies()
+        self.found_copies = LocalCopies()
         self.link: Link | None = None
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
@@ -120,20 +211,24 @@ class SimWorker:
         """Its shell."""
         return SimHandle(self.cluster, self, shard)
 
-    def drop(self, handle: SimHandle) -> None:
+    def drop(self, handle: HandleShell) -> None:
         """Forget a handle that has served."""
-        self.handles.remove(handle)
+        self.handles = [each for each in self.handles if each is not handle]
         self.router.remove(handle.shard)
-        self.host_copies.remove(handle.shard.registration)
+        self.found_copies.remove(handle.shard.registration)
         self.cluster.by_registration.pop(handle.shard.registration, None)
         self.copies.ended(handle)
 
-    def closed(self, handle: SimHandle) -> None:
+    def closed(self, handle: HandleShell) -> None:
         """It is closed: its user still has it, and a host copy has no user."""
         if handle.shard.medium is Medium.HOST:
             self.drop(handle)
         else:
             self.copies.ended(handle)
+
+    def registered(self, registration: str) -> SimHandle | None:
+        """What it has under that id."""
+        return self.router.handles.get(registration)
 
     # -- its connection
 

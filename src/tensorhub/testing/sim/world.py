@@ -8,6 +8,7 @@ could happen now is a `Choice`; who drives it picks one: in turn (`run`), one by
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, assert_never
@@ -39,19 +40,18 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
-from tensorhub.testing.sim.handle import BrokenHook, CallRecord, SimHandle
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.guarantees import Guarantees
+from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.pulling import Reading, SimLane
 from tensorhub.testing.sim.rendering import show_error
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerWorld
 from tensorhub.types import HandleState, Location, Options
-from tensorhub.worker.calls import Fence
 
 
-class World:
+class World(WorkerWorld):
     """The coordinator, its store, its workers, and the guarantees."""
 
     user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
@@ -131,6 +131,10 @@ class World:
         """Those of workers that are alive."""
         return (handle for handle in self.all_handles() if handle.worker.alive)
 
+    def handle_of(self, registration: str) -> SimHandle | None:
+        """Whose registration that is, unless it is no more."""
+        return self.by_registration.get(registration)
+
     def find(self, grant: Grant) -> SimHandle | None:
         """The memory that a grant names, if its process is alive."""
         handle = self.by_registration.get(grant.registration)
@@ -138,7 +142,7 @@ class World:
 
     def kind_of(self, registration: str) -> str:
         """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
-        handle = self.by_registration.get(registration)
+        handle = self.handle_of(registration)
         return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
 
     def is_recording_rollback(self, model: str) -> bool:
@@ -148,7 +152,7 @@ class World:
 
     # -- the coordinator
 
-    def mates(self, handle: SimHandle) -> list[SimHandle]:
+    def mates(self, handle: JudgedHandle) -> list[SimHandle]:
         """The other ranks of its group."""
         return [h for h in self.live_handles() if h.shard.group == handle.shard.group and h is not handle]
 
@@ -259,92 +263,24 @@ class World:
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"liveness: a lease is left: {lease}. Story:\n{lease.story}")
 
-    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
         what = f"v{record.version.version} changed={record.changed}" if record.version else show_error(record.error)
         self.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
         self.guarantees.ended(handle, record)
 
-    # -- what follows: each is told of something that will go on, at once or some time
+    # -- what follows, besides what the parts of a world need (see `WorkerWorld`, and what it is made of)
 
     def gets_out(self, actions: list[Action]) -> list[Action]:
         """Those of a step's actions that the coordinator's process comes to."""
         return actions
 
-    def rolled_back(self, to: int) -> None:
-        """A rollback has returned."""
-
-    def took(self, path: str) -> None:
-        """A way of recovery was taken."""
-
-    def note(self, line: str) -> None:
-        """Something happened that a trace shows."""
-        raise NotImplementedError
-
+    @abstractmethod
     def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
         """A process that is not connected yet."""
-        raise NotImplementedError
-
-    def new_link(self, worker: SimWorker) -> Link:
-        """A connection that the coordinator will see."""
-        raise NotImplementedError
-
-    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
-        """What reads one source."""
-        raise NotImplementedError
-
-    def said_up(self, worker: SimWorker, link: Link) -> None:
-        """The last of `link.up` is on its way."""
 
     def said_down(self, worker: SimWorker, link: Link) -> None:
         """The last of `link.down` is on its way."""
 
-    def link_lost(self, worker: SimWorker, link: Link) -> None:
-        """The worker's end of this connection is gone."""
-
     def to_be_stored(self, persist: Persist) -> None:
         """The coordinator wants this recorded."""
-
-    def handle_moved(self, handle: SimHandle) -> None:
-        """Its member has had an input: there may be something to do, and another deadline."""
-
-    def copies_moved(self, worker: SimWorker) -> None:
-        """Its host copies have had an input: there may be another deadline."""
-
-    def hook_called(self, handle: SimHandle) -> None:
-        """Its before_write runs."""
-
-    def fence_begun(self, handle: SimHandle, fence: Fence) -> None:
-        """It is tried from now on."""
-
-    def access_ended(self, handle: SimHandle) -> None:
-        """A fence may stand now."""
-
-    def lane_made(self, lane: SimLane) -> None:
-        """It is to connect."""
-
-    def lanes_wanted(self, reading: Reading) -> None:
-        """There may be chunks to ask for."""
-
-    def chunks_offered(self, handle: SimHandle) -> None:
-        """Readers that wait there may go on."""
-
-    def lane_closed(self, lane: SimLane) -> None:
-        """Its reader's end is over; its owner's will be."""
-        raise NotImplementedError
-
-    def lane_cut(self, lane: SimLane) -> None:
-        """Its reader wants it to end."""
-        raise NotImplementedError
-
-    def lane_shut(self, lane: SimLane) -> None:
-        """Its owner shuts the connection."""
-        raise NotImplementedError
-
-    def reader_died(self, lane: SimLane) -> None:
-        """Its reader's process is no more."""
-        raise NotImplementedError
-
-    def source_died(self, lane: SimLane) -> None:
-        """Its owner's process is no more."""
-        raise NotImplementedError

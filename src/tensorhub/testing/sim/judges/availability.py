@@ -7,7 +7,6 @@ hears of its worker now. Partial copies are not judged here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Publication
 from tensorhub.coordinator.availability import GONE, NOBODY
@@ -15,22 +14,19 @@ from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Outcome, Start
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.types import AVAILABLE
 from tensorhub.worker.calls import FillCall
-
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import CallRecord, SimHandle
-    from tensorhub.testing.sim.world import World
 
 
 class AvailabilityJudge:
     """Whether "available" is the newest version that can be read."""
 
-    def __init__(self, cluster: World, contents: Contents) -> None:
-        self._cluster = cluster
+    def __init__(self, world: JudgedWorld, contents: Contents) -> None:
+        self._world = world
         self._contents = contents
 
-    def told(self, handle: SimHandle, message: Start | Outcome) -> None:
+    def told(self, handle: JudgedHandle, message: Start | Outcome) -> None:
         """The coordinator is about to say to a rank what its call is bound to, or that it has ended."""
         record = handle.last_call
         if (
@@ -43,7 +39,7 @@ class AvailabilityJudge:
         if record.what.selector != AVAILABLE:
             return
         ranks = [
-            h for h in (handle, *self._cluster.mates(handle)) if h.last_call is not None and h.last_call.key == message.key
+            h for h in (handle, *self._world.mates(handle)) if h.last_call is not None and h.last_call.key == message.key
         ]
         held = [n for rank in ranks if (n := self._held(rank)) is not None]
         if isinstance(message, Start):
@@ -53,8 +49,8 @@ class AvailabilityJudge:
         elif message.error is not None and NOBODY in message.error.message:
             self._failed(handle, max([record.what.at_least or 0, *held]))
 
-    def _bound(self, handle: SimHandle, record: CallRecord, message: Start, held: list[int]) -> None:
-        group = self._cluster.coordinator.cluster.models[handle.shard.model].groups[handle.shard.group]
+    def _bound(self, handle: JudgedHandle, record: JudgedCall, message: Start, held: list[int]) -> None:
+        group = self._world.coordinator.cluster.models[handle.shard.model].groups[handle.shard.group]
         operation, content_id = group.operation, message.version.content_id
         goes_on, record.bound = record.bound == content_id, content_id
         if goes_on if operation is None else operation.resumes is not None:  # None: it has ended in this very step
@@ -69,7 +65,7 @@ class AvailabilityJudge:
                 away = self._away(handle.shard.model, content_id)
                 demand(not away, f"selectors: {what}: {away} of {newer} may come back")
 
-    def _lost(self, handle: SimHandle, text: str) -> None:
+    def _lost(self, handle: JudgedHandle, text: str) -> None:
         numbers = self._contents.numbers.get(handle.shard.model, {})
         named = [
             content_id
@@ -79,23 +75,23 @@ class AvailabilityJudge:
         held = any(content_id not in self._contents.retired and self._can_be_read(content_id) for content_id in named)
         demand(not held, f"selectors: {handle} was told what is not so: {text}")
 
-    def _failed(self, handle: SimHandle, least: int) -> None:
+    def _failed(self, handle: JudgedHandle, least: int) -> None:
         what = f"{handle} was told that nobody holds what was published"
         demand(not self._recovers(), f"selectors: {what}, before all had time to come back")
         for number, content_id in self._published(handle.shard.model, least):
             demand(not self._can_be_read(content_id), f"selectors: {what}, and {number} can be read")
 
     def _recovers(self) -> bool:
-        return self._cluster.coordinator.cluster.is_recovering
+        return self._world.coordinator.cluster.is_recovering
 
     def _published(self, model: str, least: int) -> Iterator[tuple[int, str]]:
         """The numbers from `least` on, and what was published under them."""
         numbers = self._contents.numbers.get(model, {})
         return ((n, c) for n, c in numbers.items() if n >= least and c not in self._contents.retired)
 
-    def _held(self, handle: SimHandle) -> int | None:
+    def _held(self, handle: JudgedHandle) -> int | None:
         """The version that a rank holds, as the coordinator knows."""
-        content, known = handle.member.content, self._cluster.coordinator.cluster.members.get(handle.id)
+        content, known = handle.member.content, self._world.coordinator.cluster.members.get(handle.id)
         if content is None or handle.member.state not in HOLDING or known is None or known.holding is None:
             return None
         return None if content.version.content_id in self._contents.retired else content.version.version
@@ -109,17 +105,17 @@ class AvailabilityJudge:
         """Whether each shard of it is held as a whole by some worker that is heard of: it may be gone since."""
         held = [
             (m.shard, m.holding)
-            for m in self._cluster.coordinator.cluster.members.values()
+            for m in self._world.coordinator.cluster.members.values()
             if m.worker.state is WorkerState.LIVE
         ]
         sources = {shard for shard, h in held if h is not None and h.is_source and h.version.info.content_id == content_id}
         return sources >= set(self._contents.truth[content_id])
 
-    def _holders(self, shard: int) -> Iterator[SimHandle]:
-        return (h for h in self._cluster.live_handles() if h.shard.number == shard and h.shard.serves)
+    def _holders(self, shard: int) -> Iterator[JudgedHandle]:
+        return (h for h in self._world.live_handles() if h.shard.number == shard and h.shard.serves)
 
-    def _offers(self, handle: SimHandle, content_id: str) -> bool:
-        content, known = handle.member.content, self._cluster.coordinator.cluster.members.get(handle.id)
+    def _offers(self, handle: JudgedHandle, content_id: str) -> bool:
+        content, known = handle.member.content, self._world.coordinator.cluster.members.get(handle.id)
         if content is None or content.version.content_id != content_id or known is None or known.holding is None:
             return False
         is_known = known.holding.is_source and known.holding.generation == content.generation
@@ -127,8 +123,8 @@ class AvailabilityJudge:
 
     def _away(self, model: str, content_id: str) -> str:
         """A group that was recorded to hold that last, and of which not every rank is back."""
-        last = {e.key.group: e for e in self._cluster.store if isinstance(e, Decision | Publication) and e.model == model}
-        ranks = [m for m in self._cluster.coordinator.cluster.members.values() if m.group.model.name == model]
+        last = {e.key.group: e for e in self._world.store if isinstance(e, Decision | Publication) and e.model == model}
+        ranks = [m for m in self._world.coordinator.cluster.members.values() if m.group.model.name == model]
         for name, entry in last.items():
             here = {member.rank for member in ranks if member.group.name == name}
             if entry.content_id == content_id and len(here) < entry.world_size:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from math import inf
-from typing import TYPE_CHECKING
 
 from tensorhub.errors import LeaseLost, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Done, FromWorker, Pin, Refused, Retain, Rollback, Unpin, Watch
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import (
     Call,
     Pinning,
@@ -24,17 +24,12 @@ from tensorhub.testing.sim.judges.reference_model import (
 )
 from tensorhub.worker.calls import Call as Called, FillCall, PublishCall
 
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import CallRecord, SimHandle
-    from tensorhub.testing.sim.worker import SimWorker
-    from tensorhub.testing.sim.world import World
-
 
 class CallHistory:
     """One cluster's callers. Where some callers are outsiders, it judges nothing."""
 
-    def __init__(self, cluster: World, contents: Contents) -> None:
-        self._cluster = cluster
+    def __init__(self, world: JudgedWorld, contents: Contents) -> None:
+        self._world = world
         self._contents = contents
         self.models: defaultdict[str, ReferenceModel] = defaultdict(ReferenceModel)
         self.questions: dict[int, tuple[str, Call]] = {}  # by request: of which model a worker itself asks what
@@ -51,7 +46,7 @@ class CallHistory:
 
     # -- handles
 
-    def begins(self, handle: SimHandle, what: Called) -> Call:
+    def begins(self, handle: JudgedHandle, what: Called) -> Call:
         """A handle is called."""
         shard, content = handle.shard, handle.member.content if handle.member.state in HOLDING else None
         call = Call(handle.name)
@@ -66,14 +61,14 @@ class CallHistory:
         return call
 
     @staticmethod
-    def crashed(record: CallRecord) -> None:
+    def crashed(record: JudgedCall) -> None:
         """Its process is no more."""
-        if isinstance(record.call, Publishing):
-            record.call.left = True
+        if isinstance(record.judged, Publishing):
+            record.judged.left = True
 
-    def ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def ended(self, handle: JudgedHandle, record: JudgedCall) -> None:
         """That call has returned, or raised."""
-        model, call, error, version = self.models[handle.shard.model], record.call, record.error, record.version
+        model, call, error, version = self.models[handle.shard.model], record.judged, record.error, record.version
         in_doubt = isinstance(error, LeaseLost) or getattr(error, "memory", "") == "in_doubt"
         if self._contents.has_outsiders:
             return
@@ -93,7 +88,7 @@ class CallHistory:
 
     # -- workers
 
-    def says(self, worker: SimWorker, message: FromWorker) -> None:
+    def says(self, worker: JudgedWorker, message: FromWorker) -> None:
         """A worker asks for something itself."""
         match message:
             case Watch():
@@ -127,12 +122,12 @@ class CallHistory:
             model, call = self._pins.pop(pin)
             self.models[model].unpinned(call)
 
-    def announced(self, worker: SimWorker, message: Announce) -> None:
+    def announced(self, worker: JudgedWorker, message: Announce) -> None:
         """A worker is told which version is the newest."""
         if not self._contents.has_outsiders:
             self.models[message.model].announced(worker.incarnation, message.newest)
 
-    def answered(self, worker: SimWorker, message: Done | Refused) -> None:
+    def answered(self, worker: JudgedWorker, message: Done | Refused) -> None:
         """A worker hears what became of what it has asked for."""
         name, call = self.questions.pop(message.request, ("", None))
         model, error = self.models[name], message.error.error() if isinstance(message, Refused) else None
@@ -157,7 +152,7 @@ class CallHistory:
             case _:
                 pass
 
-    def _end_earlier(self, worker: SimWorker, request: int) -> None:
+    def _end_earlier(self, worker: JudgedWorker, request: int) -> None:
         """What it said before is recorded by now, or never will be: records keep the order in which they were asked for."""
         for earlier, (model, call) in list(self.questions.items()):
             if isinstance(call, Retaining) and call.who == worker.name and earlier < request:
@@ -170,7 +165,7 @@ class CallHistory:
         """Content ids that have had to stay since that call began."""
         if self._contents.has_outsiders:
             return frozenset()
-        live = self._cluster.coordinator.cluster.workers
+        live = self._world.coordinator.cluster.workers
         for pin in [pin for pin, (_, call) in self._pins.items() if call.who not in live]:
             self.unpinned(pin)  # it ends with its worker
         return self.models[model].must_stay(since)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Publication
 from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.types import OpKey, VersionInfo
-
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import SimHandle
 
 
 class Contents:
@@ -45,7 +42,7 @@ class Contents:
         self.publications[entry.content_id] = entry.key
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
 
-    def spoil(self, handle: SimHandle, content_id: str, chunk: int, cell: str) -> None:
+    def spoil(self, handle: JudgedHandle, content_id: str, chunk: int, cell: str) -> None:
         """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
         of which no digest has been made yet is what it is then.
         """
@@ -57,16 +54,16 @@ class Contents:
         else:
             self._spoilt.add((handle.id, content_id))
 
-    def misled(self, handle: SimHandle, content_id: str) -> None:
+    def misled(self, handle: JudgedHandle, content_id: str) -> None:
         """Its own process has lied to it: the coordinator will not count it."""
         handle.lied = content_id
         self._spoilt.add((handle.id, content_id))
 
-    def is_spoilt(self, handle: SimHandle, content_id: str) -> bool:
+    def is_spoilt(self, handle: JudgedHandle, content_id: str) -> bool:
         """Whether its own user has overwritten that there."""
         return (handle.id, content_id) in self._spoilt
 
-    def check_cells(self, handle: SimHandle, version: VersionInfo) -> None:
+    def check_cells(self, handle: JudgedHandle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):
             return
         truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
-from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
@@ -20,6 +19,7 @@ from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
@@ -27,10 +27,6 @@ from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Call, CloseCall, FillCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.member_memory import Content
 from tensorhub.worker.registration_session import LEASE_MARGIN
-
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import CallRecord, SimHandle
-    from tensorhub.testing.sim.world import World
 
 LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
 EXONERATED_MAX = 2  # sources that are not at fault: then it is the reader
@@ -41,12 +37,12 @@ RECORD = -1  # stands for a rank: what the store says of an operation
 class Guarantees:
     """What was promised in one cluster, and whether it is kept."""
 
-    def __init__(self, cluster: World) -> None:
-        self._cluster = cluster
+    def __init__(self, world: JudgedWorld) -> None:
+        self._world = world
         self.contents = Contents()
-        self.history = CallHistory(cluster, self.contents)
-        self.retained = RetentionJudge(cluster, self.contents, self.history)
-        self.available = AvailabilityJudge(cluster, self.contents)
+        self.history = CallHistory(world, self.contents)
+        self.retained = RetentionJudge(world, self.contents, self.history)
+        self.available = AvailabilityJudge(world, self.contents)
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
         self.rolled_back: set[OpKey] = set()  # publications of these
@@ -91,19 +87,19 @@ class Guarantees:
             case _:
                 pass
 
-    def ended(self, handle: SimHandle, record: CallRecord) -> None:
+    def ended(self, handle: JudgedHandle, record: JudgedCall) -> None:
         """A call has returned, or raised."""
         error, key = record.error, record.key
         self.history.ended(handle, record)
         if isinstance(record.what, UnpublishCall | CloseCall):
-            self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
+            self._given_up[handle.last_held] = self._world.now  # also in vain: its readers may have been told
         if isinstance(error, DrainTimeout):
-            self._given_up[handle.last_held] = self._cluster.now  # for a while
+            self._given_up[handle.last_held] = self._world.now  # for a while
         if error is not None:
             if isinstance(record.what, UnpublishCall | CloseCall | SetAsideCall):
                 self.retained.refused(handle)
             demand(
-                isinstance(error, (TensorHubError, *self._cluster.user_errors)),
+                isinstance(error, (TensorHubError, *self._world.user_errors)),
                 f"bounds: every refusal is a typed error: {error!r}",
             )
             if isinstance(error, IntegrityError) and UNCHANGED in str(error):
@@ -130,15 +126,15 @@ class Guarantees:
             case _:
                 pass
 
-    def _blamed(self, handle: SimHandle, record: CallRecord, text: str) -> None:
+    def _blamed(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
         mates = [
             h.last_call
-            for h in (handle, *self._cluster.mates(handle))
+            for h in (handle, *self._world.mates(handle))
             if h.last_call is not None and h.last_call.key == record.key
         ]
         several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
-        late = any(mate.until <= self._cluster.now for mate in mates)
+        late = any(mate.until <= self._world.now for mate in mates)
         demand(
             several or late or self.contents.has_outsiders,
             f"digests: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}",
@@ -147,14 +143,14 @@ class Guarantees:
     def heard(self, message: FromWorker) -> None:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
         if isinstance(message, LeaveRequest):
-            handle = self._cluster.by_registration.get(message.registration)
+            handle = self._world.handle_of(message.registration)
             if handle is not None:
-                self._given_up[handle.last_held] = self._cluster.now
+                self._given_up[handle.last_held] = self._world.now
         elif isinstance(message, Fenced | Register):
             content_id = self._fenced.pop(message.registration, "")
-            self._given_up[content_id] = self._cluster.now
+            self._given_up[content_id] = self._world.now
 
-    def _left(self, handle: SimHandle, record: CallRecord, text: str) -> None:
+    def _left(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R12: only where a last holder leaves on purpose nobody waits for it."""
         wanted = {
             c for n, c in self.contents.numbers.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")
@@ -165,14 +161,14 @@ class Guarantees:
             and h.last_call is not None
             and h.last_call.what is not record.what
             and (not h.last_call.done or h.member.state is HandleState.IN_DOUBT)  # its update may commit without its user
-            for h in self._cluster.all_handles()
+            for h in self._world.all_handles()
         )
         demand(
             gone or going or not wanted or self.contents.has_outsiders,
             f"selectors: nobody has left what {handle} waited for: {text}",
         )
 
-    def resolved(self, handle: SimHandle, outcome: Outcome) -> None:
+    def resolved(self, handle: JudgedHandle, outcome: Outcome) -> None:
         """A rank that was in doubt hears what has become of its operation."""
         if not self._is_forgotten(outcome.key):
             self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
@@ -189,11 +185,11 @@ class Guarantees:
 
     def _is_forgotten(self, key: OpKey) -> bool:
         """Whether it was a publication, of what nobody has held for so long that the coordinator knows nothing of it."""
-        model = self._cluster.coordinator.cluster.models.get(key.model)
+        model = self._world.coordinator.cluster.models.get(key.model)
         known = model is not None and any(version.publisher == key for version in model.versions.values())
         return key in self.contents.promised and not known
 
-    def registered(self, handle: SimHandle, message: Registered) -> None:
+    def registered(self, handle: JudgedHandle, message: Registered) -> None:
         """R6: another process in a rank's place makes a new membership epoch."""
         shard = handle.shard
         place = shard.model, shard.group, shard.rank, message.epoch
@@ -205,7 +201,7 @@ class Guarantees:
 
     # -- memory
 
-    def served(self, handle: SimHandle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
+    def served(self, handle: JudgedHandle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
         """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
         demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
         if self.contents.is_spoilt(handle, version.content_id):
@@ -223,11 +219,11 @@ class Guarantees:
                 f"partial replicas: {handle} serves {cell} as {truth[chunk]} of version {version.version}",
             )
 
-    def announced(self, handle: SimHandle, content_id: str) -> None:
+    def announced(self, handle: JudgedHandle, content_id: str) -> None:
         """It says to the coordinator that it holds that."""
         demand(handle.changed != content_id, f"digests: {handle} is announced, and it knows that its bytes have changed")
 
-    def fencing(self, handle: SimHandle, generation: int) -> None:
+    def fencing(self, handle: JudgedHandle, generation: int) -> None:
         """A fence begins."""
         content, record = handle.member.content, handle.last_call
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
@@ -238,12 +234,12 @@ class Guarantees:
             demand(record.committed, f"update destroys last: {what}, is overwritten by {call}, which is not committed")
         asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not record.granted and not abandons(handle)
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
-            free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._cluster.options.lease_s
-            ok = self._cluster.now >= free_at - 1e-6
+            free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._world.options.lease_s
+            ok = self._world.now >= free_at - 1e-6
             demand(ok, f"leaving: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
 
     @staticmethod
-    def _keeps(handle: SimHandle, content: Content, call: Call) -> bool:
+    def _keeps(handle: JudgedHandle, content: Content, call: Call) -> bool:
         """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
         if content.version.world_size > 1 or isinstance(call, CloseCall):
             return False
@@ -251,13 +247,13 @@ class Guarantees:
         held = [copy.content for copy in copies if copy.state in HOLDING]
         return any(c is not None and c.version.content_id == content.version.content_id for c in held)
 
-    def fenced(self, handle: SimHandle, generation: int) -> None:
+    def fenced(self, handle: JudgedHandle, generation: int) -> None:
         """Nobody reads that memory any more."""
-        self._given_up[handle.last_held] = self._cluster.now
+        self._given_up[handle.last_held] = self._world.now
         self._fenced[handle.id] = handle.last_held
         self.retained.fenced(handle, generation)
 
-    def told_to_write(self, handle: SimHandle | None, message: Start | Write) -> None:
+    def told_to_write(self, handle: JudgedHandle | None, message: Start | Write) -> None:
         """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
         if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
             return  # it goes on with what it has begun before
@@ -266,7 +262,7 @@ class Guarantees:
             f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
         )
 
-    def writes(self, handle: SimHandle) -> None:
+    def writes(self, handle: JudgedHandle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
         demand(state is HandleState.FILLING, f"mutability: {handle} is written while it is {state}")
@@ -275,20 +271,18 @@ class Guarantees:
 
     # -- what holds between any two steps
 
-    def check_handle(self, handle: SimHandle) -> None:
+    def check_handle(self, handle: JudgedHandle) -> None:
         """Everything about one registration."""
         if not handle.worker.alive:
             return
-        handle.member.check_invariants()
+        handle.check_invariants()
         self.check_content(handle)
         if handle.idle and handle.member.state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
             self.check_closed(handle)
         self.retained.check_known(handle)
-        if handle.pull is not None:
-            handle.pull.books.check_invariants()
         demand(len(handle.todo) <= TODO_MAX, f"bounds: {handle} has {len(handle.todo)} actions to carry out")
 
-    def check_in_time(self, handle: SimHandle) -> None:
+    def check_in_time(self, handle: JudgedHandle) -> None:
         """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
         staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses
         and goes on a moment after they have ended.)
@@ -298,18 +292,18 @@ class Guarantees:
             return
         if handle.access is not None and handle.fencing_since is not None:
             return
-        late_s = self._cluster.now - max(record.until, worker.stopped_until, handle.freed_at)
+        late_s = self._world.now - max(record.until, worker.stopped_until, handle.freed_at)
         running = handle.member.running
         demand(late_s <= LATE_S_MAX, f"bounds: {handle}: {record.what} should have ended {late_s:.1f} s ago: {running}")
 
-    def check_content(self, handle: SimHandle) -> None:
+    def check_content(self, handle: JudgedHandle) -> None:
         """G1: who holds a version holds its publisher's bytes."""
         content = handle.member.content
         if content is not None and handle.member.state in HOLDING:
             handle.last_held = content.version.content_id
             self.contents.check_cells(handle, content.version)
 
-    def check_closed(self, handle: SimHandle) -> None:
+    def check_closed(self, handle: JudgedHandle) -> None:
         """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory, or
         was set aside, is not: its own worker may read it, under a generation that nobody else knows.)
         """

@@ -6,39 +6,34 @@ coordinator's own books say is used as little as may be.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.messages import Done
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
-
-if TYPE_CHECKING:
-    from tensorhub.testing.sim.handle import CallRecord, SimHandle
-    from tensorhub.testing.sim.world import World
 
 
 class RetentionJudge:
     """Whether what must stay in one cluster does."""
 
-    def __init__(self, cluster: World, contents: Contents, history: CallHistory) -> None:
-        self._cluster = cluster
+    def __init__(self, world: JudgedWorld, contents: Contents, history: CallHistory) -> None:
+        self._world = world
         self._contents = contents
         self._history = history
         self._undone: dict[int, Retention | str] = {}  # by request: what has to be durable before it returns
         # By group and content: the first rank that was let go, and when; its replica serves no more.
-        self._leaving: dict[tuple[str, str], tuple[SimHandle, float]] = {}
-        self._stayed: dict[tuple[str, str], set[SimHandle]] = {}  # of these: who serves again, in a replica that began since
+        self._leaving: dict[tuple[str, str], tuple[JudgedHandle, float]] = {}
+        self._stayed: dict[tuple[str, str], set[JudgedHandle]] = {}  # who serves again, in a newer replica
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def asks(self, request: int, what: Retention | str) -> None:
         """What is asked for is to be durable before it is answered: a `retain`, or the name of a pin or of a rollback."""
-        if not any(isinstance(entry, Rollback) and entry.ident == what for entry in self._cluster.store):
+        if not any(isinstance(entry, Rollback) and entry.ident == what for entry in self._world.store):
             self._undone[request] = what
 
     def stored(self, entry: Entry) -> None:
@@ -54,22 +49,22 @@ class RetentionJudge:
                 return
         self._undone = {request: what for request, what in self._undone.items() if what != done}
 
-    def _must_stay(self, handle: SimHandle, content_id: str) -> bool:
+    def _must_stay(self, handle: JudgedHandle, content_id: str) -> bool:
         """Whether that has had to stay ever since this handle's call began (G5)."""
         record = handle.last_call
-        return record is not None and content_id in self._history.must_stay(handle.shard.model, record.call)
+        return record is not None and content_id in self._history.must_stay(handle.shard.model, record.judged)
 
     # -- who leaves
 
-    def filling(self, handle: SimHandle, version: VersionInfo) -> None:
+    def filling(self, handle: JudgedHandle, version: VersionInfo) -> None:
         """Its group begins a new replica of that version."""
         self._leaving.pop((handle.shard.group, version.content_id), None)
 
-    def stays(self, handle: SimHandle, content_id: str) -> None:
+    def stays(self, handle: JudgedHandle, content_id: str) -> None:
         """The coordinator is told again that it holds that, and keeps it: who was let go may not have been fenced in time.
         It serves again, with its whole replica if that does, or alone in a new one (the former has ended).
         """
-        key, known = (handle.shard.group, content_id), self._cluster.coordinator.cluster.members.get(handle.id)
+        key, known = (handle.shard.group, content_id), self._world.coordinator.cluster.members.get(handle.id)
         holding = known.holding if known is not None else None
         if handle.last_call is not None and holding is not None:
             handle.last_call.granted_at = 0.0
@@ -80,19 +75,19 @@ class RetentionJudge:
         else:
             self._stayed[key].add(handle)
 
-    def let_go(self, handle: SimHandle) -> None:
+    def let_go(self, handle: JudgedHandle) -> None:
         """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
         content, record = handle.member.content, handle.last_call
         if content is not None and record is not None and self.has_left(handle, content.version.content_id) is None:
             key = handle.shard.group, content.version.content_id
             self._leaving[key] = handle, record.granted_at
             # A replica that a new coordinator has not put together again serves piece by piece, as one that is being filled.
-            members = self._cluster.coordinator.cluster.members
-            books = {mate: members[mate.id].holding for mate in self._cluster.mates(handle) if mate.id in members}
+            members = self._world.coordinator.cluster.members
+            books = {mate: members[mate.id].holding for mate in self._world.mates(handle) if mate.id in members}
             states = {mate: held.replica.state for mate, held in books.items() if held is not None}
             self._stayed[key] = {mate for mate, state in states.items() if state is ReplicaState.FILLING}
 
-    def has_left(self, handle: SimHandle, content_id: str) -> SimHandle | None:
+    def has_left(self, handle: JudgedHandle, content_id: str) -> JudgedHandle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
         announces to a coordinator that did not know it is a new replica.
         """
@@ -101,19 +96,19 @@ class RetentionJudge:
         serves = when < handle.worker.known_since or handle in self._stayed.get(key, ())
         return None if serves else first
 
-    def refused(self, handle: SimHandle) -> None:
+    def refused(self, handle: JudgedHandle) -> None:
         """Its leave has ended with an error."""
         left = (handle.shard.group, handle.last_held)
         if left in self._leaving and self._leaving[left][0] is handle:
             del self._leaving[left]  # it stays
 
-    def granted(self, handle: SimHandle) -> None:
+    def granted(self, handle: JudgedHandle) -> None:
         """The coordinator is about to say that this rank may go; with a `close` its process may end from then on."""
         record, content = handle.last_call, handle.member.content
         if record is None or content is None:
             return
-        content_id, record.granted_at = content.version.content_id, self._cluster.now
-        goes = any(self._is_let_go(mate, content_id) for mate in self._cluster.mates(handle))
+        content_id, record.granted_at = content.version.content_id, self._world.now
+        goes = any(self._is_let_go(mate, content_id) for mate in self._world.mates(handle))
         record.follows = goes or self._goes_before(handle, content_id)
         if record.follows:
             return  # its replica does not serve any more, whoever of them hears it first
@@ -123,9 +118,9 @@ class RetentionJudge:
             alone = (shard for shard in shards if not self._others(handle, shard, record, elsewhere=True))
             record.alone = next(alone, None)
 
-    def _goes_before(self, handle: SimHandle, content_id: str) -> bool:
+    def _goes_before(self, handle: JudgedHandle, content_id: str) -> bool:
         """Whether a mate's leave is decided, which waits for that one's readers. (It is judged when they are gone.)"""
-        model = self._cluster.coordinator.cluster.models[handle.shard.model]
+        model = self._world.coordinator.cluster.models[handle.shard.model]
         begun = (each.holding for each in model.withdrawals.values() if each.begun)
         mates = (
             held for held in begun if held.member.group.name == handle.shard.group and held.member.rank != handle.shard.rank
@@ -133,19 +128,19 @@ class RetentionJudge:
         return any(held.version.info.content_id == content_id for held in mates)
 
     @staticmethod
-    def _is_let_go(handle: SimHandle, content_id: str) -> bool:
+    def _is_let_go(handle: JudgedHandle, content_id: str) -> bool:
         """Whether the coordinator has said that it may go, and it has not stayed."""
         content, record = handle.member.content, handle.last_call
         holds = content is not None and content.version.content_id == content_id
         return holds and record is not None and not record.done and record.granted_at > 0
 
-    def _may_be_on_its_way(self, handle: SimHandle, content_id: str) -> bool:
+    def _may_be_on_its_way(self, handle: JudgedHandle, content_id: str) -> bool:
         """Whether it has asked for its leave when that content was anybody's to give up."""
         content, record = handle.member.content, handle.last_call
         holds = content is not None and content.version.content_id == content_id
         return holds and _asks_to_leave(handle) and record is not None and not self._must_stay(handle, content_id)
 
-    def fenced(self, handle: SimHandle, generation: int) -> None:
+    def fenced(self, handle: JudgedHandle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
         content, record, model = handle.member.content, handle.last_call, handle.shard.model
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
@@ -154,13 +149,13 @@ class RetentionJudge:
             self.lost(handle)  # not by its owner's own wish, or without asking anybody
             return
         content_id = content.version.content_id
-        if not self._must_stay(handle, content_id) or self._cluster.is_recording_rollback(model):
+        if not self._must_stay(handle, content_id) or self._world.is_recording_rollback(model):
             return
-        if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._cluster.mates(handle)):
+        if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._world.mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
         if record.follows or self.has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
-        if any(self._may_be_on_its_way(mate, content_id) for mate in self._cluster.mates(handle)):
+        if any(self._may_be_on_its_way(mate, content_id) for mate in self._world.mates(handle)):
             return  # nor does it, if that mate's leave was granted: its readers are waited for before it hears of that
         if not self._is_reliable(handle) or not self._is_whole(handle, record, content_id):
             return  # it does not count, or the version was lost before
@@ -173,29 +168,29 @@ class RetentionJudge:
             f"retention: {handle} has left with {record.what}, and no other holds the shards {lacks} of {content.version}",
         )
 
-    def lost(self, handle: SimHandle) -> None:
+    def lost(self, handle: JudgedHandle) -> None:
         """What it held is lost, without anybody's leave."""
         content = handle.member.content
         for content_id in (handle.last_held, content.version.content_id if content is not None else ""):
-            self._lost[handle.id, content_id] = self._cluster.now
+            self._lost[handle.id, content_id] = self._world.now
 
     # -- who holds
 
-    def _is_whole(self, handle: SimHandle, record: CallRecord, content_id: str) -> bool:
+    def _is_whole(self, handle: JudgedHandle, record: JudgedCall, content_id: str) -> bool:
         """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
         for shard in self._contents.truth[content_id]:
-            holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
+            holders = (h for h in self._world.all_handles() if h.shard.number == shard and h.shard.serves)
             holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, record.began, handle))
-            holders = (h for h in holders if not any(map(abandons, (h, *self._cluster.mates(h)))))
+            holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
             if not any(map(self._is_reliable, holders)):
                 return False
         return True
 
-    def _others(self, handle: SimHandle, shard: int, record: CallRecord, *, elsewhere: bool) -> bool:
+    def _others(self, handle: JudgedHandle, shard: int, record: JudgedCall, *, elsewhere: bool) -> bool:
         """Whether some other group keeps that shard of what this handle holds; `elsewhere`: in another process."""
         assert handle.member.content is not None
         content_id = handle.member.content.version.content_id
-        holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
+        holders = (h for h in self._world.all_handles() if h.shard.number == shard and h.shard.serves)
         return any(
             h.shard.group != handle.shard.group
             and not (elsewhere and h.worker is handle.worker)
@@ -204,27 +199,27 @@ class RetentionJudge:
             for h in holders
         )
 
-    def _is_reliable(self, handle: SimHandle) -> bool:
+    def _is_reliable(self, handle: JudgedHandle) -> bool:
         """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker that
         the coordinator has heard of.
         """
         group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
-        known = self._cluster.coordinator.cluster.members
-        ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
+        known = self._world.coordinator.cluster.members
+        ranks = {h.shard.rank: h for h in self._world.all_handles() if h.shard.group == group}  # the newest of each
         open_ = [h for h in handle.worker.handles if h.shard.serves and h.id in known]
         return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
-    def _surely_holds(self, handle: SimHandle, content_id: str, since: float, leaver: SimHandle) -> bool:
+    def _surely_holds(self, handle: JudgedHandle, content_id: str, since: float, leaver: JudgedHandle) -> bool:
         """Whether the coordinator knew that it holds that when `leaver` was let go: it was told so, and its worker has had
         its lease all the time. (What is only filled, or published without having heard so, may be given up yet.)
         """
         worker = handle.worker
-        sure = worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
+        sure = worker.unsure_at < since and worker.incarnation in self._world.coordinator.cluster.workers
         if _asks_to_leave(handle) and handle.last_call is not None and handle.last_call.began < leaver.worker.known_since:
             return False  # while `leaver` was lost that was anybody's to give up: it goes, and may not have heard so yet
         return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
 
-    def _holds(self, handle: SimHandle, content_id: str, leaver: SimHandle | None = None) -> bool:
+    def _holds(self, handle: JudgedHandle, content_id: str, leaver: JudgedHandle | None = None) -> bool:
         """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
         staged, from where it comes into place without anybody's help. `leaver`: also if that one has ended its replica.
         """
@@ -246,7 +241,7 @@ class RetentionJudge:
         )
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
 
-    def _seems_to_hold(self, handle: SimHandle, content_id: str, since: float) -> bool:
+    def _seems_to_hold(self, handle: JudgedHandle, content_id: str, since: float) -> bool:
         """Whether it holds that as far as anybody could know who lets others go: its user may have overwritten it without
         anybody's notice, or it was lost so late that its lease may have counted.
         """
@@ -256,15 +251,15 @@ class RetentionJudge:
         unnoticed = unnoticed and self.has_left(handle, content_id) is None
         return unnoticed or self._holds(handle, content_id) or self._lost_since(handle, content_id, since)
 
-    def _lost_since(self, handle: SimHandle, content_id: str, when: float) -> bool:
+    def _lost_since(self, handle: JudgedHandle, content_id: str, when: float) -> bool:
         """Whether that was lost there so late that its lease may have counted."""
-        return self._lost.get((handle.id, content_id), float("-inf")) >= when - self._cluster.options.lease_s
+        return self._lost.get((handle.id, content_id), float("-inf")) >= when - self._world.options.lease_s
 
     # -- what is said
 
-    def check_known(self, handle: SimHandle) -> None:
+    def check_known(self, handle: JudgedHandle) -> None:
         """R4, R8: what the coordinator counts on, its owner knows."""
-        member, content = self._cluster.coordinator.cluster.members.get(handle.id), handle.member.content
+        member, content = self._world.coordinator.cluster.members.get(handle.id), handle.member.content
         holding = member.holding if member is not None else None
         if content is None or holding is None or holding.generation != content.generation:
             return
@@ -276,7 +271,7 @@ class RetentionJudge:
 
     def check_told(self, message: Done) -> None:
         """R2, R4: when `retain` and `pin` return, that is durable, and every holder knows."""
-        request, models = message.request, self._cluster.coordinator.cluster.models
+        request, models = message.request, self._world.coordinator.cluster.models
         demand(request not in self._undone, f"leaving: {message} is said, and {self._undone.get(request)} is not durable")
         model, call = self._history.questions.get(request, ("", None))
         if isinstance(call, Pinning) and request in self._history.new_pins:
@@ -289,13 +284,13 @@ class RetentionJudge:
         versions = models[model].versions if model in models else {}
         for version in [versions[number] for number in numbers if number in versions]:
             for holding in [h for holdings in version.holdings.values() for h in holdings if h.told]:
-                handle = self._cluster.by_registration.get(holding.member.registration)
+                handle = self._world.handle_of(holding.member.registration)
                 content = handle.member.content if handle is not None and handle.worker.alive else None
                 if content is not None and content.generation == holding.generation:
                     demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
 
 
-def _asks_to_leave(handle: SimHandle) -> bool:
+def _asks_to_leave(handle: JudgedHandle) -> bool:
     """Whether it waits for the word that it may go."""
     return (
         handle.last_call is not None
@@ -304,6 +299,6 @@ def _asks_to_leave(handle: SimHandle) -> bool:
     )
 
 
-def abandons(handle: SimHandle) -> bool:
+def abandons(handle: JudgedHandle) -> bool:
     """Whether its user closes it, whatever becomes of what it holds."""
     return handle.last_call is not None and isinstance(handle.last_call.what, CloseCall) and handle.last_call.what.abandon

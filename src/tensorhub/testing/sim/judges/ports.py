@@ -1,0 +1,128 @@
+"""What judges may look at: handles, workers, calls, and the world that they are in."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from tensorhub.accesses import Access
+from tensorhub.coordinator import Coordinator, Entry
+from tensorhub.testing.sim.judges import reference_model
+from tensorhub.types import OpKey, Options, RegistrationId, VersionInfo
+from tensorhub.worker.calls import Action, Call
+from tensorhub.worker.member import Member
+from tensorhub.worker.owner import Owner
+from tensorhub.worker.registration_session import Shard
+
+
+@dataclass(eq=False)
+class JudgedCall:
+    """One call, and how it ended."""
+
+    what: Call
+    judged: reference_model.Call  # the same, as the reference model knows it
+    began: float = 0.0
+    until: float = inf  # its deadline
+    online: bool = True  # its worker has been connected all the time
+    granted: bool = False  # the coordinator has let go what was held
+    granted_at: float = 0.0  # when it has let it go, where it was asked to
+    follows: bool = False  # another rank of its replica was let go before
+    committed: bool = False  # it has heard that its operation was
+    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
+    damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes without their digest
+    bound: str = ""  # the content id that "available" was when that was said first
+    key: OpKey | None = None
+    votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
+    done: bool = False
+    version: VersionInfo | None = None
+    changed: bool = False
+    error: Exception | None = None
+
+
+class JudgedWorker(Protocol):
+    """A worker process."""
+
+    name: str
+    incarnation: str
+    alive: bool
+    stopped_until: float  # its threads do not run before
+    owner: Owner
+    known_since: float  # when a coordinator that did not know it has welcomed it
+    unsure_at: float  # when the coordinator could last not count on it
+    cut_off_at: float  # when it has last lost a connection over which it was heard
+
+    @property
+    def handles(self) -> Sequence[JudgedHandle]: ...
+
+
+class JudgedHandle(Protocol):
+    """One registration of a worker."""
+
+    name: str
+    id: RegistrationId
+    shard: Shard
+    member: Member
+    todo: deque[Action]
+    cells: MutableSequence[str]
+    staging: list[str] | None  # the cells of what is staged
+    generation: int  # under which its memory is open, or was last
+    last_held: str  # the content id that it held last
+    lied: str  # the content id that it vouches for with bytes of its own
+    changed: str  # the content id whose bytes here have changed, as it has found out itself
+    access: tuple[Access, str] | None  # one that no fence can end, and what it read in the cell at first
+    fencing_since: float | None  # its next action is a fence, which was begun
+    freed_at: float  # when its own access ended that a fence has waited for, last
+
+    @property
+    def worker(self) -> JudgedWorker: ...
+
+    @property
+    def last_call(self) -> JudgedCall | None: ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs on it, and nothing is left to be done."""
+
+    @property
+    def unwanted(self) -> frozenset[int]:
+        """Chunks that its fetch leaves out."""
+
+    def was_written(self, chunk: int) -> bool:
+        """Whether its own user has put there what is there now."""
+
+    def check_invariants(self) -> None:
+        """Those of its own machines."""
+
+
+class JudgedWorld(Protocol):
+    """What there is."""
+
+    now: float
+    options: Options
+    coordinator: Coordinator
+    store: list[Entry]
+    user_errors: tuple[type[Exception], ...]  # that a user's own code raises
+
+    @abstractmethod
+    def handle_of(self, registration: str) -> JudgedHandle | None:
+        """Whose registration that is, unless it is no more."""
+
+    @abstractmethod
+    def all_handles(self) -> Iterator[JudgedHandle]:
+        """Those of dead workers, too."""
+
+    @abstractmethod
+    def live_handles(self) -> Iterator[JudgedHandle]:
+        """Those of workers that are alive."""
+
+    @abstractmethod
+    def mates(self, handle: JudgedHandle) -> Sequence[JudgedHandle]:
+        """The other ranks of its group."""
+
+    @abstractmethod
+    def is_recording_rollback(self, model: str) -> bool:
+        """Whether a rollback of that model is on its way to the store."""

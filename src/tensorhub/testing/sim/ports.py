@@ -1,0 +1,84 @@
+"""What the parts of one simulated handle, and its worker's host copies, need of it, of its worker and of their world."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Container, Iterator
+from typing import Protocol
+
+from tensorhub.manifest import Manifest
+from tensorhub.messages import FromWorker
+from tensorhub.testing.sim.judges.guarantees import Guarantees
+from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
+from tensorhub.testing.sim.judges.verified import VerifiedChunks
+from tensorhub.types import FetchReport, RegistrationId
+from tensorhub.worker.calls import Action, Call
+
+
+class WorkerPort(JudgedWorker, Protocol):
+    """A worker process."""
+
+    def say(self, message: FromWorker) -> None:
+        """Tell the coordinator; without a connection it is not said."""
+
+
+class HandlePort(JudgedHandle, Protocol):
+    """One registration."""
+
+    staging_id: RegistrationId
+    is_stopping: bool  # it was given up: it is no more once nobody reads it
+
+    @property
+    def worker(self) -> WorkerPort: ...
+
+    def call(self, call: Call, timeout_s: float = 60.0) -> JudgedCall:
+        """Begin a call; raises StateError where the handle's state forbids it."""
+
+    def report_of(self, record: JudgedCall) -> FetchReport:
+        """What a fill took."""
+
+    def apply(self, actions: list[Action]) -> None:
+        """Queue what the member wants done."""
+
+    def do_next(self) -> None:
+        """Carry out the next action, or a part of it."""
+
+    def half_fill(self, kept: Collection[int]) -> None:
+        """From now on its memory is no version's any more, but for these chunks."""
+
+    def shut_readers(self, accesses: Container[int] | None = None) -> None:
+        """Shut the lanes out whose accesses run: all, or those of these numbers."""
+
+    def stop(self) -> None:
+        """Its registration was given up: nothing of it is done any more, and it is no more once nobody reads it."""
+
+
+class WorldPort(JudgedWorld, Protocol):
+    """Their world, and what is to happen there some time."""
+
+    numbers: Iterator[int]
+    registrations: Iterator[int]
+    chunks: int
+    manifest: Manifest
+    guarantees: Guarantees
+    verified: VerifiedChunks
+    fence_grace_s: float  # how long a fence lets running sends go on
+
+    def kind_of(self, registration: str) -> str:
+        """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
+
+    @abstractmethod
+    def note(self, line: str) -> None:
+        """Something happened that a trace shows."""
+
+    def took(self, path: str) -> None:
+        """A way of recovery was taken."""
+        return
+
+    def handle_moved(self, handle: HandlePort) -> None:
+        """Its member has had an input: there may be something to do, and another deadline."""
+        return
+
+    def access_ended(self, handle: HandlePort) -> None:
+        """A fence may stand now."""
+        return
