@@ -214,7 +214,7 @@ def test_whatever_a_buggy_worker_says_the_others_keep_what_they_have(seed: int) 
     cluster.begin()
     for _ in range(1000):
         cluster.take_event()
-        if cluster.process.alive and random.random() < 0.2:
+        if cluster.timeline.coordinator.alive and random.random() < 0.2:
             cluster.step(Tick())
             before = standing(cluster)
             said = babbler.babble()

@@ -149,7 +149,7 @@ def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGro
 def two_that_begin() -> tuple[SimulatedCluster, Healing, UserGroup]:
     """Both ranks of another group than the publishers are just calling, with ample time."""
     cluster, _, readers = one_published(2)
-    healing = Healing(cluster)
+    healing = cluster.healing()
     healing.ask()
     return cluster, healing, readers
 
@@ -165,7 +165,7 @@ def two_that_fill() -> tuple[SimulatedCluster, Healing, UserGroup]:
 
 def test_a_rank_need_not_end_while_it_waits_for_one_of_whose_death_no_coordinator_knows() -> None:
     cluster, healing, readers = two_that_fill()
-    cluster.crash_coordinator(kept=True, down_s=1.0)
+    cluster.process.crash(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     survivor = readers.ranks[0].last_call
     cluster.end_faults()
@@ -188,7 +188,7 @@ def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_notic
 
 def test_a_rank_may_end_at_the_deadline_of_one_that_has_hardly_any_time() -> None:
     cluster, healing, readers = two_that_begin()
-    cluster.crash_coordinator(kept=True, down_s=1.0)
+    cluster.process.crash(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     cluster.users.replace(readers, 1)
     patient = readers.ranks[0].last_call
@@ -232,7 +232,7 @@ def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -
     dead.crash()
     live = cluster.coordinator.cluster.workers
     assert cluster.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
-    healing = Healing(cluster)
+    healing = cluster.healing()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert not operation.writing  # it has no source yet, and then for ever half of the version only
     cluster.end_faults()
@@ -244,7 +244,7 @@ def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -
 
 def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed() -> None:
     cluster, writers, readers = one_published(1)
-    healing = Healing(cluster)
+    healing = cluster.healing()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert operation.writing
     while fetch.handle.pull is None or not fetch.handle.pull.lanes:

@@ -75,9 +75,9 @@ def test_a_failing_run_says_how_to_see_it_again() -> None:
             if handle.member.state is HandleState.READY:
                 handle.cells = ["damaged"] * len(handle.cells)
                 cluster.touch(handle)
-        cluster.after(0.1, None, damage)
+        cluster.timeline.after(0.1, None, damage)
 
-    cluster.at(0.1, None, damage)
+    cluster.timeline.at(0.1, None, damage)
     with pytest.raises(GuaranteeBroken) as caught:
         cluster.run()
     text = str(caught.value)

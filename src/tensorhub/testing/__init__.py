@@ -10,10 +10,9 @@ Not responsible for anything that happens outside tests: no other package import
 from tensorhub.testing.conformance import ConformanceBroken, transport_conformance
 from tensorhub.testing.drivers.hosted import WorkerCrashed
 from tensorhub.testing.drivers.stepwise import Choice, StepwiseCluster
-from tensorhub.testing.drivers.timed import SimulatedCluster
 from tensorhub.testing.drivers.virtual import VirtualLoop
 from tensorhub.testing.loopback import Loopback
-from tensorhub.testing.running import RunningCluster, simulate
+from tensorhub.testing.running import RunningCluster
 from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.sim.assertion import GuaranteeBroken
@@ -21,6 +20,7 @@ from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord
 from tensorhub.testing.sim.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
+from tensorhub.testing.simulated import SimulatedCluster, simulate
 
 __all__ = [
     "CHUNKS",

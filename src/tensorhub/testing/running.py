@@ -1,15 +1,12 @@
 """A simulated cluster under somebody's own orchestrator: connect, start processes, break things, heal.
 
-`RunningCluster` is what a caller sees; `simulate` runs a test under many seeds. See docs/orchestrators.md.
+`RunningCluster` is what a caller sees. See docs/orchestrators.md.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import importlib
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -24,18 +21,17 @@ import anyio.abc
 from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.hub import Hub
 from tensorhub.opening import Opening
-from tensorhub.testing.drivers.clock import Party
 from tensorhub.testing.drivers.data_network import TimedLane
+from tensorhub.testing.drivers.facades import WorkerFacade
 from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedWorker, WorkerCrashed
-from tensorhub.testing.drivers.timed import SimulatedCluster
-from tensorhub.testing.drivers.virtual import VirtualLoop, check_virtual, ordered_tasks
+from tensorhub.testing.drivers.timeline import Party
+from tensorhub.testing.drivers.virtual import check_virtual, ordered_tasks
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.network import COORDINATOR, TimedLink
 from tensorhub.types import Location, Options, check_flag, check_name
 
 T = TypeVar("T")
-SEED_VARIABLE = "TENSORHUB_SEED"
 
 
 @dataclass(eq=False)
@@ -81,8 +77,8 @@ class RunningCluster:
         self._tasks = tasks
         self._processes: dict[str, _Process] = {}
         self._names = 0
-        simulation.restart_one = self._restart_one
-        simulation.preempt = lambda name, notice_s: self.preempt(name, notice_s)
+        simulation.restarts = self._restart_one
+        simulation.preempts = self.preempt
         simulation.died = self._died
 
     def __repr__(self) -> str:
@@ -121,7 +117,7 @@ class RunningCluster:
 
     def trace(self) -> str:
         """The last things that happened, one a line."""
-        return "\n".join(self._simulation.trace_lines())
+        return "\n".join(self._simulation.timeline.trace_lines())
 
     # -- the caller's code
 
@@ -152,31 +148,32 @@ class RunningCluster:
             self._names += 1
             name = f"worker-{self._names}"
         place = location or Location(host=name)
-        join = partial(self._simulation.join, check_name("worker", name), place, options, prefetch=prefetch)
+        join = partial(WorkerFacade.join, self._simulation, check_name("worker", name), place, options, prefetch=prefetch)
         return _Opening(partial(self._hub, join), self._block(join))
 
-    def _join(self, join: Callable[[], HostedWorker]) -> HostedWorker:
+    def _join(self, join: Callable[[], WorkerFacade]) -> WorkerFacade:
         self._simulation.check_over()
         self._simulation.sync()
         return join()
 
-    async def _hub(self, join: Callable[[], HostedWorker]) -> Hub:
-        worker = self._join(join)
+    async def _hub(self, join: Callable[[], WorkerFacade]) -> Hub:
+        facade = self._join(join)
         try:
-            await self._welcomed(worker)
+            await self._welcomed(facade)
         except BaseException:
-            if worker.alive and not self._simulation.is_over:
-                worker.leave()
+            if facade.worker.alive and not self._simulation.is_over:
+                facade.worker.leave()
             raise
-        return Hub(worker.shell, worker.thread)
+        return Hub(facade, facade.thread)
 
     @contextlib.asynccontextmanager
-    async def _block(self, join: Callable[[], HostedWorker]) -> AsyncIterator[Hub]:
-        worker, simulation = self._join(join), self._simulation
+    async def _block(self, join: Callable[[], WorkerFacade]) -> AsyncIterator[Hub]:
+        facade, simulation = self._join(join), self._simulation
+        worker = facade.worker
         try:
-            await self._welcomed(worker)
+            await self._welcomed(facade)
             with worker.scope:
-                hub = Hub(worker.shell, worker.thread)
+                hub = Hub(facade, facade.thread)
                 try:
                     yield hub
                 finally:
@@ -193,13 +190,13 @@ class RunningCluster:
         if worker.is_gone:
             raise WorkerCrashed(f"{worker.name} has crashed")
 
-    async def _welcomed(self, worker: HostedWorker) -> None:
+    async def _welcomed(self, facade: WorkerFacade) -> None:
         simulation = self._simulation
-        seconds = simulation.options.connect_timeout_s if simulation.process.alive else 0.0
+        seconds = simulation.options.connect_timeout_s if simulation.timeline.coordinator.alive else 0.0
         with anyio.move_on_after(seconds):
-            await worker.shell.welcome_came.wait()
-        simulation.check_running(worker)
-        if not worker.shell.welcome_came.is_set():
+            await facade.welcome_came.wait()
+        simulation.check_running(facade.worker)
+        if not facade.welcome_came.is_set():
             raise CoordinatorUnavailable(f"the coordinator at {self.address} does not answer")
 
     def start(self, name: str, main: Callable[..., Awaitable[object]], *arguments: object) -> None:
@@ -266,7 +263,7 @@ class RunningCluster:
         worker.scope.cancel()
         self._died(name)
         self._simulation.note(f"{name} is preempted")
-        self._simulation.after(notice_s, worker, worker.crash)
+        self._simulation.timeline.after(notice_s, worker, worker.crash)
 
     def restart(self, name: str) -> None:
         """Run again what was started under that name and has died."""
@@ -304,11 +301,9 @@ class RunningCluster:
     def restart_coordinator(self, down_s: float = 1.0, *, lose_state: bool = False) -> None:
         """It dies, and is back after `down_s` on what is durable. `lose_state`: as a new cluster, without a state_dir."""
         self._now()
-        if not self._simulation.process.alive:
+        if not self._simulation.timeline.coordinator.alive:
             raise StateError("the coordinator is down already")
-        self._simulation.crash_coordinator(kept=not lose_state, down_s=down_s)
-        if lose_state:
-            self._simulation.lose_state()
+        self._simulation.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
 
     def fail_store(self, seconds: float) -> None:
         """Every write of the coordinator's store fails."""
@@ -324,12 +319,12 @@ class RunningCluster:
         """Nothing passes between two parties; nothing is lost."""
         self._check_parties(a, b)
         self._simulation.note(f"{a} and {b} are cut off for {seconds:g} s")
-        self._simulation.partitions.block(a, b, self._now() + seconds)
+        self._simulation.timeline.partitions.block(a, b, self._now() + seconds)
 
     def slow(self, a: str, b: str, seconds: float) -> None:
         """What two workers read from each other takes a hundred times as long."""
         self._check_parties(a, b)
-        self._simulation.partitions.slow(a, b, self._now() + seconds)
+        self._simulation.timeline.partitions.slow(a, b, self._now() + seconds)
 
     def cut(self, name: str) -> None:
         """The worker's connection to the coordinator breaks; it connects again."""
@@ -376,7 +371,7 @@ class RunningCluster:
         self._now()
         for handle in worker.handles:
             handle.hold_access()
-            self._simulation.after(seconds, worker, handle.end_access)
+            self._simulation.timeline.after(seconds, worker, handle.end_access)
 
     # -- the end of faults
 
@@ -412,7 +407,7 @@ class RunningCluster:
         return worker
 
     def _party(self, name: str) -> Party:
-        return self._simulation.process if name == COORDINATOR else self._worker(name)
+        return self._simulation.timeline.coordinator if name == COORDINATOR else self._worker(name)
 
     def _check_parties(self, *names: str) -> None:
         for name in names:
@@ -462,61 +457,3 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]
             yield from _leaves(error)
         else:
             yield error
-
-
-def simulate(
-    main: Callable[[RunningCluster], Awaitable[object]],
-    *,
-    seeds: Iterable[int] = range(100),
-    faults: Collection[Fault] | None = None,
-    options: Options | None = None,
-    spared: Collection[str] = (),
-    seconds_max: float = 3600.0,
-    backend: str = "asyncio",
-) -> list[str]:
-    """Run `await main(cluster)` once for each seed, in virtual time; returns the end hashes.
-
-    `faults`: the kinds that may be drawn; None: all but those that only a user can commit; (): none. `options`: the
-    coordinator's; None: drawn. `spared`, `seconds_max`: see `SimulatedCluster.running`. `backend`: "asyncio" or "trio".
-    With TENSORHUB_SEED in the environment only that seed is run.
-
-    Raises what `main` raises, or GuaranteeBroken, with a note that says how to run this seed again.
-    """
-    only = os.environ.get(SEED_VARIABLE)
-    hashes = []
-    for seed in seeds if only is None else [int(only)]:
-        cluster = SimulatedCluster(seed, faults=faults, options=options)
-        try:
-            hashes.append(_run(partial(_one, main, cluster, spared, seconds_max), backend))
-        except Exception as error:
-            error.add_note(f"reproduce: {SEED_VARIABLE}={seed} {_command()}")
-            raise
-    return hashes
-
-
-async def _one(
-    main: Callable[[RunningCluster], Awaitable[object]],
-    simulated: SimulatedCluster,
-    spared: Collection[str],
-    seconds_max: float,
-) -> str:
-    async with simulated.running(spared=spared, seconds_max=seconds_max) as cluster:
-        await main(cluster)
-    return cluster.end_hash
-
-
-def _run(function: Callable[[], Any], backend: str) -> Any:
-    if backend == "trio":
-        trio: Any = importlib.import_module("trio")
-        clock = importlib.import_module("trio.testing").MockClock(autojump_threshold=0)
-        return trio.run(function, clock=clock)
-    if backend != "asyncio":
-        raise StateError(f"backend={backend!r}: give 'asyncio' or 'trio'")
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(function())
-
-
-def _command() -> str:
-    """What is running: a test, or a program."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-    return f"python -m pytest '{test}'" if test else f"python {' '.join(sys.argv)}"

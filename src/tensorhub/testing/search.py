@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tensorhub.machine import counting_transitions
-from tensorhub.testing.drivers.timed import SimulatedCluster
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
+from tensorhub.testing.simulated import SimulatedCluster
 
 __all__ = ["RECOVERY_PATHS", "Fault", "SeedReport", "run_seed"]
 

@@ -7,48 +7,47 @@ messages mean (`worker`), nor for faults: it finds out about them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
 from tensorhub.runtime.control.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
+from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.network import COORDINATOR, Link, TimedLink
 from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, VersionInfo
-
-if TYPE_CHECKING:
-    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 
 class TimedWorker(SimWorker):
     """A worker that connects, beats, and connects again."""
 
     def __init__(
-        self, cluster: SimulatedCluster, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)
+        self, cluster: World, timeline: Timeline, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)
     ) -> None:
         super().__init__(cluster, name, location, transports)
-        self.simulation = cluster
+        self._timeline = timeline
         self.wait_s = RECONNECT_S_FIRST
         self.newest: dict[str, VersionInfo | None] = {"actor": None}  # of the models that it watches, as it was told
-        cluster.after(RECONNECT_S_MAX, self, self._end_pins)
+        timeline.after(RECONNECT_S_MAX, self, self._end_pins)
 
     def connect(self) -> None:
         """Try to reach the coordinator, now and until it is reached."""
-        simulation = self.simulation
+        timeline = self._timeline
         if self.link is not None or not self.alive:
             return
-        blocked = simulation.partitions.blocked_until(self.name, COORDINATOR)
-        if blocked > simulation.now or not simulation.process.alive:
-            simulation.after(self._next_wait(), self, self.connect)
+        blocked = timeline.partitions.blocked_until(self.name, COORDINATOR)
+        if blocked > timeline.now or not timeline.coordinator.alive:
+            timeline.after(self._next_wait(), self, self.connect)
             return
         super().connect()
         link = self.link
-        simulation.after(simulation.options.connect_timeout_s, self, self._expect_welcome, link)
+        timeline.after(self.cluster.options.connect_timeout_s, self, self._expect_welcome, link)
 
     def _next_wait(self) -> float:
         wait_s, self.wait_s = self.wait_s, min(2 * self.wait_s, RECONNECT_S_MAX)
-        return wait_s * (0.5 + self.simulation.random.random())
+        return wait_s * (0.5 + self._timeline.random.random())
 
     def _expect_welcome(self, link: TimedLink) -> None:
         if self.link is link and not link.welcomed:
@@ -57,7 +56,7 @@ class TimedWorker(SimWorker):
     def disconnect(self) -> None:
         if self.link is not None:
             super().disconnect()
-            self.simulation.after(self._next_wait(), self, self.connect)
+            self._timeline.after(self._next_wait(), self, self.connect)
 
     def received(self, link: TimedLink, message: FromCoordinator | None) -> None:
         """Something came over the connection; None: its end."""
@@ -93,7 +92,7 @@ class TimedWorker(SimWorker):
         if self.link is not None and self.link.welcomed:
             for pin in list(self.unpinned):
                 self.unpin(pin)
-        self.simulation.after(RECONNECT_S_MAX, self, self._end_pins)
+        self._timeline.after(RECONNECT_S_MAX, self, self._end_pins)
 
     def _beat(self, link: TimedLink) -> None:
         """Renew the lease; give up a connection in which nothing comes back."""
@@ -101,92 +100,110 @@ class TimedWorker(SimWorker):
             return
         link.unanswered += 1
         if link.unanswered > BEATS_PER_LEASE:
-            self.simulation.took("silent connection given up")
+            self.cluster.took("silent connection given up")
             self.disconnect()
             return
         self.beat()
-        self.simulation.after(self.simulation.options.lease_s / BEATS_PER_LEASE, self, self._beat, link)
+        self._timeline.after(self.cluster.options.lease_s / BEATS_PER_LEASE, self, self._beat, link)
+
+
+class ControlFaults(Protocol):
+    """What goes wrong on the way, asked for each thing that could be struck."""
+
+    def garbles(self, worker: SimWorker) -> bool:
+        """Whether this control message is damaged."""
+
+    def doubles(self, message: FromWorker | FromCoordinator) -> bool:
+        """Whether this message comes twice."""
+
+    def voted(self, worker: SimWorker, vote: Prepared) -> None:
+        """The coordinator is about to hear that worker's vote."""
+
+    def rolls_back(self) -> None:
+        """The coordinator is about to hear of a rollback."""
 
 
 class ControlNetwork:
     """What is on its way between workers and the coordinator, in virtual time."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
-        self.latency_s = cluster.random.choice((0.0003, 0.003, 0.03))
+    def __init__(self, world: World, timeline: Timeline, faults: ControlFaults) -> None:
+        self._world = world
+        self._timeline = timeline
+        self._faults = faults
+        self.latency_s = timeline.random.choice((0.0003, 0.003, 0.03))
 
     def latency(self) -> float:
         """Of one message."""
-        return self.latency_s * (0.5 + self._cluster.random.random())
+        return self.latency_s * (0.5 + self._timeline.random.random())
 
     def _blocked(self, worker: SimWorker, link: TimedLink) -> float:
-        until = max(link.held_until, self._cluster.partitions.blocked_until(worker.name, COORDINATOR))
-        return until if until > self._cluster.now else 0.0
+        until = max(link.held_until, self._timeline.partitions.blocked_until(worker.name, COORDINATOR))
+        return until if until > self._timeline.now else 0.0
 
     def open(self, worker: SimWorker) -> TimedLink:
         """The worker connects: the coordinator will see it, before anything that is said."""
-        cluster = self._cluster
-        link = TimedLink(next(cluster.sessions))
-        link.up_due = cluster.now + self.latency()
-        cluster.at(link.up_due, cluster.process, self._accepted, worker, link)
+        timeline = self._timeline
+        link = TimedLink(next(self._world.sessions))
+        link.up_due = timeline.now + self.latency()
+        timeline.at(link.up_due, timeline.coordinator, self._accepted, worker, link)
         return link
 
     def _accepted(self, worker: SimWorker, link: TimedLink) -> None:
-        self._cluster.links[link.session] = (worker, link)
-        self._cluster.step(Connected(link.session, worker.incarnation, "worker"))
+        self._world.links[link.session] = (worker, link)
+        self._world.step(Connected(link.session, worker.incarnation, "worker"))
 
     # -- up
 
     def said_up(self, worker: SimWorker, link: TimedLink) -> None:
         """The last of `link.up` is on its way."""
-        cluster = self._cluster
+        timeline = self._timeline
         if link.is_lossy:
             link.up.pop()
             return
-        link.up_due = max(link.up_due, cluster.now + self.latency())
-        cluster.at(link.up_due, cluster.process, self._arrive_up, worker, link)
+        link.up_due = max(link.up_due, timeline.now + self.latency())
+        timeline.at(link.up_due, timeline.coordinator, self._arrive_up, worker, link)
 
     def _arrive_up(self, worker: SimWorker, link: TimedLink) -> None:
-        cluster = self._cluster
+        timeline = self._timeline
         blocked = self._blocked(worker, link)
         if blocked:
             link.up_due = max(link.up_due, blocked)
-            cluster.at(blocked, cluster.process, self._arrive_up, worker, link)
+            timeline.at(blocked, timeline.coordinator, self._arrive_up, worker, link)
             return
         message = link.up.popleft()
-        if link.session not in cluster.links or link.is_lossy:
+        if link.session not in self._world.links or link.is_lossy:
             return
-        if cluster.injector.garbles(worker):
+        if self._faults.garbles(worker):
             self.close_session(worker, link)  # what is malformed costs its sender the connection
             return
         self._hand_over(worker, link, message)
-        if cluster.injector.doubles(message):
+        if self._faults.doubles(message):
             self._hand_over(worker, link, message)
 
     def _hand_over(self, worker: SimWorker, link: TimedLink, message: FromWorker) -> None:
-        self._cluster.trace(worker.name, "->", message)
+        self._timeline.trace(worker.name, "->", message)
         if isinstance(message, Prepared):
-            self._cluster.injector.voted(worker, message)
+            self._faults.voted(worker, message)
         elif isinstance(message, Rollback):
-            self._cluster.injector.rolls_back()
-        self._cluster.step(Received(link.session, message))
+            self._faults.rolls_back()
+        self._world.step(Received(link.session, message))
 
     def hung_up(self, worker: SimWorker, link: TimedLink) -> None:
         """The worker's end is gone: the coordinator will notice, after what is on its way; if it can."""
-        cluster = self._cluster
-        link.up_due = max(link.up_due, cluster.now + self.latency())
-        cluster.at(link.up_due, cluster.process, self._arrive_end, worker, link)
+        timeline = self._timeline
+        link.up_due = max(link.up_due, timeline.now + self.latency())
+        timeline.at(link.up_due, timeline.coordinator, self._arrive_end, worker, link)
 
     def _arrive_end(self, worker: SimWorker, link: TimedLink) -> None:
         blocked = self._blocked(worker, link)
         if blocked:
-            self._cluster.at(blocked, self._cluster.process, self._arrive_end, worker, link)
+            self._timeline.at(blocked, self._timeline.coordinator, self._arrive_end, worker, link)
         elif not link.is_lossy:
             self._over(link)
 
     def _over(self, link: TimedLink) -> None:
-        if self._cluster.links.pop(link.session, None) is not None:
-            self._cluster.step(Disconnected(link.session))
+        if self._world.links.pop(link.session, None) is not None:
+            self._world.step(Disconnected(link.session))
 
     def close_session(self, worker: SimWorker, link: TimedLink) -> None:
         """The coordinator's end breaks."""
@@ -198,49 +215,49 @@ class ControlNetwork:
 
     def said_down(self, worker: SimWorker, link: TimedLink) -> None:
         """The last of `link.down` is on its way."""
-        cluster = self._cluster
+        timeline = self._timeline
         if link.down[-1] is None:  # closed once that can be said; soon, if it can not
-            said_at = min(self._blocked(worker, link), cluster.now + LAST_WORDS_S)
-            cluster.at(max(said_at, cluster.now) + self.latency(), cluster.process, self._over, link)
+            said_at = min(self._blocked(worker, link), timeline.now + LAST_WORDS_S)
+            timeline.at(max(said_at, timeline.now) + self.latency(), timeline.coordinator, self._over, link)
         if link.is_lossy:
             link.down.pop()
             return
-        link.down_due = max(link.down_due, cluster.now + self.latency())
-        cluster.at(link.down_due, worker, self._arrive_down, worker, link)
+        link.down_due = max(link.down_due, timeline.now + self.latency())
+        timeline.at(link.down_due, worker, self._arrive_down, worker, link)
 
     def _arrive_down(self, worker: TimedWorker, link: TimedLink) -> None:
-        cluster = self._cluster
+        timeline = self._timeline
         blocked = self._blocked(worker, link)
         if blocked:
             link.down_due = max(link.down_due, blocked)
-            cluster.at(blocked, worker, self._arrive_down, worker, link)
+            timeline.at(blocked, worker, self._arrive_down, worker, link)
             return
         message = link.down.popleft()
         if worker.link is not link or link.is_lossy:
             return
-        if cluster.injector.garbles(worker):
+        if self._faults.garbles(worker):
             worker.disconnect()
             return
         if message is not None:
-            cluster.trace(worker.name, "<-", message)
+            timeline.trace(worker.name, "<-", message)
         worker.received(link, message)
-        if message is not None and worker.link is link and cluster.injector.doubles(message):
+        if message is not None and worker.link is link and self._faults.doubles(message):
             worker.received(link, message)
 
     def coordinator_died(self) -> None:
         """Every connection breaks, also those that are being made."""
-        cluster = self._cluster
-        cluster.links.clear()
-        for worker in list(cluster.workers.values()):
+        timeline = self._timeline
+        self._world.links.clear()
+        for worker in list(self._world.workers.values()):
             link = worker.link
             if link is not None and worker.alive:
                 assert isinstance(link, TimedLink)
-                cluster.after(self.latency(), worker, self._broken, worker, link)
+                timeline.after(self.latency(), worker, self._broken, worker, link)
 
     def _broken(self, worker: SimWorker, link: Link) -> None:
         assert isinstance(link, TimedLink)
         blocked = self._blocked(worker, link)
         if blocked:
-            self._cluster.at(blocked, worker, self._broken, worker, link)
+            self._timeline.at(blocked, worker, self._broken, worker, link)
         elif worker.link is link and not link.is_lossy:
             worker.disconnect()

@@ -6,16 +6,15 @@ goes on while its reader takes nothing. Not responsible for what a step does: se
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tensorhub.accesses import Access, Refusal
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import PATIENCE_S
+from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tensorhub.testing.sim.pulling import Frame, Reading, SimLane
-
-if TYPE_CHECKING:
-    from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.sim.world import World
 
 THREAD_S = 0.002  # until a thread that was woken runs
 SLOW = 100  # times as slow
@@ -37,35 +36,44 @@ class TimedLane(SimLane):
         self.stalled_until = 0.0  # its owner sends nothing before
 
 
+class DataFaults(Protocol):
+    """What goes wrong on the way."""
+
+    def damages(self, lane: TimedLane) -> bool:
+        """Whether this frame of chunks is damaged."""
+
+
 class DataNetwork:
     """Moves lanes on."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
-        self.latency_s = cluster.random.choice((0.0002, 0.002, 0.02))
-        self.chunk_s = cluster.random.choice((0.002, 0.02, 0.2))  # to send one chunk
-        self.batch_chunks = cluster.random.choice((1, 2, 4))
-        self.send_chunks = cluster.random.choice((1, 1, 3))
+    def __init__(self, world: World, timeline: Timeline, faults: DataFaults) -> None:
+        self._world = world
+        self._timeline = timeline
+        self._faults = faults
+        self.latency_s = timeline.random.choice((0.0002, 0.002, 0.02))
+        self.chunk_s = timeline.random.choice((0.002, 0.02, 0.2))  # to send one chunk
+        self.batch_chunks = timeline.random.choice((1, 2, 4))
+        self.send_chunks = timeline.random.choice((1, 1, 3))
 
     def latency(self) -> float:
         """Of one message between two workers."""
-        return self.latency_s * (0.5 + self._cluster.random.random())
+        return self.latency_s * (0.5 + self._timeline.random.random())
 
     def wake(self) -> float:
         """Until a woken thread runs."""
-        return THREAD_S * self._cluster.random.random()
+        return THREAD_S * self._timeline.random.random()
 
     def _blocked(self, lane: TimedLane) -> float:
         """Until when nothing passes; 0: it does."""
-        cluster = self._cluster
-        until = cluster.partitions.blocked_until(lane.reader.worker.name, lane.grant.source)
-        return until if until > cluster.now else 0.0
+        timeline = self._timeline
+        until = timeline.partitions.blocked_until(lane.reader.worker.name, lane.grant.source)
+        return until if until > timeline.now else 0.0
 
     # -- the reader's end
 
     def connect(self, lane: TimedLane) -> None:
         """The reader's thread connects."""
-        cluster = self._cluster
+        timeline = self._timeline
         if lane.ended:
             return
         if lane.is_cut:
@@ -73,91 +81,91 @@ class DataNetwork:
             return
         blocked = self._blocked(lane)
         if blocked:
-            gives_up = cluster.now + cluster.options.connect_timeout_s
+            gives_up = timeline.now + self._world.options.connect_timeout_s
             if blocked < gives_up:
-                cluster.at(blocked, lane.reader.worker, self.connect, lane)
+                timeline.at(blocked, lane.reader.worker, self.connect, lane)
             else:
-                cluster.at(gives_up, lane.reader.worker, self._fail, lane, "unreachable")
+                timeline.at(gives_up, lane.reader.worker, self._fail, lane, "unreachable")
             return
         reason = lane.connect()
         if reason:
             self._fail(lane, reason)
             return
         lane.is_open = True
-        lane.heard_at = cluster.now
+        lane.heard_at = timeline.now
         self.feed(lane)
 
     def _fail(self, lane: TimedLane, reason: str) -> None:
         """The reader's thread meets a failure, and ends."""
         if not lane.ended:
             if not lane.is_cut:
-                self._cluster.took(f"source failed: {reason}")
+                self._world.took(f"source failed: {reason}")
             lane.end(reason)
 
     def wake_reader(self, lane: TimedLane) -> None:
         """There may be something to ask for."""
         if lane.is_open and not lane.ended and not lane.is_feeding:
             lane.is_feeding = True
-            self._cluster.after(self.wake(), lane.reader.worker, self.feed, lane)
+            self._timeline.after(self.wake(), lane.reader.worker, self.feed, lane)
 
     def feed(self, lane: TimedLane) -> None:
         """The reader's thread asks for batches."""
-        cluster = self._cluster
+        timeline = self._timeline
         lane.is_feeding = False
         assert lane.source is not None
         for batch in lane.submit(self.batch_chunks * lane.reading.chunk_bytes):
-            lane.up_due = max(lane.up_due, cluster.now + self.latency())
-            cluster.at(lane.up_due, lane.source.worker, self._asked, lane, batch)
+            lane.up_due = max(lane.up_due, timeline.now + self.latency())
+            timeline.at(lane.up_due, lane.source.worker, self._asked, lane, batch)
         if lane.asked and not lane.is_watched and not lane.ended:
             lane.is_watched = True
-            lane.heard_at = max(lane.heard_at, cluster.now)
-            cluster.after(cluster.options.stall_timeout_s, lane.reader.worker, self._watch, lane)
+            lane.heard_at = max(lane.heard_at, timeline.now)
+            timeline.after(self._world.options.stall_timeout_s, lane.reader.worker, self._watch, lane)
 
     def _watch(self, lane: TimedLane) -> None:
         """The reader gives up a source that is silent for too long."""
-        cluster = self._cluster
+        timeline = self._timeline
         lane.is_watched = False
         if lane.ended or lane.is_cut or not lane.asked:
             return
-        silent_s = cluster.now - lane.heard_at
-        if silent_s >= cluster.options.stall_timeout_s - 1e-6:
+        silent_s = timeline.now - lane.heard_at
+        if silent_s >= self._world.options.stall_timeout_s - 1e-6:
             self._fail(lane, "stalled")
             return
         lane.is_watched = True
-        cluster.after(cluster.options.stall_timeout_s - silent_s, lane.reader.worker, self._watch, lane)
+        timeline.after(self._world.options.stall_timeout_s - silent_s, lane.reader.worker, self._watch, lane)
 
     def arrive(self, lane: TimedLane, frame: Frame) -> None:
         """A frame is there: the reader's thread settles it."""
-        cluster = self._cluster
+        timeline = self._timeline
         if lane.ended:
             return
         blocked = self._blocked(lane)
         if blocked:
             lane.down_due = max(lane.down_due, blocked)
-            cluster.at(blocked, lane.reader.worker, self.arrive, lane, frame)
+            timeline.at(blocked, lane.reader.worker, self.arrive, lane, frame)
             return
-        lane.heard_at = cluster.now
+        lane.heard_at = timeline.now
         if frame.failure:
             self._fail(lane, frame.failure)
             return
-        if frame.chunks and cluster.injector.damages(lane):
+        if frame.chunks and self._faults.damages(lane):
             first, *rest = frame.chunks
             frame = Frame(chunks=((first[0], "damaged", first[2]), *rest))
         verified = lane.reading.books.chunks_verified
         lane.settle(frame)
         if lane.reading.resumed and lane.reading.books.chunks_verified > verified:
             lane.reading.resumed = False
-            cluster.took("resumed from verified chunks")
+            self._world.took("resumed from verified chunks")
 
     def cut(self, lane: TimedLane) -> None:
         """The reader's thread is told to end."""
-        self._cluster.after(self.wake(), lane.reader.worker, lane.end)
+        self._timeline.after(self.wake(), lane.reader.worker, lane.end)
 
     def lost(self, lane: TimedLane) -> None:
         """The reader's thread finds the connection broken, unless it cannot even hear of that."""
         blocked = self._blocked(lane)
         if blocked:
-            self._cluster.at(blocked, lane.reader.worker, self.lost, lane)
+            self._timeline.at(blocked, lane.reader.worker, self.lost, lane)
         else:
             self._fail(lane, "lost")
 
@@ -168,7 +176,7 @@ class DataNetwork:
         blocked = self._blocked(lane)
         if blocked:
             lane.up_due = max(lane.up_due, blocked)
-            self._cluster.at(blocked, lane.source.worker, self._asked, lane, batch)
+            self._timeline.at(blocked, lane.source.worker, self._asked, lane, batch)
         elif not lane.is_stopped:
             lane.queue.append(batch)
             self.serve(lane)
@@ -177,16 +185,16 @@ class DataNetwork:
         """What it waits for may be there now, or never come."""
         if lane.is_waiting and lane.source is not None:
             lane.is_waiting = False
-            self._cluster.after(self.wake(), lane.source.worker, self.serve, lane)
+            self._timeline.after(self.wake(), lane.source.worker, self.serve, lane)
 
     def serve(self, lane: TimedLane) -> None:
         """The owner's thread begins the next access, if it can."""
-        cluster = self._cluster
+        timeline = self._timeline
         if lane.access is not None or not lane.queue or lane.is_stopped:
             return
         assert lane.source is not None
-        if lane.stalled_until > cluster.now:
-            cluster.at(lane.stalled_until, lane.source.worker, self.serve, lane)
+        if lane.stalled_until > timeline.now:
+            timeline.at(lane.stalled_until, lane.source.worker, self.serve, lane)
             return
         wanted = lane.queue[0]
         begun = lane.begin(wanted, self.send_chunks * CHUNK_BYTES)
@@ -195,61 +203,61 @@ class DataNetwork:
                 lane.queue.popleft()
                 if begun.rest:
                     lane.queue.appendleft(begun.rest)
-                cluster.after(self._send_s(lane, len(begun.chunks)), lane.source.worker, self._sent, lane, begun.number)
+                timeline.after(self._send_s(lane, len(begun.chunks)), lane.source.worker, self._sent, lane, begun.number)
             case Refusal():
                 self._send(lane, Frame(failure="refused"))
                 lane.close()
             case _:
                 lane.is_waiting = True
-                if lane.patient_until <= cluster.now:
-                    lane.patient_until = cluster.now + PATIENCE_S
-                    cluster.at(lane.patient_until, lane.source.worker, self._lacks, lane, wanted)
+                if lane.patient_until <= timeline.now:
+                    lane.patient_until = timeline.now + PATIENCE_S
+                    timeline.at(lane.patient_until, lane.source.worker, self._lacks, lane, wanted)
 
     def _lacks(self, lane: TimedLane, wanted: tuple[int, ...]) -> None:
         """It has waited long enough for what it was asked: its reader may ask elsewhere."""
         if lane.is_waiting and not lane.is_stopped and lane.queue and lane.queue[0] == wanted:
             lane.is_waiting = False
-            self._cluster.took("source lacks chunks")
+            self._world.took("source lacks chunks")
             self._send(lane, lane.lack())
             self.serve(lane)
 
     def _send_s(self, lane: TimedLane, chunks: int) -> float:
         assert lane.source is not None
-        slow = self._cluster.partitions.slow_until(lane.reader.worker.name, lane.source.worker.name) > self._cluster.now
-        return self.chunk_s * chunks * (0.5 + self._cluster.random.random()) * (SLOW if slow else 1)
+        slow = self._timeline.partitions.slow_until(lane.reader.worker.name, lane.source.worker.name) > self._timeline.now
+        return self.chunk_s * chunks * (0.5 + self._timeline.random.random()) * (SLOW if slow else 1)
 
     def _sent(self, lane: TimedLane, number: int) -> None:
         """The send call returns, once the reader has taken the bytes."""
-        cluster = self._cluster
+        timeline = self._timeline
         if lane.access is None or lane.access.number != number or lane.source is None:
             return
         if lane.ended:
             lane.close()
             return
         until = max(self._blocked(lane), lane.reader.worker.stopped_until)
-        if until > cluster.now and lane.reader.worker.alive:
-            cluster.at(until, lane.source.worker, self._sent, lane, number)
+        if until > timeline.now and lane.reader.worker.alive:
+            timeline.at(until, lane.source.worker, self._sent, lane, number)
             return
         self._send(lane, lane.finish())
         self.serve(lane)
 
     def _send(self, lane: TimedLane, frame: Frame) -> None:
-        lane.down_due = max(lane.down_due, self._cluster.now + self.latency())
-        self._cluster.at(lane.down_due, lane.reader.worker, self.arrive, lane, frame)
+        lane.down_due = max(lane.down_due, self._timeline.now + self.latency())
+        self._timeline.at(lane.down_due, lane.reader.worker, self.arrive, lane, frame)
 
     def shut(self, lane: TimedLane) -> None:
         """The owner shuts the connection: its send returns soon, and its reader hears of it."""
         if lane.source is None or lane.is_stopped:
             return
         lane.is_stopped = True
-        self._cluster.took("reader shut out")
-        self._cluster.after(self.wake(), lane.source.worker, lane.close)
-        self._cluster.after(self.latency(), lane.reader.worker, self.lost, lane)
+        self._world.took("reader shut out")
+        self._timeline.after(self.wake(), lane.source.worker, lane.close)
+        self._timeline.after(self.latency(), lane.reader.worker, self.lost, lane)
 
     def reader_gone(self, lane: TimedLane) -> None:
         """The owner's thread finds out that nobody reads any more."""
         if lane.source is None:
             return
         blocked = self._blocked(lane)
-        when = max(blocked, self._cluster.now + self.latency())
-        self._cluster.at(when, lane.source.worker, lane.close)
+        when = max(blocked, self._timeline.now + self.latency())
+        self._timeline.at(when, lane.source.worker, lane.close)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import anyio
 
@@ -24,22 +24,25 @@ from tensorhub.errors import (
 )
 from tensorhub.manifest import Digest, build_manifest
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import FromWorker, Leave
+from tensorhub.messages import Announce, FromWorker, Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
-from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.coordinator_client import Answer, CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Arguments, Pins
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches
+from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
+from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.network import TimedLink
 from tensorhub.types import (
     FetchReport,
     HandleState,
+    Location,
     OpKind,
     Options,
     Selector,
@@ -47,15 +50,13 @@ from tensorhub.types import (
     as_timeout_s,
 )
 from tensorhub.worker.calls import (
+    Action,
     Call,
     CloseCall,
     FillCall,
     Finish,
 )
 from tensorhub.worker.registration_session import Shard
-
-if TYPE_CHECKING:
-    from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
 
 T = TypeVar("T")
 
@@ -82,10 +83,11 @@ class _Mode(AsyncMode):
 class CallersLoop:
     """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation shares."""
 
-    def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
+    def __init__(self, cluster: HostedCluster, worker: HostedWorker, close: Callable[[], Awaitable[None]]) -> None:
         self.mode = _Mode()
         self._cluster = cluster
         self._worker = worker
+        self._close = close
         self.has_ended = False
         self._watching: weakref.WeakSet[Watching] = weakref.WeakSet()
 
@@ -102,7 +104,7 @@ class CallersLoop:
     async def ended(self) -> None:
         if not self.has_ended:
             with contextlib.suppress(StateError):
-                await self.call(self._worker.shell.close)
+                await self.call(self._close)
 
     async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: object = None) -> T:
         await self._enter()
@@ -166,24 +168,81 @@ class Tasks:
 
 
 class HandleFacade(CallersHandle):
-    """What carries the calls of `Weights` out: a simulated handle."""
+    """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated handle."""
 
-    def __init__(self, simulated: TensorHandle) -> None:
+    def __init__(self, cluster: HostedCluster, simulated: TensorHandle) -> None:
         super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
         self.simulated = simulated
-        simulated.call_ended = lambda: self.call_ended()
+        self.has_answer = anyio.Event()  # the coordinator has taken it, or refused it
+        self._cluster = cluster
+        self._hook: HookRequest | None = None
+        self._ended = anyio.Event()  # a call; replaced then
+        simulated.listener = self
+
+    # -- what it is told
+
+    def answered(self) -> None:
+        self.has_answer.set()
+
+    def hook_called(self, version: VersionInfo) -> None:
+        if self._hook is not None:
+            self._hook(version)
+
+    def ended(self) -> None:
+        self._wake()
+        self.call_ended()
+
+    def let_go(self) -> None:
+        """No call will end any more."""
+        self._wake()
+        self.has_answer.set()
+
+    def _wake(self) -> None:
+        self._ended.set()
+        self._ended = anyio.Event()
+
+    # -- its calls
 
     async def _before_publish(self, timeout_s: float) -> None:
         """Its cells need nothing."""
 
     async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
-        handle = self.simulated
-        handle.hook = hook
-        record = await handle.run(call, timeout_s)
-        return Finish(record.version, record.changed), lambda: handle.report_of(record)
+        handle, self._hook = self.simulated, hook
+        record = handle.call(call, timeout_s)
+        try:
+            await self._wait(record)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self._end(record, self.interpreter.cancelled)
+            raise
+        return Finish(record.version, record.changed, record.error), lambda: handle.report_of(record)
+
+    async def end_call(self, error: Exception) -> None:
+        """End the running call, if there is one, with `error`."""
+        if self.simulated.last_call is not None:
+            await self._end(self.simulated.last_call, partial(self.member.cancel, error))
+
+    async def _wait(self, record: CallRecord) -> None:
+        while not record.done:
+            self._cluster.check_running(self.simulated.worker)
+            await self._ended.wait()
+
+    async def _end(self, record: CallRecord, cancel: Callable[[float], list[Action]]) -> None:
+        if not record.done and self.simulated.worker.alive and not self._cluster.is_over:
+            self._cluster.sync()
+            self.simulated.apply(cancel(self._cluster.now))
+            with contextlib.suppress(StateError):  # it has crashed meanwhile
+                await self._wait(record)
 
     def hook_returned(self, error: Exception | None) -> None:
-        self.simulated.before_write_returned(error)
+        handle = self.simulated
+        if handle.hooks and handle.worker.alive:
+            if error is not None:
+                self._cluster.expect_error(error)
+            self._cluster.sync()
+            handle.hook_error = error
+            handle.hook_returns()
+            handle.hook_error = None
 
 
 def _simulated(handle: CallersHandle) -> TensorHandle:
@@ -253,9 +312,18 @@ class WorkerFacade:
 
     read_only = False  # nobody is without the full token
 
+    @classmethod
+    def join(cls, cluster: HostedCluster, name: str, location: Location, options: Options, *, prefetch: bool) -> Self:
+        """That of a new process, which connects."""
+        worker = cluster.new_process(name, location, options)
+        worker.user = facade = cls(cluster, worker, options, prefetch=prefetch)
+        worker.connect()
+        return facade
+
     def __init__(self, cluster: HostedCluster, worker: HostedWorker, options: Options, *, prefetch: bool) -> None:
         self.cluster = cluster
         self.worker = worker
+        self.thread = CallersLoop(cluster, worker, self.close)
         self.name = worker.name
         self.options = options
         self._prefetch = prefetch
@@ -302,10 +370,10 @@ class WorkerFacade:
         self.worker.router.check_free(model, group, rank)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, group, rank, world_size, spot, layout, manifest, rank)
-        caller = HandleFacade(self.worker.take_memory(shard, memory))
+        caller = HandleFacade(self.cluster, self.worker.take_memory(shard, memory))
         self.callers.append(caller)
         try:
-            await self._answered(caller.simulated, timeout_s)
+            await self._answer(caller, timeout_s)
         except BaseException:
             self.drop_handle(caller)
             raise
@@ -314,10 +382,11 @@ class WorkerFacade:
             self.tasks.start_soon(follower.run)
         return caller
 
-    async def _answered(self, handle: TensorHandle, timeout_s: float) -> None:
+    async def _answer(self, caller: HandleFacade, timeout_s: float) -> None:
         with anyio.move_on_after(timeout_s):
-            await handle.answered.wait()
+            await caller.has_answer.wait()
         self.cluster.check_running(self.worker)
+        handle = caller.simulated
         if handle.registration_error is not None:
             raise handle.registration_error
         if not handle.registered:
@@ -345,7 +414,7 @@ class WorkerFacade:
         self.version_watches.report_loss(model)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, self._fresh_group(), 0, 1, True, "", None, rank)
-        caller = HandleFacade(self.worker.take_memory(shard, memory))
+        caller = HandleFacade(self.cluster, self.worker.take_memory(shard, memory))
         try:
             found = await caller.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
         except TensorHubError as error:
@@ -367,19 +436,39 @@ class WorkerFacade:
         if self.worker.alive and not self.cluster.is_over:
             self.worker.say(Leave("closed"))
             self.worker.leave()
-        self.worker.thread.has_ended = True
+        self.thread.has_ended = True
         self.tasks.cancel()
 
     async def _close_quietly(self, caller: HandleFacade) -> None:
-        await caller.simulated.end_call(StateError("the hub was closed while the call was running"))
+        await caller.end_call(StateError("the hub was closed while the call was running"))
         if self.worker.alive and not self.cluster.is_over:
             with contextlib.suppress(TensorHubError):
                 await caller.close(CLOSE_S / 2, abandon=True)
 
+    # -- what it hears of the worker
+
     def crashed(self) -> None:
-        """The process is no more: nobody waits for an answer any longer."""
         self.tasks.cancel()
         self.copies.let_go()
         for handle in self.worker.handles:
-            if isinstance(handle, TensorHandle):
-                handle.let_callers_go()
+            if isinstance(handle, TensorHandle) and handle.listener is not None:
+                handle.listener.let_go()
+
+    def lost(self) -> None:
+        self.coordinator.lost()
+
+    def welcomed(self) -> None:
+        self.version_watches.welcomed()
+        self.welcome_came.set()
+
+    def session_up(self) -> None:
+        self.pins.welcomed()
+
+    def state_lost(self) -> None:
+        self.version_watches.state_lost({handle.shard.model for handle in self.worker.router.handles.values()})
+
+    def announced(self, message: Announce) -> None:
+        self.version_watches.announced(message)
+
+    def answered(self, message: Answer) -> None:
+        self.coordinator.answered(message)

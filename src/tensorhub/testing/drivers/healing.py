@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
-from tensorhub.testing.drivers.users import UserGroup
+from tensorhub.testing.drivers.timeline import Timeline
+from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.network import TimedLink
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
+from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
-
-if TYPE_CHECKING:
-    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 TRIES = 12
 REST_S = 400.0
@@ -23,18 +21,25 @@ LEAVES_S = 50.0  # for somebody else to take over what is retained
 OUT_OF_REACH = 10_000  # so many numbers ahead: users that go on publishing do not come to it
 
 
+# Goes on until something holds, for so many seconds at most, and says whether it does.
+RunUntil = Callable[[Callable[[], bool], float], bool]
+
+
 class Healing:
     """The second phase of a run."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
+    def __init__(self, world: World, timeline: Timeline, users: Users, run_until: RunUntil) -> None:
+        self._world = world
+        self._timeline = timeline
+        self._users = users
+        self._run_until = run_until
         self._waiting: list[CallRecord] = []  # fills that were called while things still went wrong, of a version to come
         self._awaited = 0  # its number
         self._reading: list[CallRecord] = []  # fills of what there is, with ample time
 
     def ask(self) -> None:
         """While things still go wrong: of those at rest some want what there is, and some the next version; they wait."""
-        users = self._cluster.users
+        users = self._users
         self._awaited = users.next_version + OUT_OF_REACH
         ready = [group for group in users.groups if self._is_whole(group) and all(handle.idle for handle in group.ranks)]
         for group in [group for group in ready[1:] if group.world_size == ready[0].world_size]:
@@ -51,28 +56,28 @@ class Healing:
 
     def run(self) -> None:
         """Demand convergence. Raises GuaranteeBroken."""
-        cluster = self._cluster
+        world = self._world
         waiting = self._running_calls()
         self._rest("after the last fault")
-        cluster.run_until(lambda: False, 2 * cluster.options.lease_s)
+        self._run_until(lambda: False, 2 * world.options.lease_s)
         self._rest("two leases after the last fault")
         for record in waiting:
             demand(record.done or not record.handle.worker.alive, f"liveness: {record.handle}: {record.what} never ended")
         self._end_reading()
-        cluster.check()
-        cluster.check_agreement()
+        world.check()
+        world.check_agreement()
         self._let_go()
         self._meet_the_waiting()
-        whole = [group for group in cluster.users.groups if self._is_whole(group)]
+        whole = [group for group in self._users.groups if self._is_whole(group)]
         for writer in whole:
             self._publish_and_update(writer, whole)
         for writer in whole[:1]:
             self._leave_as_last(writer)
-        cluster.check()
+        world.check()
 
     def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""
-        handles = [handle for handle in self._cluster.live_handles() if handle.last_call is not None]
+        handles = [handle for handle in self._world.live_handles() if handle.last_call is not None]
         patient = [*self._waiting, *self._reading]
         return [
             h.last_call for h in handles if h.last_call is not None and not h.last_call.done and h.last_call not in patient
@@ -80,27 +85,27 @@ class Healing:
 
     def _rest(self, when: str) -> None:
         """Let everything that was asked for come to its end."""
-        cluster = self._cluster
-        if not cluster.run_until(self._is_at_rest, REST_S):
-            handles = [handle for handle in cluster.live_handles() if not handle.idle]
-            offline = [w for w in cluster.workers.values() if w.alive and (w.link is None or not w.link.welcomed)]
-            offline += [worker for worker in cluster.workers.values() if worker.alive and not worker.copies.machine.is_idle]
+        world = self._world
+        if not self._run_until(self._is_at_rest, REST_S):
+            handles = [handle for handle in world.live_handles() if not handle.idle]
+            offline = [w for w in world.workers.values() if w.alive and (w.link is None or not w.link.welcomed)]
+            offline += [worker for worker in world.workers.values() if worker.alive and not worker.copies.machine.is_idle]
             told = [f"{handle}: {handle.member.running}, to do {list(handle.todo)}" for handle in handles]
-            demand(False, f"liveness: no rest {when}: {told} {offline} {len(cluster.unstored)} not stored")
+            demand(False, f"liveness: no rest {when}: {told} {offline} {len(world.unstored)} not stored")
 
     def _is_at_rest(self) -> bool:
-        cluster = self._cluster
+        world = self._world
         return (
-            cluster.process.alive
-            and not cluster.unstored
-            and cluster.process.stopped_until <= cluster.now
-            and all(self._is_connected(w) and w.copies.machine.is_idle for w in cluster.workers.values() if w.alive)
-            and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in cluster.live_handles())
+            self._timeline.coordinator.alive
+            and not world.unstored
+            and self._timeline.coordinator.stopped_until <= world.now
+            and all(self._is_connected(w) and w.copies.machine.is_idle for w in world.workers.values() if w.alive)
+            and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in world.live_handles())
         )
 
     def _is_connected(self, worker: SimWorker) -> bool:
         link = worker.link
-        runs = worker.stopped_until <= self._cluster.now
+        runs = worker.stopped_until <= self._world.now
         return runs and isinstance(link, TimedLink) and link.welcomed and not link.is_lossy and not worker.unpinned
 
     def _waits(self, handle: SimHandle) -> bool:
@@ -108,7 +113,7 @@ class Healing:
 
     def _end_reading(self) -> None:
         """Whoever fills a version that there is all of has it by now (G7)."""
-        self._cluster.run_until(lambda: not any(map(self._could_end, self._reading)), REST_S)
+        self._run_until(lambda: not any(map(self._could_end, self._reading)), REST_S)
         for record in self._reading:
             demand(
                 not self._could_end(record),
@@ -120,7 +125,7 @@ class Healing:
                 record.handle.cancel()
         self._reading.clear()
         self._rest("after fills of what is lost were cancelled")
-        self._cluster.run_until(lambda: False, 1.0)  # what was said last arrives
+        self._run_until(lambda: False, 1.0)  # what was said last arrives
 
     def _has_met_all(self, record: CallRecord) -> bool:
         """Whether all ranks of its group were in one operation with their calls of ample time. Where a rank's has ended
@@ -132,7 +137,7 @@ class Healing:
     def _could_end(self, record: CallRecord) -> bool:
         """Whether it is still a fill of all ranks, and there is all of what it wants."""
         shard = record.handle.shard
-        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == record.key), None)
+        operation = next((o for o in self._world.coordinator.cluster.operations() if o.key == record.key), None)
         # A coordinator that came back after a rank's process died never hears of it: the others wait for it until their
         # deadline, as for any rank that has not called. One that has heard its call ends theirs with its lease.
         heard = operation.parts if operation is not None else {}
@@ -140,7 +145,7 @@ class Healing:
         ranks = [handle for handle in handles if handle.worker.alive or handle.shard.rank in heard]
         if record.done or not record.handle.worker.alive or len(ranks) < shard.world_size:
             return False
-        model = self._cluster.coordinator.cluster.models[shard.model]
+        model = self._world.coordinator.cluster.models[shard.model]
         wanted = operation.version if operation is not None else None
         if wanted is None and operation is not None and operation.resumes is not None:
             wanted = model.versions.get(operation.resumes.version)
@@ -157,28 +162,28 @@ class Healing:
         serves no more, whatever the others hold.
         """
         there: set[int] = set()
-        for handle in self._cluster.live_handles():
+        for handle in self._world.live_handles():
             content = handle.member.content
             if content is None or content.version.content_id != content_id or handle.shard.number != shard:
                 continue
             runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
-            has_left = self._cluster.guarantees.retained.has_left(handle, content_id) is not None
+            has_left = self._world.guarantees.retained.has_left(handle, content_id) is not None
             if handle.shard.serves and not content.spoiled and not has_left:
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
-        return len(there) == self._cluster.chunks
+        return len(there) == self._world.chunks
 
     def _leave_as_last(self, writer: UserGroup) -> None:
         """Who alone holds a retained version may leave, if somebody has room for it (G5, R5)."""
-        cluster = self._cluster
-        workers = [worker for worker in cluster.workers.values() if worker.alive]
+        world = self._world
+        workers = [worker for worker in world.workers.values() if worker.alive]
         self._take_back(writer)
         writer.ranks[0].worker.retain(1)
         self._rest("after retain")
-        cluster.users.next_version += 10
-        number = cluster.users.next_version
+        self._users.next_version += 10
+        number = self._users.next_version
         self._must(writer, number, lambda handle: handle.publish(number))
         hosts = [w for w in workers if not any(h.shard.spot for h in w.handles if h.shard.serves)]
-        room = sum(worker.host_bytes // cluster.manifest.nbytes for worker in hosts)
+        room = sum(worker.host_bytes // world.manifest.nbytes for worker in hosts)
         records = [handle.unpublish(LEAVES_S) for handle in writer.ranks]
         self._rest("after the last holder's leave")
         for each in records:
@@ -199,9 +204,9 @@ class Healing:
 
     def _meet_the_waiting(self) -> None:
         """What is waited for is published: each call that still waits ends well (G7)."""
-        cluster, waiting = self._cluster, self._that_wait_whole()
+        waiting = self._that_wait_whole()
         groups = {record.handle.shard.group for record in waiting}
-        writers = [group for group in cluster.users.groups if self._is_whole(group) and group.name not in groups]
+        writers = [group for group in self._users.groups if self._is_whole(group) and group.name not in groups]
         sizes = {record.handle.shard.world_size for record in waiting}
         writers = [group for group in writers if group.world_size in sizes]
         if not writers:
@@ -211,7 +216,7 @@ class Healing:
             self._rest("after waiting calls were cancelled")
             return
         self._take_back(writers[0])
-        self._cluster.users.next_version = self._awaited
+        self._users.next_version = self._awaited
         self._must(writers[0], self._awaited, lambda handle: handle.publish(self._awaited))
         self._waiting.clear()
         self._rest("after what was waited for was published")
@@ -227,22 +232,22 @@ class Healing:
 
     def _let_go(self) -> None:
         """Nothing is retained any more."""
-        cluster = self._cluster
-        live = [worker for worker in cluster.workers.values() if worker.alive]
+        world = self._world
+        live = [worker for worker in world.workers.values() if worker.alive]
         for worker in live:
             worker.retain(0)
             for pin in list(worker.pins):
                 worker.unpin(pin)
             worker.pins.clear()
-        for group in cluster.users.groups:
-            cluster.users.enrol(group)
-        cluster.run_until(lambda: False, 2.0)
+        for group in self._users.groups:
+            self._users.enrol(group)
+        self._run_until(lambda: False, 2.0)
         self._rest("after everything was let go")
-        for model in cluster.coordinator.cluster.models.values():
+        for model in world.coordinator.cluster.models.values():
             demand(not live or not model.retained(), f"liveness: still retained: {model.retained()}, pins {model.pins}")
 
     def _publish_and_update(self, writer: UserGroup, whole: list[UserGroup]) -> None:
-        users = self._cluster.users
+        users = self._users
         self._take_back(writer)
         users.next_version += 10
         number = users.next_version
@@ -264,7 +269,7 @@ class Healing:
         rank has not heard of yet ends one call of that rank, and ranks may have several before them. So does the loss of the
         coordinator's state.
         """
-        record: list[CallRecord] = []
+        records: list[CallRecord] = []
         for _ in range(TRIES):
             records = [call(handle) for handle in group.ranks]
             self._rest(f"after {records[0].what} of {group.name}")
@@ -273,6 +278,6 @@ class Healing:
                 break
             known = all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors)
             demand(known, f"liveness: {group.ranks[0]}: {errors!r}")
-        for each in record:
+        for each in records:
             ok = each.error is None and each.number == number
             demand(ok, f"liveness: {each.handle} {each.what}: {each.error!r} {each.version}")

@@ -4,13 +4,14 @@ Theory of operation. The simulation's queue of events is driven by a task of the
 time: when every other task waits, the next event happens; if it is due later, the loop's clock moves on, to a timer of the
 caller's code if that comes first. So caller and simulation take turns, in one order, and a seed is a trace.
 
-Not responsible for what a caller sees (`running`), nor for what the public classes stand on (`callers`).
+Not responsible for what a caller sees (`running`), nor for what the public classes stand on (`facades`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from random import Random
+from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -27,16 +28,13 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.runtime.worker.coordinator_client import Answer
-from tensorhub.testing.drivers.clock import Party
 from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.drivers.data_network import TimedLane
-from tensorhub.testing.drivers.facades import CallersLoop, WorkerFacade
-from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
-from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
-from tensorhub.testing.sim.faults import Fault, FaultPlan
+from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.pulling import Reading, SimLane
@@ -55,14 +53,38 @@ class WorkerCrashed(Exception):
     """This simulated process has died: its code ends here, as if it had been killed. Leaves the `connect` block."""
 
 
+class HostedUser(Protocol):
+    """What a worker's user hears of it."""
+
+    def crashed(self) -> None:
+        """The process is no more: nobody waits for an answer any longer."""
+
+    def lost(self) -> None:
+        """The session is over."""
+
+    def welcomed(self) -> None:
+        """A session is up, and its handles are told."""
+
+    def session_up(self) -> None:
+        """And its host copies: say again what is to be kept."""
+
+    def state_lost(self) -> None:
+        """The coordinator has lost its state."""
+
+    def announced(self, message: Announce) -> None:
+        """Which version is the newest."""
+
+    def answered(self, message: Answer) -> None:
+        """To what the worker itself has asked."""
+
+
 class HostedWorker(TimedWorker):
     """A process whose user is one `connect` block."""
 
-    def __init__(
-        self, cluster: HostedCluster, name: str, location: Location, options: Options, life: int, *, prefetch: bool
-    ) -> None:
-        super().__init__(cluster, name, location)
-        self.hosted = cluster
+    user: HostedUser  # set before it connects
+
+    def __init__(self, cluster: HostedCluster, name: str, location: Location, options: Options, life: int) -> None:
+        super().__init__(cluster, cluster.timeline, name, location)
         self.lives = life
         self.incarnation = f"{name}.{life}"
         self.host_bytes = options.host_memory_bytes
@@ -70,8 +92,7 @@ class HostedWorker(TimedWorker):
         self.scope = anyio.CancelScope()  # of the code that runs in it
         self.is_preempted = False
         self.has_crashed = False
-        self.thread = CallersLoop(cluster, self)
-        self.shell = WorkerFacade(cluster, self, options, prefetch=prefetch)
+        self._died = cluster.died
 
     # -- its end
 
@@ -84,23 +105,23 @@ class HostedWorker(TimedWorker):
         self.has_crashed = True
         super().crash()
         self.scope.cancel()
-        self.shell.crashed()
-        self.hosted.died(self.name)
+        self.user.crashed()
+        self._died(self.name)
 
     def leave(self) -> None:
         """It has said goodbye: what it holds goes with it."""
-        self.hosted.note(f"{self.name} leaves")
+        self.cluster.note(f"{self.name} leaves")
         super().crash()
-        self.shell.crashed()
+        self.user.crashed()
 
     def disconnect(self) -> None:
         super().disconnect()
-        self.shell.coordinator.lost()
+        self.user.lost()
 
     # -- registering
 
     def new_handle(self, shard: Shard) -> SimHandle:
-        return TensorHandle(self.hosted, self, shard, self._memory)
+        return TensorHandle(self.cluster, self, shard, self._memory)
 
     _memory: Memory | None = None
 
@@ -136,88 +157,46 @@ class HostedWorker(TimedWorker):
         self.say(message)
 
     def say_pins(self) -> None:
-        self.shell.pins.welcomed()
+        self.user.session_up()
 
     def _end_pins(self) -> None:
-        """`Pins` does."""
+        """Its user does."""
 
     def _announced(self, message: Announce) -> None:
-        self.shell.version_watches.announced(message)
+        self.user.announced(message)
 
     def _answered(self, message: Answer) -> None:
         super()._answered(message)
-        self.shell.coordinator.answered(message)
+        self.user.answered(message)
 
     def _welcomed(self, message: Welcome) -> None:
         super()._welcomed(message)
-        self.shell.version_watches.welcomed()
-        self.shell.welcome_came.set()
+        self.user.welcomed()
 
     def _state_lost(self) -> None:
         super()._state_lost()
-        self.shell.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
+        self.user.state_lost()
 
 
-class HostedInjector(Injector):
-    """Strikes processes of the caller's code: what dies there is the caller's to start again."""
+class HostedCluster(TimedCluster):
+    """A cluster whose users are a caller's tasks."""
 
-    cluster: HostedCluster
-
-    def __init__(self, cluster: HostedCluster, plan: FaultPlan) -> None:
-        super().__init__(cluster, plan)
-        self.cluster = cluster
-
-    def damage(self, name: str, frames: int) -> None:
-        """The next frames to this reader are damaged."""
-        self._damaged[name] = frames
-
-    def double(self, messages: int) -> None:
-        """The next messages come twice."""
-        self._doubles += messages
-
-    def fail_store(self, until: float) -> None:
-        """Every write fails."""
-        self._failing_store_until = until
-
-    def slow_store(self, until: float) -> None:
-        """Every write takes long."""
-        self._slow_store_until = until
-
-    def late_tails(self, until: float) -> None:
-        """What a broken connection had on its way comes late."""
-        self._late_tails_until = until
-
-    def _restart(self) -> bool:
-        return self.cluster.restart_one(self._random)
-
-    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "", until: float = 0.0) -> bool:
-        if kind in (Fault.CRASH, Fault.PREEMPT) and worker.name in self.cluster.spared:
-            return False
-        return super()._strike_worker(kind, worker, other, until)
-
-    def _preempt(self, worker: TimedWorker) -> bool:
-        if not any(handle.shard.spot for handle in worker.handles):
-            return False
-        self.cluster.preempt(worker.name, self._random.choice((0.2, 2.0)))
-        return True
-
-
-class HostedCluster(SimulatedCluster):
-    """`begin` and `run` of the base are for its own users, of which there are none here."""
+    hasty_until = 0.0
 
     def __init__(
         self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
     ) -> None:
+        super().__init__(seed, faults, options)
+        self.injector.users = self
+        self.timeline.scheduled = self._scheduled
         self._sleeps_until = float("-inf")  # nobody is to be woken for what is earlier
         self._sooner = anyio.Event()
-        super().__init__(seed, faults=faults, options=options)
-        self.injector: HostedInjector = HostedInjector(self, self.plan)
         self.spared = frozenset(spared)
         self.seconds_max = seconds_max
         self.is_over = False
         self.tasks: anyio.abc.TaskGroup
-        self.restart_one: Callable[[Any], bool] = lambda random: False
-        self.preempt: Callable[[str, float], None] = lambda name, notice_s: None
+        self.restarts: Callable[[Random], bool] = lambda random: False
+        self.preempts: Callable[[str, float], None] = lambda name, notice_s: None
         self.died: Callable[[str], None] = lambda name: None
         self.stalled: dict[str, float] = {}  # workers that send nothing, and until when
         self._origin = anyio.current_time()
@@ -231,27 +210,23 @@ class HostedCluster(SimulatedCluster):
 
     def sync(self) -> None:
         """A caller does something, between two events."""
-        self.now = self.clock.now = max(self.clock.now, self.loop_now())
+        self.now = self.timeline.now = max(self.timeline.now, self.loop_now())
 
-    def at(self, when: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
-        super().at(when, party, act, *args)
+    def _scheduled(self, when: float) -> None:
         if when < self._sleeps_until:
             self._sooner.set()
-
-    def after(self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
-        self.at(self.now + seconds, party, act, *args)
 
     async def drive(self) -> None:
         """Let events happen, in the callers' time, until cancelled."""
         try:
             while True:
                 await idle()
-                wait_s = self.clock.next_time() - self.loop_now()
+                wait_s = self.timeline.next_time() - self.loop_now()
                 if wait_s <= INSTANT_S:
                     self._check_time()
                     self._take_checked_event()
                     continue
-                self._sleeps_until, self._sooner = self.clock.next_time(), anyio.Event()
+                self._sleeps_until, self._sooner = self.timeline.next_time(), anyio.Event()
                 with anyio.move_on_after(wait_s):
                     await self._sooner.wait()
                 self._sleeps_until = float("-inf")
@@ -276,7 +251,7 @@ class HostedCluster(SimulatedCluster):
         self.is_over = True
         for worker in self.workers.values():
             if isinstance(worker, HostedWorker) and worker.alive:
-                worker.shell.crashed()
+                worker.user.crashed()
 
     def check_over(self) -> None:
         """Raise StateError if nothing happens any more."""
@@ -289,23 +264,16 @@ class HostedCluster(SimulatedCluster):
         if not worker.alive:
             raise WorkerCrashed(f"{worker.name} has crashed")
 
-    @property
-    def command(self) -> str:
-        """The seed; what runs it again is known to whom it is run by."""
-        return f"seed {self.seed}"
-
     # -- workers
 
-    def join(self, name: str, location: Location, options: Options, *, prefetch: bool) -> HostedWorker:
-        """A new process, which connects."""
+    def new_process(self, name: str, location: Location, options: Options) -> HostedWorker:
+        """A new process, which is still to connect."""
         if name in self.processes():
             raise StateError(f"a worker {name!r} is connected already: in a simulation each needs a name of its own")
         life = self._lives.get(name, 0)
         older = [worker.lives for worker in self.workers.values() if worker.name == name]
         self._lives[name] = life = max([life, *older]) + 1
-        worker = HostedWorker(self, name, location, options, life, prefetch=prefetch)
-        self.workers[f"{name}.{life}"] = worker
-        worker.connect()
+        worker = self.workers[f"{name}.{life}"] = HostedWorker(self, name, location, options, life)
         return worker
 
     def processes(self) -> dict[str, HostedWorker]:
@@ -319,24 +287,40 @@ class HostedCluster(SimulatedCluster):
 
     user_errors: tuple[type[Exception], ...] = (BrokenHook,)
 
+    # -- what strikes them
+
+    def differ(self) -> None:
+        """No: callers make their own mistakes."""
+
+    def restart_one(self) -> bool:
+        return self.restarts(self.timeline.random)
+
+    def preempt(self, worker: TimedWorker) -> bool:
+        if not any(handle.shard.spot for handle in worker.handles):
+            return False
+        self.preempts(worker.name, self.timeline.random.choice((0.2, 2.0)))
+        return True
+
+    def may_die(self, worker: TimedWorker) -> bool:
+        return worker.name not in self.spared
+
     # -- what follows
 
     def hook_called(self, handle: HandleShell) -> None:
-        assert isinstance(handle, TensorHandle)
-        if handle.hook is not None:
-            handle.hook(handle.hooks[-1].version)
+        if isinstance(handle, TensorHandle) and handle.listener is not None:
+            handle.listener.hook_called(handle.hooks[-1].version)
 
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         super().call_ended(handle, record)
-        if isinstance(handle, TensorHandle):
-            handle.ends(record)
+        if isinstance(handle, TensorHandle) and handle.listener is not None:
+            handle.listener.ended()
 
     def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
         lane = super().new_lane(reading, grant)
         assert isinstance(lane, TimedLane)
         lane.stalled_until = max(lane.stalled_until, self.stalled.get(grant.source, 0.0))
         if isinstance(reading.reader, TensorHandle):
-            reading.reader.lane_begins(lane)
+            reading.reader.lanes.append((lane, self.now))
         return lane
 
     def lane_closed(self, lane: SimLane) -> None:

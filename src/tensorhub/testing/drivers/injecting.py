@@ -6,20 +6,20 @@ A new kind gets its case in `Injector._inject`. Counts only what really happened
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.testing.drivers.control_network import TimedWorker
+from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import TimedLane
+from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.network import COORDINATOR, TimedLink
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
-from tensorhub.types import HandleState, Purpose
-
-if TYPE_CHECKING:
-    from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.sim.world import World
+from tensorhub.types import HandleState
 
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
@@ -30,16 +30,39 @@ CALM_MAX = 8  # times half as many faults
 BROADER_EACH = 200  # events, until there were kinds enough
 
 
+class StruckUsers(Protocol):
+    """Those who call, as faults strike them."""
+
+    hasty_until: float  # calls have hardly any time
+
+    def differ(self) -> None:
+        """The ranks of some group will not call alike."""
+
+    def restart_one(self) -> bool:
+        """A dead process is started again. Whether there was one."""
+
+    def preempt(self, worker: TimedWorker) -> bool:
+        """It is told to go, with little time. False: it is not spot."""
+
+    def may_die(self, worker: TimedWorker) -> bool:
+        """Whether it may crash, or be preempted."""
+
+
 class Injector:
     """The faults of one run."""
 
-    def __init__(self, cluster: SimulatedCluster, plan: FaultPlan) -> None:
-        self._cluster = cluster
-        self._random = cluster.random
-        self._plan = plan
+    users: StruckUsers  # set before they begin, as is the next one
+    coordinator: CoordinatorProcess
+
+    def __init__(self, world: World, timeline: Timeline, plan: FaultPlan, events_least: int) -> None:
+        self._world = world
+        self._timeline = timeline
+        self._random = timeline.random
+        self.plan = plan
+        self._events_least = events_least
         self.happened: Counter[str] = Counter()
         self.is_over = False
-        self._broader_at = 2 * cluster.events_least
+        self._broader_at = 2 * events_least
         self._slow_store_until = 0.0
         self._failing_store_until = 0.0
         self._late_tails_until = 0.0
@@ -61,19 +84,19 @@ class Injector:
 
     def _next(self) -> None:
         """Where no versions came of the seed so far, less and less goes wrong."""
-        long = self._cluster.events // self._cluster.events_least - CALMER_AFTER
+        long = self._timeline.events // self._events_least - CALMER_AFTER
         calm = max(0, long) if len(self.happened) >= KINDS_LEAST else 0
-        mean_s = self._plan.mean_s * 2 ** min(calm, CALM_MAX)
-        self._cluster.after(self._random.expovariate(1 / mean_s), None, self._strike)
+        mean_s = self.plan.mean_s * 2 ** min(calm, CALM_MAX)
+        self._timeline.after(self._random.expovariate(1 / mean_s), None, self._strike)
 
     def _strike(self) -> None:
         if self.is_over:
             return
         self._next()
-        if self._cluster.events >= self._broader_at and len(self.happened) < KINDS_LEAST:
+        if self._timeline.events >= self._broader_at and len(self.happened) < KINDS_LEAST:
             self._broader_at += BROADER_EACH
-            self._plan.broaden(self._random)
-        kind = self._plan.draw(self._random)
+            self.plan.broaden(self._random)
+        kind = self.plan.draw(self._random)
         if kind is not None and self._inject(kind):
             self.happens(kind)
 
@@ -83,7 +106,6 @@ class Injector:
 
     def end(self) -> None:
         """Nothing goes wrong any more; what is broken is mended."""
-        cluster = self._cluster
         self.is_over = True
         self._slow_store_until = self._failing_store_until = self._late_tails_until = 0.0
         self._doubles = 0
@@ -94,36 +116,58 @@ class Injector:
         self._cuts_short = False
         self._for_lanes.clear()
         # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
-        last = list(cluster.workers) if Fault.CORRUPT in self._plan.weights else []
+        last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
         self._damaged = dict.fromkeys(last, 1)
-        cluster.partitions.heal()
-        cluster.hurry_store()
-        for handle in cluster.live_handles():
+        self._timeline.partitions.heal()
+        self.coordinator.hurry_store()
+        for handle in self._world.live_handles():
             handle.hook_error = None
             if handle.access is not None:
                 handle.end_access()
-        for _, link in cluster.links.values():
+        for _, link in self._world.links.values():
             assert isinstance(link, TimedLink)
             link.held_until = 0.0
+
+    # -- by order
+
+    def damage(self, name: str, frames: int) -> None:
+        """The next frames to this reader are damaged."""
+        self._damaged[name] = frames
+
+    def double(self, messages: int) -> None:
+        """The next messages come twice."""
+        self._doubles += messages
+
+    def fail_store(self, until: float) -> None:
+        """Every write fails."""
+        self._failing_store_until = until
+
+    def slow_store(self, until: float) -> None:
+        """Every write takes long."""
+        self._slow_store_until = until
+
+    def late_tails(self, until: float) -> None:
+        """What a broken connection had on its way comes late."""
+        self._late_tails_until = until
 
     # -- asked by others, for each thing that could be struck
 
     def store_s(self) -> float:
         """How long the next write takes."""
-        slow = self._cluster.now < self._slow_store_until
+        slow = self._timeline.now < self._slow_store_until
         return self._random.uniform(0.5, 4.0) if slow else self._random.uniform(0.0002, 0.01)
 
     def store_fails(self) -> bool:
         """Whether this write has failed."""
-        if self._cluster.now >= self._failing_store_until:
+        if self._timeline.now >= self._failing_store_until:
             return False
         self.happens(Fault.STORE_FAIL)
         return True
 
     def link_lost(self, link: TimedLink) -> None:
         """Its worker's end is gone: what it has said may come late."""
-        if self._cluster.now < self._late_tails_until and link.up:
-            link.held_until = self._cluster.now + self._random.choice(SHORT_S)
+        if self._timeline.now < self._late_tails_until and link.up:
+            link.held_until = self._timeline.now + self._random.choice(SHORT_S)
             self.happens(Fault.REORDER)
 
     def doubles(self, message: FromWorker | FromCoordinator) -> bool:
@@ -131,7 +175,7 @@ class Injector:
         if not self._doubles:
             return False
         self._doubles -= 1
-        self._cluster.note(f"{type(message).__name__} comes twice")
+        self._world.note(f"{type(message).__name__} comes twice")
         self.happens(Fault.DUPLICATE)
         return True
 
@@ -140,7 +184,7 @@ class Injector:
         if not self._garbled or not self._garbled.get(worker.name):
             return False
         self._garbled[worker.name] -= 1
-        self._cluster.note(f"a message of {worker.name} is damaged")
+        self._world.note(f"a message of {worker.name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
 
@@ -170,11 +214,11 @@ class Injector:
         """The coordinator is about to hear of a rollback: somebody who holds what it retires may be away."""
         if not self._absences:
             return
-        holders = [handle.worker for handle in self._cluster.live_handles() if handle.member.state is HandleState.READY]
+        holders = [handle.worker for handle in self._world.live_handles() if handle.member.state is HandleState.READY]
         if holders:
             worker, kind = self._random.choice(holders), self._absences.pop()
             assert isinstance(worker, TimedWorker)
-            if self._strike_worker(kind, worker, COORDINATOR, self._cluster.now + ABSENT_S):
+            if self._strike_worker(kind, worker, COORDINATOR, self._timeline.now + ABSENT_S):
                 self.happens(kind)
 
     def cuts_short(self, actions: list[Action]) -> list[Action]:
@@ -198,7 +242,7 @@ class Injector:
         if not self._damaged or not self._damaged.get(name):
             return False
         self._damaged[name] -= 1
-        self._cluster.note(f"a frame to {name} is damaged")
+        self._world.note(f"a frame to {name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
 
@@ -206,11 +250,11 @@ class Injector:
         """A read begins: it may be one that goes wrong."""
         if not self._for_lanes:
             return
-        now, kind = self._cluster.now, self._for_lanes.pop()
+        now, kind = self._timeline.now, self._for_lanes.pop()
         if kind is Fault.STALL:
             lane.stalled_until = now + self._random.choice((1.0, 5.0, 60.0))
         else:
-            self._cluster.partitions.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
+            self._timeline.partitions.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
         self.happens(kind)
 
     # -- striking
@@ -221,31 +265,31 @@ class Injector:
         if lane is not None and lane.source is not None:
             workers = [w for w in (lane.reader.worker, lane.source.worker) if w.alive]
         else:
-            workers = [w for w in self._cluster.workers.values() if w.alive]
+            workers = [w for w in self._world.workers.values() if w.alive]
         worker = self._random.choice(workers) if workers else None
         assert worker is None or isinstance(worker, TimedWorker)
         return worker
 
     def _handle(self) -> SimHandle | None:
-        handles = [handle for handle in self._cluster.live_handles() if handle.shard.serves]
+        handles = [handle for handle in self._world.live_handles() if handle.shard.serves]
         return self._random.choice(handles) if handles else None
 
     def _lane(self) -> TimedLane | None:
         """A connection over which something is read."""
-        lanes = [lane for handle in self._cluster.live_handles() for lane in handle.serving]
+        lanes = [lane for handle in self._world.live_handles() for lane in handle.serving]
         lane = self._random.choice(lanes) if lanes else None
         assert lane is None or isinstance(lane, TimedLane)
         return lane
 
     def _inject(self, kind: Fault) -> bool:
         """Do it, to somebody; False: there was nothing to do it to (or it is counted when it strikes)."""
-        cluster, random, now = self._cluster, self._random, self._cluster.now
+        random, now = self._random, self._timeline.now
         worker = self._worker()
         if worker is None and kind is not Fault.RESTART:
             return False
         match kind:
             case Fault.RESTART:
-                return self._restart()
+                return self.users.restart_one()
             case Fault.COORDINATOR if random.random() < AMBUSHES:
                 self._cuts_short = True
                 return False
@@ -266,10 +310,10 @@ class Injector:
                 self._doubles += random.choice((1, 1, 5, 30))
                 return False
             case Fault.HASTE:
-                cluster.users.hasty_until = now + random.choice(LONG_S)
+                self.users.hasty_until = now + random.choice(LONG_S)
                 return True
             case Fault.DIFFER:
-                random.choice(cluster.users.groups).differs = True
+                self.users.differ()
                 return False
             case Fault.CANCEL if random.random() < AMBUSHES:
                 self._changes_of_mind = [random.random() < 0.5]
@@ -283,24 +327,11 @@ class Injector:
                 assert worker is not None
                 return self._strike_worker(kind, worker)
 
-    def _restart(self) -> bool:
-        """A dead rank's place is taken by a new process."""
-        places = [
-            (group, rank)
-            for group in self._cluster.users.groups
-            for rank, handle in enumerate(group.ranks)
-            if not handle.worker.alive
-        ]
-        if not places:
-            return False
-        self._cluster.users.replace(*self._random.choice(places))
-        return True
-
     def _crash_coordinator(self, *, lost: bool) -> bool:
-        if not self._cluster.process.alive:
+        if not self._timeline.coordinator.alive:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
-        self._cluster.crash_coordinator(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
+        self.coordinator.crash(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
         return True
 
     def _strike_data(self, kind: Fault) -> bool:
@@ -315,11 +346,11 @@ class Injector:
                 return False
             case Fault.DEVICE if handle.access is None:
                 handle.hold_access()
-                self._cluster.after(random.choice(LONG_S), handle.worker, handle.end_access)
+                self._timeline.after(random.choice(LONG_S), handle.worker, handle.end_access)
                 return handle.access is not None
             case Fault.HOOK:
                 handle.hook_error = BrokenHook("the hook broke")
-                self._cluster.after(random.choice(LONG_S), handle.worker, self._mend_hook, handle)
+                self._timeline.after(random.choice(LONG_S), handle.worker, self._mend_hook, handle)
             case Fault.CANCEL if handle.member.running is not None:
                 handle.cancel()
             case Fault.OVERWRITE:
@@ -335,28 +366,30 @@ class Injector:
         handle.hook_error = None
 
     def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "", until: float = 0.0) -> bool:
-        cluster, random, now = self._cluster, self._random, self._cluster.now
+        random, now, world = self._random, self._timeline.now, self._world
         link = worker.link
         match kind:
+            case Fault.CRASH | Fault.PREEMPT if not self.users.may_die(worker):
+                return False
             case Fault.CRASH:
-                if sum(w.alive for w in cluster.workers.values()) < 2:
+                if sum(each.alive for each in world.workers.values()) < 2:
                     return False
                 worker.crash()
             case Fault.PARTITION:
-                others = [w.name for w in cluster.workers.values() if w.alive and w is not worker]
+                others = [w.name for w in world.workers.values() if w.alive and w is not worker]
                 lane = self._lane()
                 if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
                     others = [lane.grant.source]
                 other = other or random.choice([COORDINATOR, *others[:3]])
                 until = max(until, now + random.choice(LONG_S))
-                cluster.note(f"{worker.name} and {other} are cut off until {until:.3f}")
-                cluster.partitions.block(worker.name, other, until)
+                world.note(f"{worker.name} and {other} are cut off until {until:.3f}")
+                self._timeline.partitions.block(worker.name, other, until)
             case Fault.CUT if link is not None:
                 worker.disconnect()
             case Fault.DELAY if isinstance(link, TimedLink):
                 link.held_until = now + random.choice(SHORT_S)
             case Fault.DROP if isinstance(link, TimedLink):
-                cluster.note(f"the connection of {worker.name} loses everything")
+                world.note(f"the connection of {worker.name} loses everything")
                 link.is_lossy = True
             case Fault.CORRUPT:
                 books = self._garbled if random.random() < 0.3 else self._damaged
@@ -364,27 +397,12 @@ class Injector:
                 return False
             case Fault.PAUSE:
                 until = now + random.choice(LONG_S)
-                party = cluster.process if random.random() < 0.15 else worker
+                party = self._timeline.coordinator if random.random() < 0.15 else worker
                 until = max(until, party.stopped_until)
-                cluster.note(f"{party.name} is stopped until {until:.3f}")
+                world.note(f"{party.name} is stopped until {until:.3f}")
                 party.stopped_until = until
             case Fault.PREEMPT:
-                return self._preempt(worker)
+                return self.users.preempt(worker)
             case _:
                 return False
         return True
-
-    def _preempt(self, worker: TimedWorker) -> bool:
-        """It closes what it has, with little time; then it is gone."""
-        if not any(handle.shard.spot for handle in worker.handles):
-            return False
-        notice_s = self._random.choice((0.2, 2.0))
-        for handle in list(worker.handles):
-            if handle.idle and handle.shard.purpose is Purpose.USE:
-                handle.close(notice_s)
-        self._cluster.after(notice_s, worker, self._preempted, worker)
-        return True
-
-    @staticmethod
-    def _preempted(worker: TimedWorker) -> None:
-        worker.crash()

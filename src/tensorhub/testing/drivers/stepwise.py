@@ -41,13 +41,10 @@ class StepwiseCluster(World):
         `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
         """
         self.note("the coordinator restarts")
-        if kept:
-            for persist in self.unstored.values():
-                self.keep(persist.entry)
-        self.unstored.clear()
+        self.coordinator_died(kept=kept)
         if lost:
             self.lose_state()
-        self.coordinator = self._new_coordinator()
+        self.start_coordinator()
         self.links.clear()
         self.ending.clear()
         for worker in self.workers.values():

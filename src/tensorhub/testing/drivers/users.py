@@ -6,19 +6,18 @@ Responsible for who calls what and when. Not responsible for what goes wrong (`i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.testing.drivers.control_network import TimedWorker
+from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.worker import SimHandle
-from tensorhub.types import HandleState, Location, Selector
+from tensorhub.testing.sim.world import World
+from tensorhub.types import HandleState, Location, Purpose, Selector
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
-
-if TYPE_CHECKING:
-    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
@@ -44,9 +43,11 @@ class UserGroup:
 class Users:
     """Everybody who calls."""
 
-    def __init__(self, cluster: SimulatedCluster) -> None:
-        self._cluster = cluster
-        self._random = random = cluster.random
+    def __init__(self, world: World, timeline: Timeline) -> None:
+        self._world = world
+        self._timeline = timeline
+        self._random = random = timeline.random
+        self.differed: Callable[[], None] = lambda: None  # called when the ranks of a group call differently
         self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
@@ -86,19 +87,47 @@ class Users:
                 worker = shared or self.new_process()
                 group.ranks.append(worker.register(group.name, rank, group.world_size, spot=group.spot))
             self.groups.append(group)
-            self._cluster.after(random.random(), None, self._turn, group)
-        self._cluster.after(REVIVE_S, None, self._revive)
+            self._timeline.after(random.random(), None, self._turn, group)
+        self._timeline.after(REVIVE_S, None, self._revive)
 
     def new_process(self) -> TimedWorker:
         """A new worker, somewhere."""
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
         location = Location(site=random.choice(("here", "there")), host=random.choice((name, "shared")))
-        self._cluster.host_bytes = random.choice((0, 1, 2, 3)) * self._cluster.manifest.nbytes
-        worker = self._cluster.worker(name, location)
+        self._world.host_bytes = random.choice((0, 1, 2, 3)) * self._world.manifest.nbytes
+        worker = self._world.worker(name, location)
         assert isinstance(worker, TimedWorker)
         worker.copies_refused = random.choice((0, 0, 0, 1, 3))
         return worker
+
+    # -- what strikes them
+
+    def differ(self) -> None:
+        """The ranks of some group will not call alike."""
+        self._random.choice(self.groups).differs = True
+
+    def restart_one(self) -> bool:
+        """A dead rank's place is taken by a new process. Whether there was one."""
+        places = [(group, rank) for group in self.groups for rank, h in enumerate(group.ranks) if not h.worker.alive]
+        if places:
+            self.replace(*self._random.choice(places))
+        return bool(places)
+
+    def preempt(self, worker: TimedWorker) -> bool:
+        """It closes what it has, with little time; then it is gone. False: it is not spot."""
+        if not any(handle.shard.spot for handle in worker.handles):
+            return False
+        notice_s = self._random.choice((0.2, 2.0))
+        for handle in list(worker.handles):
+            if handle.idle and handle.shard.purpose is Purpose.USE:
+                handle.close(notice_s)
+        self._timeline.after(notice_s, worker, worker.crash)
+        return True
+
+    def may_die(self, worker: TimedWorker) -> bool:
+        """Whether it may crash, or be preempted."""
+        return True
 
     def end(self) -> None:
         """Nobody calls by himself any more."""
@@ -112,7 +141,7 @@ class Users:
         """Do something, or nothing if the last call runs; and again later."""
         if self.is_over:
             return
-        self._cluster.after(self._random.expovariate(1 / self._pause_s), None, self._turn, group)
+        self._timeline.after(self._random.expovariate(1 / self._pause_s), None, self._turn, group)
         self.enrol(group)
         random = self._random
         if self._fetch_rate and random.random() < self._fetch_rate:
@@ -146,7 +175,7 @@ class Users:
         """Where hardly any group is whole, somebody starts processes again: a seed has to go somewhere."""
         if self.is_over:
             return
-        self._cluster.after(REVIVE_S, None, self._revive)
+        self._timeline.after(REVIVE_S, None, self._revive)
         broken = [group for group in self.groups if not all(handle.worker.alive for handle in group.ranks)]
         if len(self.groups) - len(broken) < 2:
             group = self._random.choice(broken)
@@ -167,24 +196,23 @@ class Users:
         recent = max(0, self.next_version - random.randint(1, 2))
         selector: Selector = random.choice(("latest", "latest", "latest", "available", "latest-1", recent))
         hold = random.random() < 0.3
-        timeout_s = random.choice(NO_TIME_S if self._cluster.now < self.hasty_until else TIMEOUTS_S)
+        timeout_s = random.choice(NO_TIME_S if self._timeline.now < self.hasty_until else TIMEOUTS_S)
         differs, group.differs = group.differs, False
         if differs:
-            self._cluster.injector.happens("differ")
+            self.differed()
         for handle in ranks:
             if differs and random.random() < 0.4:
                 if random.random() < 0.5:
                     continue
                 what, number, selector = random.choice(("publish", "fill", "unpublish")), number + 1, "latest-1"
             late_s = random.random() * random.choice((0.001, 0.001, 0.5))
-            self._cluster.after(late_s, handle.worker, self._one_call, handle, what, number, selector, hold, timeout_s)
+            self._timeline.after(late_s, handle.worker, self._one_call, handle, what, number, selector, hold, timeout_s)
 
     def _one_call(self, handle: SimHandle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float) -> None:
         if not handle.idle or self.is_over:
             return
         state, random = handle.member.state, self._random
         holds = state in HOLDING
-        self._cluster.touch(handle)
         try:
             match what:
                 case "publish" if holds:
@@ -246,26 +274,26 @@ class Users:
 
     def ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call is over: which way was that?"""
-        cluster, error = self._cluster, record.error
+        world, error = self._world, record.error
         if isinstance(error, TensorHubError):
-            cluster.took(f"call ended with {type(error).__name__}")
+            world.took(f"call ended with {type(error).__name__}")
             if error.memory == "in_doubt":
-                cluster.took("left in doubt")
+                world.took("left in doubt")
         match record.what:
             case PublishCall() if error is None:
                 assert record.version is not None
                 self.published.add(record.version.content_id)
             case UnpublishCall() | CloseCall() if not record.online:
-                cluster.took("left offline")
+                world.took("left offline")
             case FillCall() if error is None and record.changed:
                 pull = handle.pull
                 if record.what.staged:
-                    cluster.took("staged update done")
+                    world.took("staged update done")
                 if pull is not None and pull.books.retries:
-                    cluster.took("fill completed after a failure")
+                    world.took("fill completed after a failure")
                 if pull is not None and pull.patched:
-                    cluster.took("completed from partial replicas")
+                    world.took("completed from partial replicas")
             case FillCall() if record.what.staged and handle.member.state is HandleState.READY:
-                cluster.took("staged update given up, nothing written")
+                world.took("staged update given up, nothing written")
             case _:
                 pass

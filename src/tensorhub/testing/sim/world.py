@@ -79,7 +79,7 @@ class World(WorkerWorld):
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
         self.guarantees = Guarantees(self)
         self.verified = VerifiedChunks()
-        self.coordinator = self._new_coordinator()
+        self.start_coordinator()
 
     # -- making things
 
@@ -108,10 +108,11 @@ class World(WorkerWorld):
         self.store.clear()
         self.ident += "'"
 
-    def _new_coordinator(self) -> Coordinator:
+    def start_coordinator(self) -> None:
+        """A new one begins, on what is durable."""
         self.epoch += 1
         self._joined.clear()
-        return Coordinator(
+        self.coordinator = Coordinator(
             cluster=self.ident,
             epoch=self.epoch,
             options=self.options,
@@ -119,6 +120,13 @@ class World(WorkerWorld):
             now=self.now,
             durable=Durable.of(self.store) if self.epoch > 1 else None,
         )
+
+    def coordinator_died(self, *, kept: bool) -> None:
+        """`kept`: what was being written is durable."""
+        if kept:
+            for persist in self.unstored.values():
+                self.keep(persist.entry)
+        self.unstored.clear()
 
     # -- looking
 

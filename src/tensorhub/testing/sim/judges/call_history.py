@@ -9,7 +9,7 @@ from collections import defaultdict
 from math import inf
 
 from tensorhub.errors import LeaseLost, VersionConflict, VersionUnavailable
-from tensorhub.messages import Announce, Done, FromWorker, Pin, Refused, Retain, Rollback, Unpin, Watch
+from tensorhub.messages import Announce, Done, FromWorker, Join, Pin, Refused, Retain, Rollback, Unpin, Watch
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
@@ -36,6 +36,8 @@ class CallHistory:
         self.new_pins: set[int] = set()  # of these: pins that are said for the first time
         self._said: set[str] = set()  # the ids of all pins
         self._pins: dict[str, tuple[str, Pinning]] = {}  # by id: those that may count, and their models
+        # Watches of the present connections, by incarnation and model. When one is said again, older news may be coming.
+        self._watches: set[tuple[str, str]] = set()
         self._rollbacks: dict[str, RollingBack] = {}  # by the names under which they are said again
 
     def state_lost(self) -> None:
@@ -91,7 +93,10 @@ class CallHistory:
     def says(self, worker: JudgedWorker, message: FromWorker) -> None:
         """A worker asks for something itself."""
         match message:
-            case Watch():
+            case Join():
+                self._watches = {watch for watch in self._watches if watch[0] != worker.incarnation}
+            case Watch() if (worker.incarnation, message.model) not in self._watches:
+                self._watches.add((worker.incarnation, message.model))
                 self.models[message.model].listens(worker.incarnation)
             case Rollback():
                 rollback = self._rollbacks.get(message.ident)

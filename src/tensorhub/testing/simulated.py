@@ -1,0 +1,203 @@
+"""One seed's run: simulated users call while things go wrong; then all faults end, every call must, and all must converge.
+
+`run` has two phases: users call and faults happen, until there were enough events; then all faults end, every call must,
+and everybody must be able to publish and to fetch (G7). What users do is in `drivers.users`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+from tensorhub.errors import StateError
+from tensorhub.testing.drivers.healing import Healing
+from tensorhub.testing.drivers.timed import TimedCluster
+from tensorhub.testing.drivers.users import Users
+from tensorhub.testing.drivers.virtual import VirtualLoop
+from tensorhub.testing.running import RunningCluster, running
+from tensorhub.testing.sim.assertion import GuaranteeBroken
+from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
+from tensorhub.testing.sim.handle import CallRecord, HandleShell
+from tensorhub.types import Options
+
+SEED_VARIABLE = "TENSORHUB_SEED"
+EVENTS_LEAST = 1000  # of a seed that is to have all of these
+VERSIONS_LEAST = 3  # that are published in each seed
+GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
+ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
+
+
+class SimulatedCluster(TimedCluster):
+    """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces it."""
+
+    def __init__(
+        self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, options: Options | None = None
+    ) -> None:
+        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults.
+        `options`: the coordinator's, and times of everybody's connections; None: drawn.
+        """
+        super().__init__(seed, faults, options, events)
+        self.options_given = options
+        self.events_least = events
+        self.users = self.injector.users = Users(self, self.timeline)
+        self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
+
+    def run(self) -> None:
+        """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction line at its end."""
+        try:
+            self.begin()
+            while not self._is_enough():
+                self.take_event()
+            healing = self.healing()
+            healing.ask()
+            self.run_until(lambda: False, ASKED_BEFORE_S)
+            self.end_faults()
+            healing.run()
+        except Exception as error:
+            raise GuaranteeBroken(self.report(error)) from error
+
+    def begin(self) -> None:
+        """Users call and things go wrong from now on, as events are taken."""
+        self.users.begin()
+        self.injector.begin()
+
+    def end_faults(self) -> None:
+        """Nothing goes wrong any more, and nobody calls by himself."""
+        self.injector.end()
+        self.users.end()
+
+    def converge(self) -> None:
+        """Demand that every call ends, and that everybody can publish and fetch (G7)."""
+        self.healing().run()
+
+    def healing(self) -> Healing:
+        """What demands that."""
+        return Healing(self, self.timeline, self.users, self.run_until)
+
+    def _is_enough(self) -> bool:
+        """Whether there was enough of everything that a seed stands for. (Of some kinds of faults, it may be that no more
+        can happen, or nothing be published; and fewer events need not be enough.)
+        """
+        if self.events < self.events_least:
+            return False
+        full = len(self.users.published) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
+        wants_all = self.allowed is None and self.events_least >= EVENTS_LEAST
+        return full or self.events >= (GIVEN_UP if wants_all else 4) * self.events_least
+
+    def run_until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Go on until that holds, looked at twice a second; False: it did not within so many seconds."""
+        end = self.now + seconds
+        while not holds():
+            if self.now >= end:
+                return False
+            until = self.now + 0.5
+            self.timeline.at(until, None, self._nothing)
+            while self.now < until:
+                self.take_event()
+        return True
+
+    def _nothing(self) -> None:
+        """Time has passed."""
+
+    @property
+    def command(self) -> str:
+        """What runs this seed again."""
+        faults = "" if self.allowed is None else f" --faults {','.join(self.allowed)}"
+        return f"tensorhub simulate --seed {self.seed}{faults} --events {self.events_least}"
+
+    # -- what follows
+
+    def rolled_back(self, to: int) -> None:
+        self.users.rolled_back(to)
+
+    def hook_called(self, handle: HandleShell) -> None:
+        timeline = self.timeline
+        timeline.after(timeline.random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
+
+    def _hook_returns(self, handle: HandleShell) -> None:
+        if handle.hooks:
+            handle.hook_returns()
+
+    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
+        super().call_ended(handle, record)
+        self.users.ended(handle, record)
+
+    # -- under somebody's own code
+
+    def running(
+        self, *, spared: Collection[str] = (), seconds_max: float = 3600.0
+    ) -> contextlib.AbstractAsyncContextManager[RunningCluster]:
+        """Run as an async context manager, under somebody's own code instead of simulated users: see `RunningCluster`.
+
+        Faults of this cluster's kinds happen, as the seed draws them (those that only a user can commit are left out).
+        `spared`: names of workers that never crash, nor are preempted, by chance. `seconds_max`: virtual seconds after which
+        code that does not end is given up (StateError).
+
+        Leaving the block ends all faults, closes what was started, and checks everything once more. Raises GuaranteeBroken,
+        StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
+        """
+        return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
+
+
+def simulate(
+    main: Callable[[RunningCluster], Awaitable[object]],
+    *,
+    seeds: Iterable[int] = range(100),
+    faults: Collection[Fault] | None = None,
+    options: Options | None = None,
+    spared: Collection[str] = (),
+    seconds_max: float = 3600.0,
+    backend: str = "asyncio",
+) -> list[str]:
+    """Run `await main(cluster)` once for each seed, in virtual time; returns the end hashes.
+
+    `faults`: the kinds that may be drawn; None: all but those that only a user can commit; (): none. `options`: the
+    coordinator's; None: drawn. `spared`, `seconds_max`: see `SimulatedCluster.running`. `backend`: "asyncio" or "trio".
+    With TENSORHUB_SEED in the environment only that seed is run.
+
+    Raises what `main` raises, or GuaranteeBroken, with a note that says how to run this seed again.
+    """
+    only = os.environ.get(SEED_VARIABLE)
+    hashes = []
+    for seed in seeds if only is None else [int(only)]:
+        cluster = SimulatedCluster(seed, faults=faults, options=options)
+        try:
+            hashes.append(_run(partial(_one, main, cluster, spared, seconds_max), backend))
+        except Exception as error:
+            error.add_note(f"reproduce: {SEED_VARIABLE}={seed} {_command()}")
+            raise
+    return hashes
+
+
+async def _one(
+    main: Callable[[RunningCluster], Awaitable[object]],
+    simulated: SimulatedCluster,
+    spared: Collection[str],
+    seconds_max: float,
+) -> str:
+    async with simulated.running(spared=spared, seconds_max=seconds_max) as cluster:
+        await main(cluster)
+    return cluster.end_hash
+
+
+def _run(function: Callable[[], Any], backend: str) -> Any:
+    if backend == "trio":
+        trio: Any = importlib.import_module("trio")
+        clock = importlib.import_module("trio.testing").MockClock(autojump_threshold=0)
+        return trio.run(function, clock=clock)
+    if backend != "asyncio":
+        raise StateError(f"backend={backend!r}: give 'asyncio' or 'trio'")
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(function())
+
+
+def _command() -> str:
+    """What is running: a test, or a program."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return f"python -m pytest '{test}'" if test else f"python {' '.join(sys.argv)}"
