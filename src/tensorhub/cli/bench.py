@@ -7,24 +7,20 @@ from typing import Annotated
 
 import typer
 
-from tensorhub.cli.common import QuietOption, import_shipped, seconds, whole
+from tensorhub.cli import common
 
 MIB_MIN = 2
 
 
 def bench(
-    rounds: Annotated[
-        int, typer.Option(parser=whole(1), metavar="N", help="How often each way is visited; every other round backwards.")
-    ] = 3,
-    copies: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Timed copies of each visit.")] = 3,
-    mib: Annotated[
-        int, typer.Option(parser=whole(MIB_MIN), metavar="N", help="Bytes of the weights, in MiB; every process holds them.")
-    ] = 1024,
+    rounds: Annotated[int, common.whole_option(1, help="How often each way is visited; every other round backwards.")] = 3,
+    copies: Annotated[int, common.whole_option(1, help="Timed copies of each visit.")] = 3,
+    mib: Annotated[int, common.whole_option(MIB_MIN, help="Bytes of the weights, in MiB; every process holds them.")] = 1024,
     receivers: Annotated[str, typer.Option(metavar="N,M", help="To how many receivers at once.")] = "1,4",
     only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these ways; see --list.")] = None,
     skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these ways.")] = None,
     timeout: Annotated[
-        float, typer.Option(parser=seconds(1, 1e9), metavar="S", help="Seconds for each step of a visit; then it is ended.")
+        float, common.seconds_option(1, 1e9, help="Seconds for each step of a visit; then it is ended.")
     ] = 60.0,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every figure here, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture here, as SVG.")] = None,
@@ -34,14 +30,14 @@ def bench(
     ] = None,
     install: Annotated[bool, typer.Option("--install", help="First install the peers there, from PyPI.")] = False,
     list_ways: Annotated[bool, typer.Option("--list", help="Name the ways, and end.")] = False,
-    quiet: QuietOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Compare TensorHub with the ceilings of this machine and with its peers: the same bytes, one source to some receivers.
 
     Each way runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
     namespace of their own, under the same congestion control. What is not installed is told at the end (docs/benchmarks.md).
     """
-    comparison = import_shipped("benches.comparison.command")
+    comparison = common.import_shipped("benches.comparison.command")
     if list_ways:
         comparison.list_ways()
         return

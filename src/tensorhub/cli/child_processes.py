@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import IO, Any
 
 import anyio
@@ -208,30 +208,24 @@ async def closing_all() -> AsyncIterator[list[AsyncChildProcess]]:
     try:
         yield children
     finally:
+        for child in children:
+            child.kill()
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(_close_all, children)
-
-
-def _close_all(children: Iterable[ChildProcess]) -> None:
-    for child in children:
-        child.kill()
-    for child in children:
-        child.close()
+            for child in children:
+                await anyio.to_thread.run_sync(child.close)
 
 
 # ---------------------------------------------------------------------------------------------------- the child's side
 
 
-def exit_at_once() -> None:
-    """What a child does by default when its input ends: whatever it is doing, nobody waits for it any more."""
-    os._exit(1)
-
-
 class Parent:
     """The parent, as its child sees it: each command is passed to `heard`, by a thread; `say` answers."""
 
-    def __init__(self, heard: Callable[[Line], object], at_end: Callable[[], object] = exit_at_once) -> None:
-        """Takes standard output for lines alone: whatever else is printed goes to standard error from now on."""
+    def __init__(self, heard: Callable[[Line], object], at_end: Callable[[], object] = lambda: os._exit(1)) -> None:
+        """Takes standard output for lines alone: whatever else is printed goes to standard error from now on.
+
+        `at_end`: called by the thread when the input has ended. By default the process ends at once, whatever it is doing.
+        """
         self._out = os.dup(1)
         os.dup2(2, 1)
         self._saying = threading.Lock()

@@ -117,6 +117,16 @@ def seconds(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
+def whole_option(least: int, most: int | None = None, *, help: str) -> Any:
+    """An option that is a whole number."""
+    return typer.Option(parser=whole(least, most), metavar="N", help=help)
+
+
+def seconds_option(least: float, most: float, *, help: str) -> Any:
+    """An option that is a number of seconds."""
+    return typer.Option(parser=seconds(least, most), metavar="S", help=help)
+
+
 def size(given: str) -> int:
     """What reads an option's bytes: "100MB", "1.5GiB" or a plain number."""
     match = _SIZE.fullmatch(str(given).strip())
@@ -138,12 +148,13 @@ def check_address(address: str | None) -> str:
 
 
 @contextlib.contextmanager
-def checking(option: str = "") -> Iterator[None]:
-    """What the library refuses in this block was given by the user: a usage error, about `option`."""
+def checking(option: str = "", *, instead: str = "") -> Iterator[None]:
+    """The user gave what is refused in this block: a usage error about `option`, which says what to give instead."""
     try:
         yield
-    except (AuthenticationFailed, StateError, ValueError) as error:
-        raise usage(f"{option}: {error}" if option else str(error)) from error
+    except (AuthenticationFailed, OSError, StateError, ValueError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        raise usage(f"{option}: " * bool(option) + text + f"; give {instead}" * bool(instead)) from error
 
 
 def connecting(address: str | None, token_file: Path | None) -> Connect:

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,20 +24,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 import tensorhub
+from tensorhub.cli import common
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, Line, closing_all
-from tensorhub.cli.common import (
-    FAILED,
-    CommandError,
-    JsonOption,
-    QuietOption,
-    print_table,
-    progress_bars,
-    report,
-    run,
-    seconds,
-    usage,
-    whole,
-)
 from tensorhub.cli.demo_results import TRAINER, Results
 from tensorhub.cli.demo_worker import WorkerSettings
 from tensorhub.memory.safetensors import read_header
@@ -63,22 +51,17 @@ class Settings:
 
 
 def demo(
-    versions: Annotated[int, typer.Option(parser=whole(1, 10_000), metavar="N", help="Optimizer steps to publish.")] = 5,
-    rollouts: Annotated[int, typer.Option(parser=whole(1, 64), metavar="N", help="Rollout processes.")] = 4,
-    weights: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Any safetensors file, instead of the installed all-MiniLM-L6-v2."),
-    ] = None,
+    versions: Annotated[int, common.whole_option(1, 10_000, help="Optimizer steps to publish.")] = 5,
+    rollouts: Annotated[int, common.whole_option(1, 64, help="Rollout processes.")] = 4,
+    weights: Annotated[Path | None, typer.Option(metavar="FILE", help="A safetensors file, not all-MiniLM-L6-v2.")] = None,
     pace: Annotated[
         Pace,
         typer.Option(help="wait: each step waits until every rollout has the version before; free: it does not."),
     ] = Pace.WAIT,
     seed: Annotated[int, typer.Option(help="Of the training's randomness.")] = 0,
-    timeout_s: Annotated[
-        float, typer.Option(parser=seconds(1, 86_400), metavar="S", help="Give up after so long without news.")
-    ] = 120.0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    timeout_s: Annotated[float, common.seconds_option(1, 86_400, help="Give up after so long without news.")] = 120.0,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Train a real model here, and let rollout processes follow its weights.
 
@@ -88,19 +71,10 @@ def demo(
     """
     names = tuple(f"rollout-{number}" for number in range(1, rollouts + 1))
     if weights is not None:
-        _check(weights)
-    run(partial(_demo, Settings(versions, names, weights, pace, seed, timeout_s, as_json, quiet)))
-
-
-def _check(weights: Path) -> None:
-    """A usage error, before anything is started, if this file cannot be a model."""
-    try:
-        if not read_header(weights).entries:
-            raise ValueError(f"{weights} holds no tensor")
-    except OSError as error:
-        raise usage(f"--weights {weights}: {error.strerror}; give a safetensors file") from error
-    except ValueError as error:
-        raise usage(f"--weights: {error}; give a safetensors file") from error
+        with common.checking("--weights", instead="a safetensors file"):
+            if not read_header(weights).entries:
+                raise ValueError(f"{weights} holds no tensor")
+    common.run(partial(_demo, Settings(versions, names, weights, pace, seed, timeout_s, as_json, quiet)))
 
 
 async def _demo(settings: Settings) -> int:
@@ -111,8 +85,8 @@ async def _demo(settings: Settings) -> int:
             await Run(settings, children, results, tell).conduct()
     _print_results(settings, results)
     for problem in results.problems():
-        report(CommandError("DemoFailed", problem))
-    return FAILED if results.problems() else 0
+        common.report(common.CommandError("DemoFailed", problem))
+    return common.FAILED if results.problems() else 0
 
 
 @contextlib.asynccontextmanager
@@ -128,49 +102,46 @@ async def _started(settings: Settings, address: str, token: str) -> AsyncIterato
         yield {child.name: child for child in children}
 
 
+@dataclass
 class Run:
     """One run: the children, what they have said, and who waits for more."""
 
-    def __init__(
-        self, settings: Settings, children: Mapping[str, AsyncChildProcess], results: Results, tell: Callable[..., None]
-    ) -> None:
-        self._settings = settings
-        self._children = children
-        self._results = results
-        self._tell = tell  # the user
-        self._news = anyio.Event()  # set at the next line of any child
-        self._is_over = False  # from here on children end, because they were told to
+    settings: Settings
+    children: Mapping[str, AsyncChildProcess]
+    results: Results
+    tell: Callable[..., None]  # the user
+    news: anyio.Event = field(default_factory=anyio.Event)  # set at the next line of any child
+    is_over: bool = False  # from here on children end, because they were told to
 
     async def conduct(self) -> None:
         """Everyone is ready; then, for each version, a step, and news until the next may begin; then everyone leaves."""
-        results, settings = self._results, self._settings
         async with anyio.create_task_group() as tasks:
-            for child in self._children.values():
+            for child in self.children.values():
                 tasks.start_soon(self._listen, child)
-            await self._until(lambda: len(results.ready) == len(self._children))
-            for version in range(1, settings.versions + 1):
-                self._tell(TRAINER, f"version {version}: an optimizer step")
-                await self._children[TRAINER].tell(do="step", version=version)
-                wait = settings.pace is Pace.WAIT or version == settings.versions
-                await self._until(partial(results.is_done, version, wait))
-            self._is_over = True
-            for child in self._children.values():
+            await self._until(lambda: len(self.results.ready) == len(self.children))
+            for version in range(1, self.settings.versions + 1):
+                self.tell(TRAINER, f"version {version}: an optimizer step")
+                await self.children[TRAINER].tell(do="step", version=version)
+                wait = self.settings.pace is Pace.WAIT or version == self.settings.versions
+                await self._until(partial(self.results.is_done, version, wait))
+            self.is_over = True
+            for child in self.children.values():
                 await child.tell(do="stop")
             tasks.cancel_scope.deadline = anyio.current_time() + LEAVE_S
-        late = sorted(child.name for child in self._children.values() if child.returncode is None)
+        late = sorted(child.name for child in self.children.values() if child.returncode is None)
         if late:
-            raise CommandError("DemoFailed", f"{', '.join(late)} did not leave within {LEAVE_S:g} s")
+            raise common.CommandError("DemoFailed", f"{', '.join(late)} did not leave within {LEAVE_S:g} s")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         """Wait for news until the condition holds; CommandError if all are silent too long."""
         while not condition():
-            self._news = anyio.Event()
+            self.news = anyio.Event()
             try:
-                with anyio.fail_after(self._settings.timeout_s):
-                    await self._news.wait()
+                with anyio.fail_after(self.settings.timeout_s):
+                    await self.news.wait()
             except TimeoutError:
-                text = f"no process of the demo had news for {self._settings.timeout_s:g} s; see --timeout-s"
-                raise CommandError("DemoFailed", text) from None
+                text = f"no process of the demo had news for {self.settings.timeout_s:g} s; see --timeout-s"
+                raise common.CommandError("DemoFailed", text) from None
 
     async def _listen(self, child: AsyncChildProcess) -> None:
         """Record all that a child says; CommandError if it fails, or ends unasked."""
@@ -178,28 +149,28 @@ class Run:
             try:
                 line = await child.hear()
             except ChildEnded as ended:
-                if self._is_over and ended.code == 0:
+                if self.is_over and ended.code == 0:
                     return
-                raise CommandError("DemoFailed", str(ended)) from None
+                raise common.CommandError("DemoFailed", str(ended)) from None
             self._record(child.name, line)
-            self._news.set()
+            self.news.set()
 
     def _record(self, name: str, line: Line) -> None:
         event = line.pop("event")
         if event == "failed":
             if line["kind"] == "usage":
-                raise usage(line["text"])
-            raise CommandError(line["kind"], f"in {name}: {line['text']}")
-        self._tell(name, self._results.record(name, event, line), line.get("version"))
+                raise common.usage(line["text"])
+            raise common.CommandError(line["kind"], f"in {name}: {line['text']}")
+        self.tell(name, self.results.record(name, event, line), line.get("version"))
 
 
 def _print_results(settings: Settings, results: Results) -> None:
     if settings.as_json:
         print(json.dumps(results.as_json(str(settings.weights or "all-MiniLM-L6-v2"))), flush=True)
         return
-    print_table(results.fetch_table())
+    common.print_table(results.fetch_table())
     print()
-    print_table(results.read_table())
+    common.print_table(results.read_table())
     if not results.problems():
         print(f"\n{results.summary()}", flush=True)
 
@@ -209,7 +180,7 @@ def _view(settings: Settings) -> Iterator[Callable[..., None]]:
     """Live progress on stderr: a bar for each process, or a line for each event where there is no terminal."""
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     news_column = TextColumn("{task.fields[news]}", markup=False)
-    with progress_bars("{task.description}", *columns, news_column, quiet=settings.quiet) as progress:
+    with common.progress_bars("{task.description}", *columns, news_column, quiet=settings.quiet) as progress:
         names = (TRAINER, *settings.rollouts)
         bars = {name: progress.add_task(name, total=settings.versions, news="starting") for name in names}
 

@@ -12,23 +12,10 @@ from typing import Annotated
 import anyio.to_thread
 import typer
 
-from tensorhub.cli.common import (
-    AddressOption,
-    Connect,
-    JsonOption,
-    QuietOption,
-    TokenFileOption,
-    bytes_bar,
-    checking,
-    connecting,
-    run,
-    seconds,
-    tell_if_unpublished,
-    whole,
-)
+from tensorhub.cli import common
 from tensorhub.hub import fetch_into
 from tensorhub.memory.file_target import FileTarget
-from tensorhub.types import FetchReport, Options, Selector, VersionInfo, check_name, check_selector
+from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check_selector
 
 
 def fetch(
@@ -42,20 +29,16 @@ def fetch(
     version: Annotated[
         str, typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available: the newest held now.")
     ] = "latest",
-    rank: Annotated[
-        int, typer.Option(parser=whole(0, 2**20 - 1), metavar="N", help="Which shard of a version of several ranks.")
-    ] = 0,
+    rank: Annotated[int, common.whole_option(0, 2**20 - 1, help="Which shard of a version of several ranks.")] = 0,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            parser=seconds(0, math.inf), metavar="S", help="Give up after so many seconds; default 60, inf: never."
-        ),
+        common.seconds_option(0, math.inf, help="Give up after so many seconds; default 60, inf: never."),
     ] = None,
-    address: AddressOption = None,
-    token_file: TokenFileOption = None,
+    address: common.AddressOption = None,
+    token_file: common.TokenFileOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Fetch a version into safetensors files, byte-equal to the published ones if it was published from files.
 
@@ -64,18 +47,28 @@ def fetch(
     with exit code 2 before anything is fetched, except with --force, which replaces file by file. The result is one line
     on stdout ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
     """
-    with checking():
+    with common.checking():
         check_name("model", model)
-    with checking("--version"):
+    with common.checking("--version"):
         selector = check_selector(int(version) if version.isdecimal() else version)  # int() refuses thousands of digits
-    fetching = Fetching(model, out, names, selector, rank, timeout, connecting(address, token_file), force, quiet)
+    connect = common.connecting(address, token_file)
 
     async def body() -> int:
-        fetched = await fetching.run()
+        with common.checking():
+            target = FileTarget(out, names or None, force=force)
+        with target:
+            async with connect() as hub:
+                if not quiet and not isinstance(selector, int):
+                    await common.tell_if_unpublished(hub, model, _until(timeout))
+                with common.bytes_bar(f"fetching {model}", quiet) as bar:
+                    info, report = await fetch_into(hub, model, selector, target, rank=rank, timeout=timeout, progress=bar)
+            started = time.perf_counter()
+            await anyio.to_thread.run_sync(target.commit)
+            fetched = Fetched(info, report, target.files, time.perf_counter() - started)
         print(json.dumps(fetched.as_json()) if as_json else str(fetched), flush=True)
         return 0
 
-    run(body)
+    common.run(body)
 
 
 def _until(timeout: float | None) -> str:
@@ -86,7 +79,7 @@ def _until(timeout: float | None) -> str:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a fetch has brought."""
+    """What a fetch has written."""
 
     info: VersionInfo
     report: FetchReport
@@ -112,31 +105,3 @@ class Fetched:
             "seconds": round(self.seconds, 3),
             "phases": {name: round(seconds, 3) for name, seconds in {**self.report.phases, "write": self.write_s}.items()},
         }
-
-
-@dataclass(frozen=True)
-class Fetching:
-    model: str
-    out: Path
-    names: list[str] | None
-    selector: Selector
-    rank: int
-    timeout: float | None
-    connect: Connect
-    force: bool
-    quiet: bool
-
-    async def run(self) -> Fetched:
-        with checking():
-            target = FileTarget(self.out, self.names or None, force=self.force)
-        with target:
-            async with self.connect() as hub:
-                if not self.quiet and not isinstance(self.selector, int):
-                    await tell_if_unpublished(hub, self.model, _until(self.timeout))
-                with bytes_bar(f"fetching {self.model}", self.quiet) as bar:
-                    info, report = await fetch_into(
-                        hub, self.model, self.selector, target, rank=self.rank, timeout=self.timeout, progress=bar
-                    )
-            started = time.perf_counter()
-            await anyio.to_thread.run_sync(target.commit)
-            return Fetched(info, report, target.files, time.perf_counter() - started)

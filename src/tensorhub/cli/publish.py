@@ -12,19 +12,7 @@ import anyio
 import typer
 
 import tensorhub
-from tensorhub.cli.common import (
-    AddressOption,
-    Connect,
-    JsonOption,
-    QuietOption,
-    TokenFileOption,
-    bytes_bar,
-    checking,
-    connecting,
-    run,
-    usage,
-    whole,
-)
+from tensorhub.cli import common
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.hub import register_memory
 from tensorhub.memory.files import FileMemory
@@ -40,16 +28,12 @@ def publish(
     model: Annotated[str, typer.Option("--model", "-m", help="The name to publish under.")],
     version: Annotated[
         int | None,
-        typer.Option(
-            parser=whole(0, VERSION_MAX),
-            metavar="N",
-            help="The number; without it, one more than the last (0 for a new model).",
-        ),
+        common.whole_option(0, VERSION_MAX, help="The number; without it, one more than the last (0 for a new model)."),
     ] = None,
-    address: AddressOption = None,
-    token_file: TokenFileOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    address: common.AddressOption = None,
+    token_file: common.TokenFileOption = None,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Publish safetensors files, and serve them where they are until Ctrl-C or SIGTERM.
 
@@ -58,10 +42,10 @@ def publish(
     "content_id", "bytes", "tensors", "files"} with --json). From then on SIGTERM is the ordinary way to stop it: exit
     code 0. What cannot be published is exit code 2.
     """
-    with checking():
+    with common.checking():
         check_name("model", model)
-    publisher = Publisher(path, model, version, connecting(address, token_file), as_json, quiet)
-    run(publisher.run, sigterm_is_ordinary=lambda: publisher.is_visible)
+    publisher = Publisher(path, model, version, common.connecting(address, token_file), as_json, quiet)
+    common.run(publisher.run, sigterm_is_ordinary=lambda: publisher.is_visible)
 
 
 @dataclass
@@ -69,29 +53,23 @@ class Publisher:
     path: Path
     model: str
     version: int | None
-    connect: Connect
+    connect: common.Connect
     as_json: bool
     quiet: bool
     is_visible: bool = False
 
     async def run(self) -> int:
-        with self._open() as memory:
+        with common.checking(instead="a safetensors file or a directory of them"):
+            opened = FileMemory(self.path)
+        with opened as memory:
             async with self.connect() as hub:
                 weights = await register_memory(hub, self.model, memory)
                 number = self._number((await hub.describe(self.model)).mark)
-                with bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
+                with common.bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
                     info = await weights.publish(number)
                 self._tell(info, memory)
                 await self._watch(memory, weights)
         return 0
-
-    def _open(self) -> FileMemory:
-        try:
-            with checking():
-                return FileMemory(self.path)
-        except OSError as error:
-            text = f"{error.filename or self.path}: {error.strerror}; give a safetensors file or a directory"
-            raise usage(text) from error
 
     def _number(self, mark: int | None) -> int:
         """The number to publish; a used one is refused before gigabytes are read."""

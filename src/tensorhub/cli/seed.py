@@ -12,19 +12,7 @@ import anyio
 import typer
 
 import tensorhub
-from tensorhub.cli.common import (
-    AddressOption,
-    Connect,
-    JsonOption,
-    QuietOption,
-    TokenFileOption,
-    checking,
-    connecting,
-    run,
-    size,
-    tell_if_unpublished,
-    usage,
-)
+from tensorhub.cli import common
 from tensorhub.errors import LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.hub import seed_shard
 from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name, printable
@@ -36,18 +24,16 @@ def seed(
     model: Annotated[str, typer.Argument(help="The model to hold.")],
     host_memory: Annotated[
         int,
-        typer.Option(
-            "--host-memory", parser=size, metavar="SIZE", help="Memory for one version's shards, as in 15GB or 500MiB."
-        ),
+        typer.Option(parser=common.size, metavar="SIZE", help="Memory for one version's shards, as in 15GB or 500MiB."),
     ],
     rank: Annotated[
         list[str] | None, typer.Option("--rank", metavar="N", help="Which shard to hold; may be repeated. Default: all.")
     ] = None,
     site: Annotated[str | None, typer.Option(metavar="NAME", help="The site whose workers read from it.")] = None,
-    address: AddressOption = None,
-    token_file: TokenFileOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    address: common.AddressOption = None,
+    token_file: common.TokenFileOption = None,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Hold the newest version of a model in host memory, until Ctrl-C or SIGTERM: a source for the workers of its site.
 
@@ -56,11 +42,11 @@ def seed(
     "bytes_read", "seconds"} with --json). From the first one on SIGTERM is the ordinary way to stop it: exit code 0. Too
     little --host-memory, or a rank that the model has not, ends it with exit code 1.
     """
-    with checking():
+    with common.checking():
         check_name("model", model)
         here = Location() if site is None else replace(Location(), site=check_name("site", site))
-    seeder = Seeder(model, _ranks(rank), host_memory, here, connecting(address, token_file), as_json, quiet)
-    run(seeder.run, sigterm_is_ordinary=lambda: seeder.has_seeded)
+    seeder = Seeder(model, _ranks(rank), host_memory, here, common.connecting(address, token_file), as_json, quiet)
+    common.run(seeder.run, sigterm_is_ordinary=lambda: seeder.has_seeded)
 
 
 def _ranks(given: list[str] | None) -> tuple[int, ...] | None:
@@ -68,7 +54,7 @@ def _ranks(given: list[str] | None) -> tuple[int, ...] | None:
     if not given or given == ["all"]:
         return None
     if not all(text.isdecimal() and len(text) < 8 and int(text) < 2**20 for text in given):
-        raise usage(f"--rank {' '.join(given)}: give numbers from 0, or all")
+        raise common.usage(f"--rank {' '.join(given)}: give numbers from 0, or all")
     return tuple(sorted({int(text) for text in given}))
 
 
@@ -78,7 +64,7 @@ class Seeder:
     ranks: tuple[int, ...] | None
     host_memory_bytes: int
     location: Location
-    connect: Connect
+    connect: common.Connect
     as_json: bool
     quiet: bool
     has_seeded: bool = False
@@ -87,7 +73,7 @@ class Seeder:
         options = Options(host_memory_bytes=self.host_memory_bytes)
         async with self.connect(location=self.location, options=options) as hub:
             if not self.quiet:
-                await tell_if_unpublished(hub, self.model, "until it is")
+                await common.tell_if_unpublished(hub, self.model, "until it is")
             watcher = hub.watch(self.model)
             while True:
                 try:

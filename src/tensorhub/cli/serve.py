@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,21 +12,21 @@ import anyio
 import typer
 
 import tensorhub
-from tensorhub.cli.common import JsonOption, QuietOption, TokenFileOption, check_token_file, checking, run, whole
+from tensorhub.cli import common
 from tensorhub.types import Options
 
 
 def serve(
     host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(parser=whole(0, 65_535), metavar="N", help="The port; 0 picks a free one.")] = 0,
+    port: Annotated[int, common.whole_option(0, 65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,
-    token_file: TokenFileOption = None,
+    token_file: common.TokenFileOption = None,
     lease_s: Annotated[float, typer.Option(help="A worker unheard of for this long is lost.")] = 10.0,
     drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for the readers that it has.")] = 5.0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Run a coordinator until Ctrl-C or SIGTERM.
 
@@ -35,24 +34,16 @@ def serve(
     --token-file; without one, access is open, and only on loopback. SIGTERM is the ordinary way to stop it: exit
     code 0.
     """
-    with checking():
+    with common.checking():
         options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
-    body = partial(_serve, host, port, state_dir, check_token_file(token_file), options, as_json, quiet)
-    run(body, logs=logging.WARNING if quiet else logging.INFO, sigterm_is_ordinary=lambda: True)
+    token = common.check_token_file(token_file)
 
+    async def body() -> int:
+        async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
+            print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
+            if not quiet and not as_json:
+                print("the coordinator is up; Ctrl-C stops it", file=sys.stderr, flush=True)
+            await anyio.sleep_forever()
+        return 0
 
-async def _serve(
-    host: str,
-    port: int,
-    state_dir: Path | None,
-    token: Path | None,
-    options: Options,
-    as_json: bool,
-    quiet: bool,
-) -> int:
-    async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
-        print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
-        if not quiet and not as_json:
-            print("the coordinator is up; Ctrl-C stops it", file=sys.stderr, flush=True)
-        await anyio.sleep_forever()
-    return 0
+    common.run(body, logs=logging.WARNING if quiet else logging.INFO, sigterm_is_ordinary=lambda: True)

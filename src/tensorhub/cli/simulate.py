@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from types import ModuleType
@@ -19,9 +19,9 @@ import anyio
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tensorhub.cli import common
 from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, closing_all
-from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, progress_bars, run, usage, whole
-from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, lacking
+from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, SeedResult, lacking
 
 SEARCH = "tensorhub.testing.search"
 SEEDS_END = 2**63  # seeds are below this
@@ -51,42 +51,19 @@ class Plan:
         return f"tensorhub simulate --seed {seed}{faults} --events {self.events}"
 
 
-@dataclass(frozen=True, slots=True)
-class SeedResult:
-    """How one seed ended: with the fields of its report, or with what was broken."""
-
-    seed: int
-    report: dict[str, Any] | None
-    failure: str | None
-
-
-@dataclass
-class Found:
-    """What has come of it."""
-
-    covered: Results
-    failures: list[SeedResult] = field(default_factory=list)
-    repeated: int = 0  # seeds that were run twice
-    seconds: float = 0.0
-
-
 def simulate(
-    seeds: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="How many seeds to run.")] = 100,
-    start: Annotated[int, typer.Option(parser=whole(0, SEEDS_END - 1), metavar="N", help="The first of them.")] = 0,
-    seed: Annotated[int | None, typer.Option(parser=whole(0, SEEDS_END - 1), metavar="N", help="Run this one seed.")] = None,
-    jobs: Annotated[
-        int | None, typer.Option(parser=whole(1, 1024), metavar="N", help="Processes; one for each core, if not given.")
-    ] = None,
+    seeds: Annotated[int, common.whole_option(1, help="How many seeds to run.")] = 100,
+    start: Annotated[int, common.whole_option(0, SEEDS_END - 1, help="The first of them.")] = 0,
+    seed: Annotated[int | None, common.whole_option(0, SEEDS_END - 1, help="Run this one seed.")] = None,
+    jobs: Annotated[int | None, common.whole_option(1, 1024, help="Processes; one for each core, if not given.")] = None,
     faults: Annotated[str | None, typer.Option(metavar="A,B", help="Only these kinds of faults, not all of them.")] = None,
-    events: Annotated[
-        int, typer.Option(parser=whole(1), metavar="N", help="Events of each seed, before it heals.")
-    ] = EVENTS,
-    failures_max: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Stop after so many seeds that fail.")] = 1,
+    events: Annotated[int, common.whole_option(1, help="Events of each seed, before it heals.")] = EVENTS,
+    failures_max: Annotated[int, common.whole_option(1, help="Stop after so many seeds that fail.")] = 1,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print what was covered: faults, transitions, recovery paths.")
     ] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Search for broken guarantees: real coordinators and workers in a simulated cluster, where everything fails.
 
@@ -98,14 +75,14 @@ def simulate(
     chosen = _chosen_faults(search, faults)
     numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
     plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
-    run(partial(_simulate, plan, search, as_json, quiet, verbose))
+    common.run(partial(_simulate, plan, search, as_json, quiet, verbose))
 
 
 def _search() -> ModuleType:
     try:
         return importlib.import_module(SEARCH)
     except ImportError as error:
-        raise CommandError("NotInstalled", f"the simulator cannot be loaded: {error}") from error
+        raise common.CommandError("NotInstalled", f"the simulator cannot be loaded: {error}") from error
 
 
 def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | None:
@@ -115,7 +92,7 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
     strange = [name for name in chosen if name not in known]
     if strange:
-        raise usage(f"there is no fault {strange[0]!r}: give --faults some of {', '.join(known)}")
+        raise common.usage(f"there is no fault {strange[0]!r}: give --faults some of {', '.join(known)}")
     return chosen
 
 
@@ -123,18 +100,18 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
     from tensorhub.testing.coverage import wanted
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    found = Found(Results(kinds, wanted(), search.RECOVERY_PATHS))
+    results = Results(kinds, wanted(), search.RECOVERY_PATHS)
     with _bar(plan, quiet) as show:
-        await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_tell_failure, plan))
-    never = found.covered.never() if found.covered.seeds >= COMPLETE_FROM and plan.faults is None else []
+        await _run(plan, results, show, as_json)
+    never = results.never() if results.seeds >= COMPLETE_FROM and plan.faults is None else []
     if as_json:
-        print(json.dumps(_as_json(plan, found)), flush=True)
+        print(json.dumps(_as_json(plan, results)), flush=True)
     else:
-        _print(plan, found, never, verbose)
-    return FAILED if found.failures or never else 0
+        _print(plan, results, never, verbose)
+    return common.FAILED if results.failures or never else 0
 
 
-async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: Callable[[SeedResult], None]) -> None:
+async def _run(plan: Plan, results: Results, show: Callable[[Results], None], as_json: bool) -> None:
     """All seeds; then some of them again, in new processes: the same seed must come to the same end."""
     begun, hash_seeds = time.monotonic(), count(1)
 
@@ -143,12 +120,12 @@ async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: C
         if lacks:
             result = SeedResult(result.seed, None, f"it proves too little: {lacks}")
         elif result.report is not None:
-            found.covered.add(result.report)
+            results.add(result.report)
         return go_on(result)
 
     def hear_again(result: SeedResult) -> bool:
-        found.repeated += 1
-        first = found.covered.hashes[result.seed]
+        results.repeated += 1
+        first = results.hashes[result.seed]
         if result.report is not None and result.report["end_hash"] != first:
             text = f"the same seed came to another end in another process: {result.report['end_hash']}, first {first}"
             result = SeedResult(result.seed, None, text)
@@ -156,18 +133,19 @@ async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: C
 
     def go_on(result: SeedResult) -> bool:
         if result.failure is not None:
-            found.failures.append(result)
-            fails(result)
-        found.seconds = time.monotonic() - begun
-        show(found)
-        return len(found.failures) < plan.failures_max
+            results.failures.append(result)
+            if not as_json:  # at once: a search may go on for long
+                print(f"seed {result.seed} failed: {plan.reproduce(result.seed)}", file=sys.stderr, flush=True)
+        results.seconds = time.monotonic() - begun
+        show(results)
+        return len(results.failures) < plan.failures_max
 
     await _run_all(plan, plan.seeds, hash_seeds, hear)
-    seconds = found.seconds
-    again = [seed for seed in plan.seeds[::TWICE_EACH] if seed in found.covered.hashes]
-    if len(found.failures) < plan.failures_max:
+    seconds = results.seconds
+    again = [seed for seed in plan.seeds[::TWICE_EACH] if seed in results.hashes]
+    if len(results.failures) < plan.failures_max:
         await _run_all(plan, again, hash_seeds, hear_again)
-    found.seconds = seconds  # of the search alone: events per second are its
+    results.seconds = seconds  # of the search alone: events per second are its
 
 
 async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], hear: Callable[[SeedResult], bool]) -> None:
@@ -210,42 +188,33 @@ async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[Se
     return SeedResult(seed, answer.get("report"), answer.get("failure")), True
 
 
-def _speed(found: Found) -> float:
-    return found.covered.events / max(found.seconds, 1e-9)
-
-
 @contextlib.contextmanager
-def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Found], None]]:
+def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Results], None]]:
     """A bar on stderr."""
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    with progress_bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), quiet=quiet) as progress:
+    with common.progress_bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), quiet=quiet) as progress:
         task = progress.add_task("", total=len(plan.seeds))
 
-        def show(found: Found) -> None:
-            failed = f", {len(found.failures)} failed" if found.failures else ""
-            again = f", {found.repeated} run twice" if found.repeated else ""
-            description = f"{_speed(found):,.0f} events/s{failed}{again}"
-            progress.update(task, completed=found.covered.seeds + len(found.failures), description=description)
+        def show(results: Results) -> None:
+            failed = f", {len(results.failures)} failed" if results.failures else ""
+            again = f", {results.repeated} run twice" if results.repeated else ""
+            description = f"{results.speed:,.0f} events/s{failed}{again}"
+            progress.update(task, completed=results.seeds + len(results.failures), description=description)
 
         yield show
 
 
-def _as_json(plan: Plan, found: Found) -> dict[str, Any]:
-    failures = [{"seed": r.seed, "failure": r.failure, "reproduce": plan.reproduce(r.seed)} for r in found.failures]
+def _as_json(plan: Plan, results: Results) -> dict[str, Any]:
+    failures = [{"seed": r.seed, "failure": r.failure, "reproduce": plan.reproduce(r.seed)} for r in results.failures]
     return {
-        **found.covered.as_json(),
+        **results.as_json(),
         "start": plan.seeds[0],
         "jobs": plan.jobs,
-        "seconds": round(found.seconds, 3),
-        "events_per_second": round(_speed(found), 1),
-        "run_twice": found.repeated,
+        "seconds": round(results.seconds, 3),
+        "events_per_second": round(results.speed, 1),
+        "run_twice": results.repeated,
         "failures": failures,
     }
-
-
-def _tell_failure(plan: Plan, result: SeedResult) -> None:
-    """At once: a search may go on for long."""
-    print(f"seed {result.seed} failed: {plan.reproduce(result.seed)}", file=sys.stderr, flush=True)
 
 
 def _print_failure(plan: Plan, result: SeedResult) -> None:
@@ -255,22 +224,22 @@ def _print_failure(plan: Plan, result: SeedResult) -> None:
         print(f"reproduce: {again}")
 
 
-def _print(plan: Plan, found: Found, never: list[str], verbose: bool) -> None:
+def _print(plan: Plan, results: Results, never: list[str], verbose: bool) -> None:
     """The verdict first; then what is amiss; what was covered, if anybody wants to read it; and which seeds failed."""
-    verdict = "FAILED" if found.failures or never else "passed"
-    each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
+    verdict = "FAILED" if results.failures or never else "passed"
+    each = f"{results.speed / min(plan.jobs, len(plan.seeds)):,.0f} per process"
     words = [
-        f"{verdict}: {found.covered.seeds:,} seeds passed, {len(found.failures)} failed",
-        f"{found.covered.events:,} events, {_speed(found):,.0f} per second ({each})",
-        f"{found.repeated} seeds run twice, to the same end" if not found.failures else f"{found.repeated} seeds run twice",
+        f"{verdict}: {results.seeds:,} seeds passed, {len(results.failures)} failed",
+        f"{results.events:,} events, {results.speed:,.0f} per second ({each})",
+        f"{results.repeated} seeds run twice{'' if results.failures else ', to the same end'}",
     ]
     print("; ".join(words))
     for name in never:
         print(f"never reached: {name}")
     least = ", ".join(f"{number:,} {name}" for name, number in LEAST.items())
-    print(f"{found.covered.full:,} seeds had at least {least}")
-    for result in found.failures:
+    print(f"{results.full:,} seeds had at least {least}")
+    for result in results.failures:
         _print_failure(plan, result)
     if verbose:
-        print(f"\n{found.covered.render()}")
+        print(f"\n{results.render()}")
     sys.stdout.flush()

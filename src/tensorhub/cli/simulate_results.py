@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 COMPLETE_FROM = 1000  # seeds; from here on, what was never reached is a failure
@@ -44,8 +45,17 @@ class Tally:
         return {name: {"times": times, "seeds": self.seeds[name]} for name, times in self.times.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """How one seed ended: with the fields of its report, or with what was broken."""
+
+    seed: int
+    report: dict[str, Any] | None
+    failure: str | None
+
+
 class Results:
-    """The sum of all reports."""
+    """The sum of all reports, and the seeds that failed."""
 
     def __init__(self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str]) -> None:
         self.seeds = 0
@@ -55,6 +65,9 @@ class Results:
         self.paths = Tally(paths)
         self.hashes: dict[int, str] = {}  # end hash by seed
         self.full = 0  # seeds that had all of `LEAST`
+        self.failures: list[SeedResult] = []
+        self.repeated = 0  # seeds that were run twice
+        self.seconds = 0.0
 
     def add(self, report: Mapping[str, Any]) -> None:
         """The fields of one seed's report."""
@@ -65,6 +78,11 @@ class Results:
         self.paths.add(report["paths"])
         self.hashes[report["seed"]] = report["end_hash"]
         self.full += not lacking(report)
+
+    @property
+    def speed(self) -> float:
+        """Events per second."""
+        return self.events / max(self.seconds, 1e-9)
 
     def never(self) -> list[str]:
         """All that was not reached, as `"fault crash"`."""

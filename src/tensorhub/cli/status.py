@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -18,59 +19,45 @@ from rich.table import Table
 from rich.text import Text
 
 import tensorhub
-from tensorhub.cli.common import (
-    AddressOption,
-    Connect,
-    JsonOption,
-    TokenFileOption,
-    connecting,
-    format_bytes,
-    run,
-    seconds,
-)
+from tensorhub.cli import common
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView, printable
 
 
 def status(
     model: Annotated[str | None, typer.Argument(help="One model; without it, all of them.")] = None,
-    address: AddressOption = None,
-    token_file: TokenFileOption = None,
+    address: common.AddressOption = None,
+    token_file: common.TokenFileOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
-    interval_s: Annotated[
-        float, typer.Option(parser=seconds(0.1, 3600), metavar="S", help="With --watch: how often.")
-    ] = 1.0,
-    as_json: JsonOption = False,
+    interval_s: Annotated[float, common.seconds_option(0.1, 3600, help="With --watch: how often.")] = 1.0,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Show versions, replicas, running reads and workers.
 
     A replica is doubtful while its worker is not heard: it may be dead. In a file or a pipe, each row is one plain line.
     With --json: a list of models on one line; with --watch too, one such line each time.
     """
-    run(partial(_status, connecting(address, token_file), model, interval_s if watch else None, as_json))
+    common.run(partial(_status, common.connecting(address, token_file), model, interval_s if watch else None, as_json))
 
 
-async def _status(connect: Connect, model: str | None, interval_s: float | None, as_json: bool) -> int:
+async def _status(connect: common.Connect, model: str | None, interval_s: float | None, as_json: bool) -> int:
     """Ask once (`interval_s` None) or again and again, and print what comes back."""
     async with connect() as hub:
-        models = await _models(hub, model)
-        if as_json:
-            print(json.dumps([asdict(each) for each in models]), flush=True)
-            while interval_s is not None:
-                await anyio.sleep(interval_s)
-                print(json.dumps([asdict(each) for each in await _models(hub, model)]), flush=True)
-        elif interval_s is None:
-            _print(models)
-        elif not sys.stdout.isatty():
+        with contextlib.ExitStack() as stack:
+            show = _print
+            if as_json:
+                show = _print_json
+            elif interval_s is not None and sys.stdout.isatty():
+                live = stack.enter_context(Live(auto_refresh=False, vertical_overflow="visible"))
+                show = lambda models: live.update(_tables(models), refresh=True)  # noqa: E731
             while True:
-                _print(models)
+                show(await _models(hub, model))
+                if interval_s is None:
+                    return 0
                 await anyio.sleep(interval_s)
-                models = await _models(hub, model)
-        else:
-            with Live(_tables(models), auto_refresh=False, vertical_overflow="visible") as live:
-                while True:
-                    await anyio.sleep(interval_s)
-                    live.update(_tables(await _models(hub, model)), refresh=True)
-    return 0
+
+
+def _print_json(models: tuple[ModelInfo, ...]) -> None:
+    print(json.dumps([asdict(each) for each in models]), flush=True)
 
 
 def _print(models: tuple[ModelInfo, ...]) -> None:
@@ -148,7 +135,7 @@ def _versions(versions: tuple[VersionView, ...]) -> Sheet:
         (
             str(view.version),
             view.state,
-            format_bytes(view.nbytes),
+            common.format_bytes(view.nbytes),
             str(view.world_size),
             "yes" if view.retained else "no",
             view.content_id[:12],

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tensorhub.cli.common import EXIT_CODES, HELP, CommandError, TokenFileOption, check_token_file, reporting, usage
+from tensorhub.cli import common
 from tensorhub.protocol.secret import read_only_token, resolve_token
 from tensorhub.runtime.control.keyring import open_keyring
 
@@ -20,12 +20,12 @@ token = typer.Typer(
     help="Make tokens: a cluster's secret, and the read-only one that belongs to it.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    context_settings=HELP,
+    context_settings=common.HELP,
 )
 
 
-@token.command(short_help="Make a fresh random token.", epilog=EXIT_CODES, context_settings=HELP)
-@reporting
+@token.command(short_help="Make a fresh random token.", epilog=common.EXIT_CODES, context_settings=common.HELP)
+@common.reporting
 def new(out: Annotated[Path, typer.Option(metavar="FILE", help="The token file to make; it must not exist.")]) -> None:
     """Make a token file with a fresh random token, readable by this user only.
 
@@ -35,10 +35,12 @@ def new(out: Annotated[Path, typer.Option(metavar="FILE", help="The token file t
     _write(out, secrets.token_urlsafe(TOKEN_BYTES))
 
 
-@token.command("read-only", short_help="Print the read-only token of one.", epilog=EXIT_CODES, context_settings=HELP)
-@reporting
+@token.command(
+    "read-only", short_help="Print the read-only token of one.", epilog=common.EXIT_CODES, context_settings=common.HELP
+)
+@common.reporting
 def read_only(
-    token_file: TokenFileOption = None,
+    token_file: common.TokenFileOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A token file to make, which must not exist, instead of stdout.")
     ] = None,
@@ -47,7 +49,7 @@ def read_only(
 
     The cluster accepts it without being told, for as long as it accepts that token. It does not reveal that token.
     """
-    made = read_only_token(open_keyring(resolve_token(check_token_file(token_file)))[0])
+    made = read_only_token(open_keyring(resolve_token(common.check_token_file(token_file)))[0])
     if out is None:
         print(made, flush=True)
     else:
@@ -59,9 +61,9 @@ def _write(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise usage(f"{path} exists, and may be in use: give another --out, or remove it") from None
+        raise common.usage(f"{path} exists, and may be in use: give another --out, or remove it") from None
     except OSError as error:
-        raise usage(f"{path} cannot be made: {error.strerror}") from error
+        raise common.usage(f"{path} cannot be made: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(text + "\n")
@@ -69,5 +71,5 @@ def _write(path: Path, text: str) -> None:
             os.fsync(descriptor)
     except OSError as error:
         path.unlink()
-        raise CommandError("OSError", f"{path} cannot be written: {error.strerror}") from error
+        raise common.CommandError("OSError", f"{path} cannot be written: {error.strerror}") from error
     print(path, file=sys.stderr, flush=True)
