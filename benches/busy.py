@@ -21,9 +21,9 @@ from pathlib import Path
 import anyio
 
 from benches.comparison.facts import facts
-from benches.mixes import Mix
 from benches.one_to_n import BARE_COPIES, spread
 from benches.remotes import Remote, obey
+from benches.size_profiles import SizeProfile
 from benches.workers import Memory, call_in_thread, coordinator_main, receiver_main, sender_main
 from tensorhub import Options, sync
 
@@ -74,12 +74,12 @@ class Loop:
         return (bisect(self._ticks, end) - bisect(self._ticks, start)) / (end - start)
 
 
-def source_main(pipe: Connection, address: str, mix: Mix, transport: str) -> None:
+def source_main(pipe: Connection, address: str, profile: SizeProfile, transport: str) -> None:
     """Publishes; then the main thread belongs to the loop, and another one obeys the pipe."""
     import torch
 
     torch.set_num_threads(1)
-    memory, loop = Memory(mix, random=True, shared=transport == "shm"), Loop()
+    memory, loop = Memory(profile, random=True, shared=transport == "shm"), Loop()
     with sync.connect(address, name="source", transports=(transport,), options=Options()) as hub:
         hub.register(MODEL, memory.tensors).publish(VERSION)
         pipe.send((True, len(memory.tensors)))
@@ -98,16 +98,16 @@ def source_main(pipe: Connection, address: str, mix: Mix, transport: str) -> Non
 # ------------------------------------------------------------------------------------------------------------- rounds
 
 
-class Party:
+class BenchProcesses:
     """The processes of one transport."""
 
-    def __init__(self, mix: Mix, transport: str) -> None:
+    def __init__(self, profile: SizeProfile, transport: str) -> None:
         self._transport = transport
         self._all = [Remote("coordinator", coordinator_main)]
         address, models = self._all[0].hear(), {MODEL: Options()}
-        self.source = Remote("source", source_main, address, mix, transport)
-        self._receiver = Remote("receiver", receiver_main, address, mix, "receiver", models, transport)
-        self._sender = Remote("sender", sender_main, mix, transport)
+        self.source = Remote("source", source_main, address, profile, transport)
+        self._receiver = Remote("receiver", receiver_main, address, profile, "receiver", models, transport)
+        self._sender = Remote("sender", sender_main, profile, transport)
         self._all += [self.source, self._receiver, self._sender]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
         self._expected = self.source.ask("sample")
@@ -155,19 +155,19 @@ class Party:
         return end - start, self.source.ask("rate", (start, end))
 
 
-def measure(mix: Mix, transport: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """What `Party.turn` gave of each way, round by round; the first round does not count."""
+def measure(profile: SizeProfile, transport: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """What `BenchProcesses.turn` gave of each way, round by round; the first round does not count."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    party, order = Party(mix, transport), list(WAYS)
+    bench_processes, order = BenchProcesses(profile, transport), list(WAYS)
     try:
         for number in range(rounds + 1):
             random.shuffle(order)
             for way in order:
-                turn = party.turn(way)
+                turn = bench_processes.turn(way)
                 if number:
                     found[way].append(turn)
     finally:
-        party.end()
+        bench_processes.end()
     return found
 
 
@@ -195,22 +195,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--transports", nargs="+", choices=tuple(BARE_COPIES), default=list(BARE_COPIES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256, help="bytes of the model, in MiB (three processes hold them)")
-    Mix.add_options(parser)
+    SizeProfile.add_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and rows")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.mib) < 1:
         parser.error("give at least 1 round and 1 MiB")
     random.seed(1)
-    mix, known = Mix.of(options), facts()
+    profile, known = SizeProfile.of(options), facts()
     for name, value in known.items():
         print(f"{name}: {value}")
-    nbytes, rows = sum(mix.sizes()), {}
+    nbytes, rows = sum(profile.sizes()), {}
     for transport in options.transports:
-        rows[transport] = row = row_of(measure(mix, transport, options.rounds), nbytes)
-        print(f"\n{transport}: {nbytes / 2**20:.0f} MiB ({mix}); median [least-largest] of {options.rounds} rounds")
+        rows[transport] = row = row_of(measure(profile, transport, options.rounds), nbytes)
+        print(f"\n{transport}: {nbytes / 2**20:.0f} MiB ({profile}); median [least-largest] of {options.rounds} rounds")
         for title, (mid, low, high) in row.items():
             print(f"  {title:32}{mid:7.3f} [{low:.3f}-{high:.3f}]")
     if options.json is not None:
-        kept = {"machine": known, "mib": options.mib, "mix": str(mix), "transports": rows}
+        kept = {"machine": known, "mib": options.mib, "profile": str(profile), "transports": rows}
         options.json.write_text(json.dumps(kept))
     return 0

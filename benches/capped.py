@@ -1,8 +1,8 @@
 """Readers behind equal, capped links: how close to bytes over goodput all of them are done. For root, on Linux, with iperf3.
 
-Each party is in a network namespace of its own (`benches.chaos.namespaces`), whose link carries no more than `--mbit` either
-way. What the links carry is measured by iperf3 between two of the same namespaces, before each round. The optimum of any
-number of readers is one reader's: each gives on what it gets, while it gets it. See README.md.
+Each process is in a network namespace of its own (`benches.chaos.namespaces`). No link carries more than `--mbit` each way.
+Before each round iperf3 measures what the links carry between two of the same namespaces. The optimum of any number of
+readers is one reader's: each passes on what it gets, while it gets it. See README.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benches.child_processes import Process
 from benches.comparison.facts import facts
 
 PUBLISHER = "publisher"
-MODULE = "benches.capped_party"
+MODULE = "benches.capped_process"
 GOODPUT_S = 3.0  # of one measurement of what a link carries
 CHUNKS = 256
 WAIT_S = 300.0
@@ -41,14 +41,14 @@ class Figure:
     round: int
     seconds: float
     optimum_s: float
-    cpu: float  # of all cores, the parties' processes only
+    cpu: float  # of all cores, the processes' processes only
 
     @property
     def ratio(self) -> float:
         return self.seconds / self.optimum_s
 
 
-class Parties:
+class BenchProcesses:
     """A coordinator, a publisher and readers, each behind its link."""
 
     def __init__(self, network: Namespaces, stack: ExitStack, readers: int, nbytes: int) -> None:
@@ -119,12 +119,12 @@ def measure(readers: Sequence[int], rounds: int, mbit: float, mib: float) -> lis
     with ExitStack() as stack:
         network = stack.enter_context(Namespaces([PUBLISHER, *names(max(readers))]))
         network.cap(mbit * 1e6)
-        parties = Parties(network, stack, max(readers), nbytes)
+        processes = BenchProcesses(network, stack, max(readers), nbytes)
         for number in range(rounds):
             optimum_s = nbytes / goodput(network)
             for count in readers if number % 2 == 0 else reversed(readers):
                 started = time.monotonic()
-                seconds, cpu_s = parties.update(count)
+                seconds, cpu_s = processes.update(count)
                 cpu = cpu_s / (time.monotonic() - started) / len(os.sched_getaffinity(0))
                 figures.append(Figure(count, number, seconds, optimum_s, cpu))
     return figures

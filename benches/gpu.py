@@ -181,7 +181,7 @@ def prove_ipc(options: argparse.Namespace) -> None:
     """One call: a process exports a tensor, another one reads it."""
     import numpy
 
-    from benches.gpu_parties import exporter_main
+    from benches.gpu_processes import exporter_main
     from benches.remotes import Remote
     from tensorhub.cuda.cupy_device import cuda_device
     from tensorhub.cuda.device import DeviceBytes
@@ -288,7 +288,7 @@ def packing(options: argparse.Namespace) -> None:
 
 
 def cuda_ipc(options: argparse.Namespace) -> None:
-    from benches.gpu_parties import publisher_main, reader_main
+    from benches.gpu_processes import publisher_main, reader_main
     from benches.remotes import Remote
 
     nbytes, each = int(options.gib * 2**30), 2**30
@@ -321,7 +321,7 @@ def cuda_ipc(options: argparse.Namespace) -> None:
 
 
 def staging(options: argparse.Namespace) -> None:
-    from benches.gpu_parties import publisher_main, reader_main
+    from benches.gpu_processes import publisher_main, reader_main
     from benches.remotes import Remote
 
     nbytes, each, started = 2 * 2**30, 256 * 2**20, list[Remote]()
@@ -360,7 +360,7 @@ def staging(options: argparse.Namespace) -> None:
 
 
 def stall(options: argparse.Namespace) -> None:
-    from benches.gpu_parties import gloo_main, publisher_main, reader_main
+    from benches.gpu_processes import gloo_main, publisher_main, reader_main
     from benches.remotes import Remote
 
     # Less of it than of the others: gloo moves some GB/s at the best, and starting its eight processes takes a while.

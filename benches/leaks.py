@@ -105,7 +105,7 @@ def _line(process: str, text: str, row: Row, flat: bool) -> None:
 # --------------------------------------------------------------------------------------------------------- running
 
 
-class Party:
+class BenchProcesses:
     """All processes of one run."""
 
     def __init__(self, stack: ExitStack, backend: str, durable: bool, hook: Hook, fetches: bool) -> None:
@@ -167,16 +167,16 @@ def _one_arena() -> Iterator[None]:
 
 
 @contextmanager
-def party(backend: str, durable: bool, hook: Hook, fetches: bool) -> Iterator[Party]:
+def bench_processes(backend: str, durable: bool, hook: Hook, fetches: bool) -> Iterator[BenchProcesses]:
     with ExitStack() as stack:
         stack.enter_context(_one_arena())
-        yield Party(stack, backend, durable, hook, fetches)
+        yield BenchProcesses(stack, backend, durable, hook, fetches)
 
 
 def run(options: argparse.Namespace, durable: bool, hook: Hook) -> list[Row]:
     """One run: its rows, shown."""
     samples: dict[str, list[tuple[int, Sample]]] = {name: [] for name in SAMPLED}
-    with party(options.backend, durable, hook, not options.without_fetch) as all_of_it:
+    with bench_processes(options.backend, durable, hook, not options.without_fetch) as all_of_it:
         version = all_of_it.fill(options.fill)
         for cycle in range(1, options.cycles + 1):
             all_of_it.cycle(version + cycle)

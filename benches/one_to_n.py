@@ -18,8 +18,8 @@ from typing import Any
 from benches.comparison.bare import CONGESTION_CONTROL
 from benches.comparison.facts import facts
 from benches.memory_use import Sampler, available_bytes
-from benches.mixes import Mix
 from benches.remotes import Remote
+from benches.size_profiles import SizeProfile
 from benches.workers import MODELS, coordinator_main, publisher_main, receiver_main
 
 GIB = 2**30
@@ -67,15 +67,15 @@ class Figure:
 class Cluster:
     """The processes, and one copy at a time between them."""
 
-    def __init__(self, mix: Mix, receivers: int, transport: str = "tcp") -> None:
+    def __init__(self, profile: SizeProfile, receivers: int, transport: str = "tcp") -> None:
         self._versions = count(1)
         self._transport = transport
         self.coordinator = Remote("coordinator", coordinator_main)
         self._all = [self.coordinator]
         address, to_all = self.coordinator.hear(), (MODELS, transport)
-        self.publisher = Remote("publisher", publisher_main, address, mix, *to_all)
+        self.publisher = Remote("publisher", publisher_main, address, profile, *to_all)
         names = [f"receiver-{n}" for n in range(receivers)]
-        self.receivers = [Remote(name, receiver_main, address, mix, name, *to_all) for name in names]
+        self.receivers = [Remote(name, receiver_main, address, profile, name, *to_all) for name in names]
         self._all += [self.publisher, *self.receivers]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
         self.extra_mib: dict[tuple[str, int], tuple[float, float]] = {}
@@ -148,8 +148,8 @@ def _ask_all(remotes: Sequence[Remote], command: str, *arguments: object) -> lis
 
 
 @contextmanager
-def cluster(mix: Mix, receivers: int, transport: str = "tcp") -> Iterator[Cluster]:
-    made = Cluster(mix, receivers, transport)
+def cluster(profile: SizeProfile, receivers: int, transport: str = "tcp") -> Iterator[Cluster]:
+    made = Cluster(profile, receivers, transport)
     try:
         yield made
     finally:
@@ -225,16 +225,16 @@ def _cell(value: object) -> str:
 
 def one_size(options: argparse.Namespace, mib: int) -> tuple[list[dict[str, object]], list[Figure]]:
     """Measure, and show, as many of the fan-outs as there is memory for."""
-    mix = Mix(mib * 2**20, each=mib * 2**20) if options.one_tensor else Mix.of(options, mib)
-    nbytes = sum(mix.sizes())
+    profile = SizeProfile(mib * 2**20, each=mib * 2**20) if options.one_tensor else SizeProfile.of(options, mib)
+    nbytes = sum(profile.sizes())
     fans = [fan for fan in options.receivers if (1 + fan) * nbytes < MEMORY_PART * available_bytes()]
     if fans != options.receivers:
         print(f"\n{mib} MiB: there is memory for these numbers of receivers only: {fans or 'none'}")
     if not fans:
         return [], []
-    with cluster(mix, max(fans), options.transport) as made:
+    with cluster(profile, max(fans), options.transport) as made:
         print(
-            f"\n{made.tensors} tensors ({mix}), {nbytes / 2**20:.0f} MiB, {options.transport}; each way verified by SHA-256"
+            f"\n{made.tensors} tensors ({profile}), {nbytes / 2**20:.0f} MiB, {options.transport}; each verified (SHA-256)"
         )
         figures = measure(made, fans, options.rounds)
     rows = table(figures, fans, nbytes)
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--mib", type=int, nargs="+", default=[1024], help="bytes of the model, in MiB (each process has them)"
     )
     parser.add_argument("--one-tensor", action="store_true", help="all of it is one tensor")
-    Mix.add_options(parser)
+    SizeProfile.add_options(parser)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4], help="the fan-outs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and every single figure")
     options = parser.parse_args(arguments)
@@ -271,6 +271,12 @@ def main(arguments: list[str] | None = None) -> int:
         rows += found
         single += [{"mib": mib, **{name: getattr(figure, name) for name in Figure.__slots__}} for figure in figures]
     if options.json is not None:
-        kept = {"machine": known, "mib": options.mib, "mix": str(Mix.of(options, 0)), "rows": rows, "figures": single}
+        kept = {
+            "machine": known,
+            "mib": options.mib,
+            "profile": str(SizeProfile.of(options, 0)),
+            "rows": rows,
+            "figures": single,
+        }
         options.json.write_text(json.dumps(kept))
     return 0

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection
 
 import anyio
 
-from benches.mixes import Mix
 from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
+from benches.size_profiles import SizeProfile
 from tensorhub.transport import sockets
 
 MODES = ("bare", *HUB_MODES)
@@ -117,7 +117,7 @@ def main() -> None:
         results[mode].append(tuple(result))  # type: ignore[arg-type]
     process.join()
     bare = statistics.median(result[0] for result in results["bare"])
-    tensors = f"{len(sizes_of(args))} tensors" + (f" ({Mix.of(args)})" if args.model else "")
+    tensors = f"{len(sizes_of(args))} tensors" + (f" ({SizeProfile.of(args)})" if args.model else "")
     print(f"{args.mib} MiB, {tensors}, chunks of {args.chunk}, {os.cpu_count()} cores")
     for mode, found in results.items():
         seconds, reads, serves, phases = sorted(found)[len(found) // 2]

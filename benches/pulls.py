@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import anyio
 
-from benches.mixes import Mix
+from benches.size_profiles import SizeProfile
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
@@ -51,7 +51,7 @@ def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParse
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--tiny", type=int, default=150)
-    Mix.add_options(parser)
+    SizeProfile.add_options(parser)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--chunk", type=int, default=Options().chunk_bytes)
     parser.add_argument("--batch", type=int, default=64 * 2**20)
@@ -61,7 +61,7 @@ def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParse
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
     if args.model:
-        return Mix.of(args).sizes()
+        return SizeProfile.of(args).sizes()
     large = args.tensors - args.tiny
     each = (args.mib * 2**20 - args.tiny * TINY_BYTES) // large // 4096 * 4096
     return [TINY_BYTES] * args.tiny + [each] * large

@@ -1,4 +1,4 @@
-"""What packing tiny tensors into one region saves a reader, and costs a publisher: real models' mixes of sizes, over TCP.
+"""What packing tiny tensors into one region saves a reader, and costs a publisher: real models' profiles of sizes, over TCP.
 
 One publisher, one receiver, the same tensors under two models: one is published with `Options.pack_bytes`, one without. They
 take turns, and a ratio compares neighbours of one round. See README.md.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benches import catalogue
 from benches.comparison.facts import facts
-from benches.mixes import Mix
 from benches.one_to_n import spread
 from benches.remotes import Remote
+from benches.size_profiles import SizeProfile
 from benches.workers import coordinator_main, publisher_main, receiver_main
 from tensorhub.compaction.layout import pack_tiny
 from tensorhub.types import Options
@@ -25,15 +25,15 @@ SIZES = (1024, 4096, 16 * 1024, 64 * 1024)
 Row = dict[str, object]
 
 
-def measure(mix: Mix, pack_bytes: int, rounds: int) -> Row:
+def measure(profile: SizeProfile, pack_bytes: int, rounds: int) -> Row:
     """Seconds of publish and of replicate, both ways, in turns; the first round does not count."""
     ways = {WAYS[0]: Options(), WAYS[1]: Options(pack_bytes=pack_bytes)}
     coordinator = Remote("coordinator", coordinator_main)
     started = [coordinator]
     try:
         address = coordinator.hear()
-        publisher = Remote("publisher", publisher_main, address, mix, ways)
-        receiver = Remote("receiver", receiver_main, address, mix, "receiver", ways)
+        publisher = Remote("publisher", publisher_main, address, profile, ways)
+        receiver = Remote("receiver", receiver_main, address, profile, "receiver", ways)
         started += [publisher, receiver]
         tensors, _ = publisher.hear(), receiver.hear()
         numbers, seconds = count(1), {(way, what): list[float]() for way in WAYS for what in ("publish", "replicate")}
@@ -46,7 +46,7 @@ def measure(mix: Mix, pack_bytes: int, rounds: int) -> Row:
     finally:
         for remote in reversed(started):
             remote.end()
-    row: Row = {"mix": str(mix), "tensors": tensors}
+    row: Row = {"profile": str(profile), "tensors": tensors}
     for what in ("publish", "replicate"):
         pairs = zip(seconds[WAYS[1], what], seconds[WAYS[0], what], strict=True)
         row |= {f"{what} ms, {way}": spread([1000 * value for value in seconds[way, what]]) for way in WAYS}
@@ -105,11 +105,11 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = of_real_size(options.pack)
     show(sizes)
     rows = []
-    for mix in (
-        *(Mix(options.mib * 2**20, model, ranks) for model, ranks in MODELS),
-        *(Mix(options.tensors * size, each=size) for size in SIZES),
+    for profile in (
+        *(SizeProfile(options.mib * 2**20, model, ranks) for model, ranks in MODELS),
+        *(SizeProfile(options.tensors * size, each=size) for size in SIZES),
     ):
-        rows.append(measure(mix, max(options.pack, mix.each or 0), options.rounds))
+        rows.append(measure(profile, max(options.pack, profile.each or 0), options.rounds))
         show(rows[-1:])
     print("\nMedian [least-largest] of the rounds. A ratio is taken within each round; below 1, packing is faster.")
     if options.json is not None:

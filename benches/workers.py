@@ -20,8 +20,8 @@ import torch
 import tensorhub
 from benches import bare_reads
 from benches.comparison import bare, memory
-from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
+from benches.size_profiles import SizeProfile
 
 Models = Mapping[str, tensorhub.Options]
 """All of them are of the same tensors, each published by a hub with its options."""
@@ -35,19 +35,21 @@ def coordinator_main(pipe: Connection) -> None:
     anyio.run(_coordinator, pipe)
 
 
-def publisher_main(pipe: Connection, address: str, mix: Mix, models: Models = MODELS, transport: str = "tcp") -> None:
-    anyio.run(_worker, pipe, address, mix, "publisher", models, transport)
+def publisher_main(
+    pipe: Connection, address: str, profile: SizeProfile, models: Models = MODELS, transport: str = "tcp"
+) -> None:
+    anyio.run(_worker, pipe, address, profile, "publisher", models, transport)
 
 
 def receiver_main(
-    pipe: Connection, address: str, mix: Mix, name: str, models: Models = MODELS, transport: str = "tcp"
+    pipe: Connection, address: str, profile: SizeProfile, name: str, models: Models = MODELS, transport: str = "tcp"
 ) -> None:
-    anyio.run(_worker, pipe, address, mix, name, models, transport)
+    anyio.run(_worker, pipe, address, profile, name, models, transport)
 
 
-def sender_main(pipe: Connection, mix: Mix, transport: str) -> None:
+def sender_main(pipe: Connection, profile: SizeProfile, transport: str) -> None:
     """A process that has the bytes, and knows nothing of TensorHub."""
-    anyio.run(_sender, pipe, mix, transport)
+    anyio.run(_sender, pipe, profile, transport)
 
 
 def rank_main(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -60,15 +62,15 @@ async def _coordinator(pipe: Connection) -> None:
         await obey(pipe, {"cpu": _cpu})
 
 
-async def _sender(pipe: Connection, mix: Mix, transport: str) -> None:
-    memory = Memory(mix, random=True, shared=transport == "shm")
+async def _sender(pipe: Connection, profile: SizeProfile, transport: str) -> None:
+    memory = Memory(profile, random=True, shared=transport == "shm")
     pipe.send((True, len(memory.tensors)))
     await obey(pipe, memory.commands())
 
 
-async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models, transport: str) -> None:
+async def _worker(pipe: Connection, address: str, profile: SizeProfile, name: str, models: Models, transport: str) -> None:
     torch.set_num_threads(1)
-    own = Memory(mix, random=name == "publisher", shared=transport == "shm")
+    own = Memory(profile, random=name == "publisher", shared=transport == "shm")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
         for model, options in models.items():
@@ -137,9 +139,9 @@ def call_in_thread(function: Callable[..., object]) -> Command:
 class Memory(memory.Memory):
     """The tensors of one process, in pages that have been touched, and its part of a bare copy."""
 
-    def __init__(self, mix: Mix, *, random: bool, shared: bool = False) -> None:
+    def __init__(self, profile: SizeProfile, *, random: bool, shared: bool = False) -> None:
         """`shared`: others can map it."""
-        tensors = memory.private(mix.sizes())
+        tensors = memory.private(profile.sizes())
         super().__init__(tensorhub.shared_empty_like(tensors) if shared else tensors, random=random)
         self._listener = bare.listen()
         self._readers: dict[bare_reads.Lie, bare_reads.Reader] = {}  # each keeps what it has mapped

@@ -20,7 +20,7 @@ import tensorhub
 from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Location, VersionInfo
-from tests.processes.crew import Crew, Failed, crew
+from tests.processes.child_processes import ChildProcesses, Failed, child_processes
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, cluster, connect, damaging, gated, holds, tensors, until, write
 
 MIB = 2**20
@@ -28,8 +28,8 @@ NBYTES = CHUNKS * CHUNK_BYTES  # of `tensors()`
 
 
 @pytest.fixture
-def processes() -> Iterator[Crew]:
-    with crew("asyncio") as made:
+def processes() -> Iterator[ChildProcesses]:
+    with child_processes("asyncio") as made:
         yield made
 
 
@@ -50,7 +50,7 @@ async def published(hub: Hub, version: int = 1) -> tuple[tensorhub.Weights, Tens
 # ------------------------------------------------------------------------------------------------ 1: a sync that hangs
 
 
-def test_01_a_sync_hangs_forever_when_a_peer_dies(processes: Crew) -> None:
+def test_01_a_sync_hangs_forever_when_a_peer_dies(processes: ChildProcesses) -> None:
     """The only source is killed in mid-read: the call ends at its deadline, typed, and the next version arrives."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=1.0)
@@ -214,7 +214,7 @@ async def test_07_no_staged_commit_or_rollback() -> None:
 # -------------------------------------------------------------------------------------- 8: stale peers, lost metadata
 
 
-def test_08_stale_peers_and_lost_metadata(processes: Crew, tmp_path: object) -> None:
+def test_08_stale_peers_and_lost_metadata(processes: ChildProcesses, tmp_path: object) -> None:
     """A dead worker is nobody's source once its lease is over, its successor is somebody else, and marks outlive a crash."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=1.0, state_dir=str(tmp_path))
@@ -257,7 +257,7 @@ async def test_09_quantized_or_post_processed_layouts() -> None:
 # ------------------------------------------------------------------------------------- 10: memory overhead of staging
 
 
-def test_10_memory_overhead_of_staging(processes: Crew) -> None:
+def test_10_memory_overhead_of_staging(processes: ChildProcesses) -> None:
     """A reader's peak memory grows by far less than what it reads: bytes go straight into its own tensors."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve")

@@ -80,7 +80,7 @@ def _picture(result: Result) -> str:
     for kind, count in result.faults.items():
         kinds[kind.partition(" ")[0]] += count
     faults = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    fills, gigabytes = result.ledger.commits, result.ledger.bytes_checked / 1e9
+    fills, gigabytes = result.results.commits, result.results.bytes_checked / 1e9
     totals = [f"{result.faults.total()} faults: {faults}", f"{fills} fills, {gigabytes:.1f} GB checked word by word"]
     title = f"Chaos, seed {result.seed}: {minutes:g} minutes, {clean}"
     return draw_plot(result.events, ["coordinator", *WORKERS], title, totals)
@@ -88,7 +88,7 @@ def _picture(result: Result) -> str:
 
 def _report(result: Result, command: str) -> str:
     lines = [f"{name}: {value}" for name, value in result.as_json().items() if name != "violations"]
-    for at, text in result.ledger.violations:
+    for at, text in result.results.violations:
         lines += ["", f"VIOLATION at {at:.2f} s: {text}", "what happened before:"]
         lines += [f"  {event}" for event in result.events if at - AROUND_S <= event.at_s <= at + 1]
     lines.append(f"{'clean' if result.is_clean else 'BROKEN, repeat with'}: {command}")

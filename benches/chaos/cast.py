@@ -16,13 +16,13 @@ SLICE_S: Final = 0.5
 
 
 class Place(Protocol):
-    """Where a party runs (see `network`)."""
+    """Where a process runs (see `network`)."""
 
     def prefix(self, name: str) -> list[str]: ...
 
 
 class Host:
-    """One party's process, over its lives. Faults come from the run's thread, questions from its driver's."""
+    """One process of the run, over its lives. Faults come from the run's thread, questions from its driver's."""
 
     def __init__(
         self, name: str, backend: str, place: Place, environment: Mapping[str, str], folder: Path, note: Callable[..., None]
@@ -56,7 +56,7 @@ class Host:
         self.may_run.wait()
         started = Process(
             self.name,
-            "benches.chaos.party",
+            "benches.chaos.bench_process",
             self._backend,
             environment=self._environment,
             prefix=self._place.prefix(self.name),
@@ -151,7 +151,7 @@ class Host:
 
 
 class Asked:
-    """A question to a party."""
+    """A question to a process."""
 
     def __init__(self, host: Host, process: Process | None, pending: Pending | None, what: str, bound_s: float) -> None:
         self.host = host

@@ -1,4 +1,4 @@
-"""Who makes the parties work: one thread for the coordinator, one for each group, each with a generator of its own."""
+"""Who makes the processes work: one thread for the coordinator, one for each group, each with a generator of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
 from benches.chaos.cast import Asked, Host
-from benches.chaos.ledger import ATTEMPTS, Answer, Call, Seat
+from benches.chaos.results import ATTEMPTS, Answer, Call, Seat
 
 if TYPE_CHECKING:
     from benches.chaos.run import World
@@ -308,15 +308,15 @@ class Trainer(Group):
         return "ok" in outcomes
 
     def retain(self, latest: int) -> None:
-        self.world.ledger.retain.add(latest)
+        self.world.results.retain.add(latest)
         answer = self.answer(self.hosts[0].ask("retain", CALL_S, latest=latest, timeout=CALL_S))
         self.world.told(self.hosts[0].name, "retain", answer)
         if answer is not None and answer["outcome"] == "ok":
-            self.world.ledger.retain = {latest}
+            self.world.results.retain = {latest}
 
     def roll_back(self, to: int) -> None:
         """Until it is certain: whether one that failed has happened is not known."""
-        if to < 1 or to > self.world.ledger.visible:
+        if to < 1 or to > self.world.results.visible:
             return
         self.world.rolling_back(to)
         while not self.world.is_over.is_set():

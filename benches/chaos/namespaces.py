@@ -1,8 +1,8 @@
-"""Each party in a network namespace of its own, on one bridge: faults are those of real links. For root, on Linux.
+"""Each process in a network namespace of its own, on one bridge: faults are those of real links. For root, on Linux.
 
 Links go down (`partition`), lose what goes one way (`deaf`, `mute`) or are slow; delay needs the kernel's netem. Nothing
-stands between the parties, so no connection is cut or refused from outside. Every name carries the run's process id: what a
-run that was killed has left is removed by the next one.
+stands between the processes, so no connection is cut or refused from outside. Every name carries the run's process id: the
+next run removes what a killed one has left.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Final, Self
 from benches.chaos.plan import PROCESS_KINDS, Fault
 
 PORT: Final = 7000
-SPACE: Final = "thchaos"  # of namespaces: this, the process id, "-" and the party
+SPACE: Final = "thchaos"  # of namespaces: this, the process id, "-" and the name of the process in the run
 LINK: Final = "thc"  # of the bridge, and with "." and a number of its ports; 15 characters at most
 NOTHING: Final = ("tbf", "rate", "8bit", "burst", "8", "limit", "8")  # drops whatever is longer than its burst
 ROOM_S: Final = 10.0  # for one command
 
 
 class Namespaces:
-    """What stands between the parties, as links; ends with its `with` block. See `network.Relays`, whose place it takes."""
+    """What stands between the processes, as links; ends with its `with` block. It takes the place of `network.Relays`."""
 
     def __init__(self, workers: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(("coordinator", *workers), 1)}
@@ -68,12 +68,12 @@ class Namespaces:
         return f"{LINK}{self._pid}.{self._numbers[name]}"
 
     def host(self, name: str) -> str:
-        """The party's own address."""
+        """The process's own address."""
         return f"10.213.7.{self._numbers[name]}"  # of a bridge that leads nowhere: it meets nobody's
 
     @property
     def bytes_passed(self) -> int:
-        """What the parties' links have carried to them."""
+        """What the processes' links have carried to them."""
         counters = (Path(f"/sys/class/net/{self._port(name)}/statistics/tx_bytes") for name in self._numbers)
         return sum(int(counter.read_text()) for counter in counters)
 
@@ -82,7 +82,7 @@ class Namespaces:
         return None
 
     def prefix(self, name: str) -> list[str]:
-        """What runs a command where this party is."""
+        """What runs a command where this process is."""
         return ["ip", "netns", "exec", self._space(name)]
 
     def location(self, name: str) -> str | None:
@@ -105,14 +105,14 @@ class Namespaces:
 
     def begin(self, fault: Fault) -> None:
         with self._lock:
-            self._faults[fault.party].append(fault)
-            self._set(fault.party)
+            self._faults[fault.process].append(fault)
+            self._set(fault.process)
 
     def end(self, fault: Fault) -> None:
         with self._lock:
-            if fault in self._faults[fault.party]:
-                self._faults[fault.party].remove(fault)
-                self._set(fault.party)
+            if fault in self._faults[fault.process]:
+                self._faults[fault.process].remove(fault)
+                self._set(fault.process)
 
     def heal(self) -> None:
         """No fault is left."""
@@ -122,7 +122,7 @@ class Namespaces:
                 self._set(name)
 
     def _set(self, name: str) -> None:
-        """Make the party's link what its faults make of it. All of them are of the whole link."""
+        """Make the process's link what its faults make of it. All of them are of the whole link."""
         faults = self._faults[name]
         kinds = {fault.kind for fault in faults}
         _ip("link", "set", self._port(name), "down" if "partition" in kinds else "up")

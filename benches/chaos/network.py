@@ -1,6 +1,6 @@
-"""The parties' addresses over loopback, and the faults on the ways between them, by relays.
+"""The processes' addresses over loopback, and the faults on the ways between them, by relays.
 
-Each party has a loopback address of its own, named after the run's process id, so that ports are fixed and meet nobody. A
+Each process has a loopback address of its own, named after the run's process id, so that ports are fixed and meet nobody. A
 worker reaches the coordinator through its own control path, and its readers reach it through its own data path
 (`Options.advertise`).
 """
@@ -20,7 +20,7 @@ HELD: Final[Mapping[str, tuple[str, ...]]] = {"partition": ("up", "down"), "deaf
 
 
 class Network(Protocol):
-    """What stands between the parties: where each of them is, and what faults make of its links."""
+    """What stands between the processes: where each of them is, and what faults make of its links."""
 
     kinds: Sequence[str]  # of fault that it can do
     coordinator: tuple[str, int]  # where the coordinator listens
@@ -39,14 +39,14 @@ class Network(Protocol):
 
 
 class Relays:
-    """What stands between the parties, as relays; ends with its `with` block."""
+    """What stands between the processes, as relays; ends with its `with` block."""
 
     kinds: Sequence[str] = tuple(KINDS)
 
     def __init__(self, workers: Sequence[str]) -> None:
         self._relay = Relay()
         self._workers = {name: number for number, name in enumerate(workers, 1)}
-        self._paths: dict[str, dict[str, Path]] = {}  # by party, by plane
+        self._paths: dict[str, dict[str, Path]] = {}  # by process, by plane
         self._faults: dict[str, list[Fault]] = {name: [] for name in workers}
         self._lock = threading.Lock()
         self.coordinator = (self._host(200), PORT)
@@ -76,7 +76,7 @@ class Relays:
         return self._relay.failure
 
     def prefix(self, name: str) -> list[str]:
-        """What runs a command where this party is."""
+        """What runs a command where this process is."""
         return []
 
     def location(self, name: str) -> str | None:
@@ -97,17 +97,17 @@ class Relays:
                 for path in self._concerned(fault):
                     path.cut(reset=fault.reset)
                 return
-            self._faults[fault.party].append(fault)
-            self._set(fault.party)
+            self._faults[fault.process].append(fault)
+            self._set(fault.process)
             if fault.kind == "refuse":
                 for path in self._concerned(fault):
                     path.cut(reset=True)
 
     def end(self, fault: Fault) -> None:
         with self._lock:
-            if fault in self._faults[fault.party]:
-                self._faults[fault.party].remove(fault)
-                self._set(fault.party)
+            if fault in self._faults[fault.process]:
+                self._faults[fault.process].remove(fault)
+                self._set(fault.process)
 
     def heal(self) -> None:
         """No fault is left."""
@@ -117,7 +117,7 @@ class Relays:
                 self._set(name)
 
     def _concerned(self, fault: Fault) -> list[Path]:
-        return [path for plane, path in self._paths[fault.party].items() if fault.plane in (plane, "both")]
+        return [path for plane, path in self._paths[fault.process].items() if fault.plane in (plane, "both")]
 
     def _set(self, name: str) -> None:
         for plane, path in self._paths[name].items():
@@ -125,9 +125,9 @@ class Relays:
 
 
 def weather(faults: Sequence[Fault], plane: str) -> Weather:
-    """What faults of one party together make of its path of that plane.
+    """What faults of one process together make of its path of that plane.
 
-    The party is at the near end of its control path, and at the far end of its data path: there what goes to it goes up.
+    The process is at the near end of its control path, and at the far end of its data path: there what goes to it goes up.
     """
     here = [fault for fault in faults if fault.plane in (plane, "both")]
     held = {direction for fault in here for direction in HELD.get(fault.kind, ())}

@@ -1,4 +1,4 @@
-"""Which fault comes when to whom: a function of the seed, the length and the parties alone.
+"""Which fault comes when to whom: a function of the seed, the length and the processes' names alone.
 
 What then happens is up to the kernel.
 """
@@ -19,8 +19,8 @@ KINDS: Final[Mapping[str, tuple[int, float, float]]] = {
     "freeze": (6, 4.0, 9.0),  # SIGSTOP, longer than a lease
     "cut": (10, 0.0, 0.0),  # connections end in mid-frame: reset, or ended
     "partition": (9, 0.5, 8.0),  # nothing passes, either way
-    "deaf": (4, 0.5, 8.0),  # nothing passes to the party
-    "mute": (4, 0.5, 8.0),  # nothing passes from the party
+    "deaf": (4, 0.5, 8.0),  # nothing passes to the process
+    "mute": (4, 0.5, 8.0),  # nothing passes from the process
     "refuse": (4, 0.5, 6.0),  # connections are reset, and so are new ones
     "slow": (8, 2.0, 10.0),
     "delay": (6, 2.0, 10.0),
@@ -31,11 +31,11 @@ PLANES: Final = ("control", "data", "both")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: `plane` of a party's connections (both for what concerns the process); rate and delay where they apply."""
+    """One fault: `plane` of a process's connections ("both" for what concerns itself); rate and delay where they apply."""
 
     at_s: float
     kind: str
-    party: str
+    process: str
     duration_s: float
     plane: str = "both"
     bytes_per_s: float | None = None
@@ -52,33 +52,33 @@ class Fault:
             extra.append(f"{self.delay_s * 1000:.0f} ms")
         if self.kind == "cut":
             extra.append("reset" if self.reset else "ended")
-        return f"{self.at_s:7.2f} s  {self.kind} {self.party}, {', '.join(extra)}"
+        return f"{self.at_s:7.2f} s  {self.kind} {self.process}, {', '.join(extra)}"
 
 
-def draw(seed: int, seconds: float, parties: Sequence[str], kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
-    """The faults of a run, in order. `parties`: the coordinator, called so, and the others."""
+def draw(seed: int, seconds: float, processes: Sequence[str], kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
+    """The faults of a run, in order. `processes`: the coordinator, called so, and the others."""
     chance = Random(f"chaos {seed}")
     faults, at_s = list[Fault](), 0.0
     while True:
         at_s += min(chance.expovariate(1 / GAP_S), 4 * GAP_S)
         if at_s >= seconds:
             return faults
-        faults.append(_one(chance, at_s, parties, kinds))
+        faults.append(_one(chance, at_s, processes, kinds))
 
 
-def _one(chance: Random, at_s: float, parties: Sequence[str], kinds: Sequence[str]) -> Fault:
-    party = chance.choice(parties)
+def _one(chance: Random, at_s: float, processes: Sequence[str], kinds: Sequence[str]) -> Fault:
+    process = chance.choice(processes)
     # The coordinator has one listener, behind everybody's control path: only what concerns its process is drawn for it.
-    usable = [kind for kind in kinds if kind in PROCESS_KINDS] if party == "coordinator" else list(kinds)
+    usable = [kind for kind in kinds if kind in PROCESS_KINDS] if process == "coordinator" else list(kinds)
     [kind] = chance.choices(usable, [KINDS[kind][0] for kind in usable])
     _, least, most = KINDS[kind]
     duration_s = round(chance.uniform(least, most), 2)
     plane = chance.choice(PLANES)
     if kind in PROCESS_KINDS:
-        return Fault(round(at_s, 2), kind, party, duration_s)
+        return Fault(round(at_s, 2), kind, process, duration_s)
     if kind == "slow":  # the control plane's few messages need no rate to be slow
         rate = chance.choice((64, 256, 1024)) * 1024.0 if plane == "data" else 16 * 1024.0 * chance.choice((1, 4, 16))
-        return Fault(round(at_s, 2), kind, party, duration_s, plane, bytes_per_s=rate)
+        return Fault(round(at_s, 2), kind, process, duration_s, plane, bytes_per_s=rate)
     if kind == "delay":
-        return Fault(round(at_s, 2), kind, party, duration_s, plane, delay_s=round(chance.uniform(0.005, 0.4), 3))
-    return Fault(round(at_s, 2), kind, party, duration_s, plane, reset=chance.random() < 0.5)
+        return Fault(round(at_s, 2), kind, process, duration_s, plane, delay_s=round(chance.uniform(0.005, 0.4), 3))
+    return Fault(round(at_s, 2), kind, process, duration_s, plane, reset=chance.random() < 0.5)

@@ -1,4 +1,4 @@
-"""An SVG of a run, written by hand: a lane for each party over time, the versions as a staircase, a legend, the totals.
+"""An SVG of a run, written by hand: a lane for each process over time, the versions as a staircase, a legend, the totals.
 
 Pure: events in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart; kinds differ by place
 in the lane as well.
@@ -40,21 +40,21 @@ MARKS: Final = {"publish": "#0072b2", "commit": "#009e73", "error": "#d55e00"}
 STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-def draw(events: Sequence[Event], parties: Sequence[str], title: str, totals: Iterable[str]) -> str:
+def draw(events: Sequence[Event], processes: Sequence[str], title: str, totals: Iterable[str]) -> str:
     """The picture. `totals`: lines below it."""
     end_s = max((max(event.at_s, event.until_s or 0.0) for event in events), default=1.0) or 1.0
     lines = list(totals)
-    height = TOP + LANE * len(parties) + STAIRS + 100 + 22 * len(lines)
+    height = TOP + LANE * len(processes) + STAIRS + 100 + 22 * len(lines)
 
     def x(at_s: float) -> float:
         return round(LEFT + (WIDTH - LEFT - RIGHT) * at_s / end_s, 1)
 
     parts = [_text(LEFT, 26, title, size=20), *_legend()]
-    for number, party in enumerate(parties):
-        parts += _lane(party, [event for event in events if event.party == party], TOP + LANE * number, x, end_s)
-    bottom = TOP + LANE * len(parties) + STAIRS + 20
+    for number, process in enumerate(processes):
+        parts += _lane(process, [event for event in events if event.process == process], TOP + LANE * number, x, end_s)
+    bottom = TOP + LANE * len(processes) + STAIRS + 20
     parts += _meetings(events, x, bottom)
-    parts += _staircase(events, x, TOP + LANE * len(parties) + 20, end_s)
+    parts += _staircase(events, x, TOP + LANE * len(processes) + 20, end_s)
     parts += _axis(x, bottom, end_s)
     parts += [_text(LEFT, bottom + 60 + 22 * number, line) for number, line in enumerate(lines)]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
@@ -62,10 +62,10 @@ def draw(events: Sequence[Event], parties: Sequence[str], title: str, totals: It
     return "\n".join([f"{head} {style}>", _box(0, 0, WIDTH, height, "#ffffff"), *parts, "</svg>\n"])
 
 
-def _lane(party: str, events: Sequence[Event], top: float, x: Scale, end_s: float) -> list[str]:
-    """One party: grey while its process lives, bars for faults, ticks below for what its calls came to."""
+def _lane(process: str, events: Sequence[Event], top: float, x: Scale, end_s: float) -> list[str]:
+    """One process: grey while it lives, bars for faults, ticks below for what its calls came to."""
     height = LANE - 12
-    parts = [_text(LEFT - 10, top + 24, party, anchor="end")]
+    parts = [_text(LEFT - 10, top + 24, process, anchor="end")]
     parts += [_box(x(begin), top, x(end) - x(begin), height, UP) for begin, end in _lives(events, end_s)]
     third = height / 3
     for event in events:

@@ -18,9 +18,9 @@ from typing import Any, Final
 from benches.chaos.cast import Host
 from benches.chaos.drivers import CALL_S, ROLES, WORKERS, Driver, Group, Keeper, Meeting, Trainer
 from benches.chaos.events import Event
-from benches.chaos.ledger import Answer, Call, Ledger, Seat
 from benches.chaos.network import Network
 from benches.chaos.plan import PROCESS_KINDS, Fault, draw
+from benches.chaos.results import Answer, Call, Results, Seat
 
 ROUND_S: Final = 60.0  # of chaos, then everything is healed
 LIVENESS_S: Final = 120.0  # from healing until every group has the last version
@@ -34,7 +34,7 @@ class Result:
 
     seed: int
     seconds: float
-    ledger: Ledger
+    results: Results
     events: list[Event]
     faults: Counter[str]
     skipped: int
@@ -44,22 +44,22 @@ class Result:
 
     @property
     def is_clean(self) -> bool:
-        return not self.ledger.violations
+        return not self.results.violations
 
     def as_json(self) -> dict[str, Any]:
-        ledger = self.ledger
+        results = self.results
         return {
             "seed": self.seed,
             "minutes of chaos": round(self.seconds / 60, 2),
             "faults": dict(sorted(self.faults.items())),
             "faults on somebody who was down": self.skipped,
             "lives": self.lives,
-            "newest version": ledger.visible,
-            "fills that changed something": ledger.commits,
-            "bytes checked": ledger.bytes_checked,
+            "newest version": results.visible,
+            "fills that changed something": results.commits,
+            "bytes checked": results.bytes_checked,
             "bytes relayed": self.bytes_relayed,
-            "outcomes": dict(sorted(ledger.outcomes.items())),
-            "violations": [f"{at:.2f} s: {text}" for at, text in ledger.violations],
+            "outcomes": dict(sorted(results.outcomes.items())),
+            "violations": [f"{at:.2f} s: {text}" for at, text in results.violations],
         }
 
 
@@ -70,7 +70,7 @@ class World:
         self.seed = seed
         self.network = network
         self.folder = folder
-        self.ledger = Ledger()
+        self.results = Results()
         self.events = list[Event]()
         self.is_over = threading.Event()
         self.failed = threading.Event()  # a driver, by a mistake of its own
@@ -87,7 +87,7 @@ class World:
     @property
     def must_end(self) -> bool:
         """Whether there is nothing more to find out."""
-        return self.failed.is_set() or bool(self.ledger.violations)
+        return self.failed.is_set() or bool(self.results.violations)
 
     def clock(self) -> float:
         return time.monotonic() - self._started
@@ -95,49 +95,49 @@ class World:
     def pause(self, seconds: float) -> None:
         self.is_over.wait(seconds)
 
-    def note(self, party: str, kind: str, text: str = "", until_s: float | None = None) -> None:
-        self.events.append(Event(self.clock(), party, kind, text, until_s))
+    def note(self, process: str, kind: str, text: str = "", until_s: float | None = None) -> None:
+        self.events.append(Event(self.clock(), process, kind, text, until_s))
 
     def violated(self, text: str) -> None:
         with self._lock:
-            self.ledger.violated(self.clock(), text)
+            self.results.violated(self.clock(), text)
 
     def begun(self, seat: Seat, what: str, version: int | None, content: int | None) -> Call:
         with self._lock:
-            return self.ledger.begun(seat, what, self.clock(), version, content)
+            return self.results.begun(seat, what, self.clock(), version, content)
 
-    def ended(self, party: str, call: Call, answer: Answer | None) -> None:
+    def ended(self, process: str, call: Call, answer: Answer | None) -> None:
         with self._lock:
             now = self.clock()
-            self.ledger.ended(call, answer, now)
+            self.results.ended(call, answer, now)
         outcome = "died" if answer is None else answer["outcome"]
         at = call.version if call.version is not None else (answer or {}).get("version")
         kind = "ok" if outcome == "ok" else "error"
         if outcome == "ok" and answer is not None and (call.what == "mutate" or answer.get("changed")):
             kind = "publish" if call.what == "mutate" else "commit"
         extra = "" if answer is None or outcome == "ok" else f" ({answer.get('memory')}) {answer['text']}"
-        self.note(party, kind, f"{call.what}{'' if at is None else f' {at}'} of {call.seat}: {outcome}{extra}"[:600])
+        self.note(process, kind, f"{call.what}{'' if at is None else f' {at}'} of {call.seat}: {outcome}{extra}"[:600])
 
     def paired(self, calls: Sequence[Call], answers: Sequence[Answer | None]) -> None:
         with self._lock:
-            self.ledger.paired(calls, answers, self.clock())
+            self.results.paired(calls, answers, self.clock())
 
-    def told(self, party: str, what: str, answer: Answer | None) -> None:
+    def told(self, process: str, what: str, answer: Answer | None) -> None:
         """A call that is about no memory."""
         outcome = "died" if answer is None else answer["outcome"]
         with self._lock:
-            self.ledger.outcomes[f"{what}: {outcome}"] += 1
+            self.results.outcomes[f"{what}: {outcome}"] += 1
         if outcome == "untyped" and answer is not None:
-            self.violated(f"bounds: {party} {what} raised {answer['text']}")
-        self.note(party, "ok" if outcome == "ok" else "error", f"{what}: {outcome}")
+            self.violated(f"bounds: {process} {what} raised {answer['text']}")
+        self.note(process, "ok" if outcome == "ok" else "error", f"{what}: {outcome}")
 
     def rolling_back(self, to: int) -> None:
         with self._lock:
-            self.ledger.rolling_back(to, self.clock())
+            self.results.rolling_back(to, self.clock())
 
     def rolled_back(self, to: int) -> None:
         with self._lock:
-            self.ledger.rolled_back(to, self.clock())
+            self.results.rolled_back(to, self.clock())
 
 
 def run(seed: int, seconds: float, network: Network) -> Result:
@@ -163,7 +163,7 @@ def run(seed: int, seconds: float, network: Network) -> Result:
                 world.violated(f"the driver {driver.name} failed: {driver.failure!r}")
         _end(world, drivers)
         lives = {name: host.lives for name, host in world.hosts.items()}
-        return Result(seed, chaos_s, world.ledger, world.events, faults, skipped, network.bytes_passed, lives)
+        return Result(seed, chaos_s, world.results, world.events, faults, skipped, network.bytes_passed, lives)
     finally:
         world.is_over.set()
         for host in world.hosts.values():
@@ -204,13 +204,13 @@ def _storm(world: World, plan: Sequence[Fault], after_s: float, done: Counter[st
             skipped += 1
         else:
             done[fault.kind if fault.kind in PROCESS_KINDS else f"{fault.kind} {fault.plane}"] += 1
-            world.note(fault.party, fault.kind, str(fault)[9:].strip(), until_s)
+            world.note(fault.process, fault.kind, str(fault)[9:].strip(), until_s)
         heapq.heappush(due, (until_s, next(order), fault, False))
     return skipped
 
 
 def _begin(world: World, fault: Fault) -> bool:
-    host = world.hosts[fault.party]
+    host = world.hosts[fault.process]
     if fault.kind == "kill":
         return host.kill()
     if fault.kind in PROCESS_KINDS:
@@ -220,7 +220,7 @@ def _begin(world: World, fault: Fault) -> bool:
 
 
 def _take_back(world: World, fault: Fault) -> None:
-    host = world.hosts[fault.party]
+    host = world.hosts[fault.process]
     if fault.kind == "kill":
         host.may_run.set()
     elif fault.kind in PROCESS_KINDS:
@@ -249,7 +249,7 @@ def _meet(world: World, groups: Sequence[Group], *, anew: bool) -> None:
 
     problem = "register"
     if all_in(meeting.arrived):
-        newest = world.ledger.visible
+        newest = world.results.visible
         holders = [group.role.group for group in groups if group.holds(newest)]
         if holders and not anew:
             meeting.target = newest

@@ -1,4 +1,4 @@
-"""A process of a visit: `python -m benches.comparison.bench_process WAY SETTING`. It does what the suite says."""
+"""A process of a visit: `python -m benches.comparison.bench_process BACKEND SETTING`. It does what the suite says."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any
 from tensorhub.cli.child_processes import Line, Parent
 
 from . import process_tree
-from .ways import WAYS, Way
+from .backends import BACKENDS, Backend
 
 
-def way_of(name: str) -> tuple[Way, Any]:
-    """The way, and its module: one of this package, or (tests have such) `module:case` of anybody's, who has `way(case)`."""
+def backend_of(name: str) -> tuple[Backend, Any]:
+    """The backend and its module. In tests, `module:case` names a module with a function `backend(case)`."""
     module, _, case = name.partition(":")
     if case:
         imported = importlib.import_module(module)
-        return imported.way(case), imported
-    way = next(way for way in WAYS if way.name == name)
-    return way, importlib.import_module(f"{__package__}.ways.{way.module}")
+        return imported.backend(case), imported
+    backend = next(backend for backend in BACKENDS if backend.name == name)
+    return backend, importlib.import_module(f"{__package__}.backends.{backend.module}")
 
 
 def cpu_s() -> float:
@@ -37,15 +37,15 @@ def cpu_s() -> float:
     )
 
 
-def work(parent: Parent, told: queue.SimpleQueue[Line], way: Way, module: Any, setting: dict[str, Any]) -> None:
-    """Make the tensors and this side of the way; then obey."""
+def work(parent: Parent, told: queue.SimpleQueue[Line], backend: Backend, module: Any, setting: dict[str, Any]) -> None:
+    """Make the tensors and this side of the backend; then obey."""
     import torch
 
+    from .backends.base import Setting
     from .memory import Memory
-    from .ways.base import Setting
 
     torch.set_num_threads(1)
-    given = Setting(scratch=Path(setting.pop("scratch")), options=way.options, **setting)
+    given = Setting(scratch=Path(setting.pop("scratch")), options=backend.options, **setting)
     kind = module.Source if given.number == 0 else module.Receiver
     memory = Memory(kind.tensors(given), random=given.number == 0)
     side = kind(given, memory)
@@ -76,8 +76,8 @@ def main() -> None:
     told: queue.SimpleQueue[Line] = queue.SimpleQueue()
     parent = Parent(told.put)
     try:
-        way, module = way_of(sys.argv[1])
-        work(parent, told, way, module, json.loads(sys.argv[2]))
+        backend, module = backend_of(sys.argv[1])
+        work(parent, told, backend, module, json.loads(sys.argv[2]))
     except BaseException as error:
         parent.say(failed=f"{type(error).__name__}: {error}")
         raise

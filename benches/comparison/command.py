@@ -18,11 +18,11 @@ from rich.text import Text
 from tensorhub.cli.common import FAILED, print_table, run, usage
 
 from . import environments, report, suite
+from .backends import BACKENDS, Backend
 from .facts import facts
 from .network import Network, own_network
 from .picture import draw
 from .suite import Plan, Visit
-from .ways import WAYS, Way
 
 RECEIVERS_MAX = 64
 
@@ -45,33 +45,33 @@ class Wanted:
     quiet: bool
 
 
-def list_ways() -> None:
-    for way in WAYS:
-        print(f"{way.name:22} {way.title}")
+def list_backends() -> None:
+    for backend in BACKENDS:
+        print(f"{backend.name:22} {backend.title}")
 
 
 def compare(wanted: Wanted) -> None:
-    """Visit all ways in turns, and report. Raises CommandError, and typer.Exit with the exit code."""
-    ways, fans = _chosen(wanted.only, wanted.skip), _fans(wanted.receivers)
+    """Visit all backends in turns, and report. Raises CommandError, and typer.Exit with the exit code."""
+    backends, fans = _chosen(wanted.only, wanted.skip), _fans(wanted.receivers)
     directory = (wanted.environments or environments.default_directory()).absolute()
     _check_writable([file for file in (wanted.results, wanted.picture) if file])
-    plan = Plan(ways, wanted.rounds, wanted.copies, wanted.mib, fans, wanted.timeout_s, directory)
+    plan = Plan(backends, wanted.rounds, wanted.copies, wanted.mib, fans, wanted.timeout_s, directory)
     if wanted.install:
-        _install(directory, ways)
+        _install(directory, backends)
     known = facts()
     with own_network() as network:  # of this thread, in which every process is started
         run(partial(_bench, plan, known, network, wanted.results, wanted.picture, wanted.quiet))
 
 
-def _chosen(only: str | None, skip: str | None) -> list[Way]:
+def _chosen(only: str | None, skip: str | None) -> list[Backend]:
     wanted, unwanted = _names(only), _names(skip)
-    known = [way.name for way in WAYS]
+    known = [backend.name for backend in BACKENDS]
     strange = [name for name in (*wanted, *unwanted) if name not in known]
     if strange:
-        raise usage(f"there is no way {strange[0]!r}: give some of {', '.join(known)}")
-    chosen = [way for way in WAYS if (not wanted or way.name in wanted) and way.name not in unwanted]
+        raise usage(f"there is no backend {strange[0]!r}: give some of {', '.join(known)}")
+    chosen = [backend for backend in BACKENDS if (not wanted or backend.name in wanted) and backend.name not in unwanted]
     if not chosen:
-        raise usage("no way is left: take some out of --skip")
+        raise usage("no backend is left: take some out of --skip")
     return chosen
 
 
@@ -98,9 +98,9 @@ def _check_writable(files: Sequence[Path]) -> None:
             raise usage(f"{file} cannot be written ({error.strerror}): give another file") from error
 
 
-def _install(directory: Path, ways: Sequence[Way]) -> None:
+def _install(directory: Path, backends: Sequence[Backend]) -> None:
     console = Console(stderr=True)
-    for name in dict.fromkeys(way.environment for way in ways if way.environment is not None):
+    for name in dict.fromkeys(backend.environment for backend in backends if backend.environment is not None):
         console.print(f"installing {name} in {directory / name}", soft_wrap=True, highlight=False)
         if (reason := environments.install(directory, name)) is not None:
             console.print(Text(f"  failed: {reason}"), soft_wrap=True)
@@ -150,7 +150,7 @@ def _show(visit: Visit) -> None:
     """One line for each visit, on stderr."""
     seconds = [copy.seconds for copy in visit.copies]
     what = visit.reason or f"{statistics.median(seconds):.4f} s"
-    print(f"round {visit.round}: 1 -> {visit.fan}: {visit.way}: {what}", file=sys.stderr, flush=True)
+    print(f"round {visit.round}: 1 -> {visit.fan}: {visit.backend}: {what}", file=sys.stderr, flush=True)
 
 
 def _conditions(plan: Plan, known: dict[str, object], network: Network) -> list[str]:

@@ -78,7 +78,7 @@ def interpreter(directory: Path, name: str | None) -> Path:
 
 
 def lacking(directory: Path, environment: str | None, programs: tuple[str, ...]) -> str | None:
-    """Why a way that needs these cannot be tried, and what to do; None if it can."""
+    """Why a backend that needs these cannot be tried, and what to do; None if it can."""
     missing = [PROGRAMS[name] for name in programs if shutil.which(name, path=_path()) is None]
     if missing:
         return f"not installed: apt install {' '.join(missing)}"

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .backends import Backend
 from .bare import CONGESTION_CONTROL
-from .ways import Way
 
 RENO = CONGESTION_CONTROL.decode()
 _SETTING = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the namespace of whoever opens it
@@ -30,17 +30,17 @@ class Network:
     fault: str | None
     default: str
 
-    def congestion_control(self, way: Way) -> str | None:
-        """What the way's sockets are under; None if its bytes go through none."""
-        if not way.sockets:
+    def congestion_control(self, backend: Backend) -> str | None:
+        """What the backend's sockets are under; None if its bytes go through none."""
+        if not backend.sockets:
             return None
-        return RENO if way.reno else self.default
+        return RENO if backend.reno else self.default
 
     def __str__(self) -> str:
         if self.fault is None:
             return f"in a network namespace of its own, in which all sockets are under {self.default}"
         return (
-            f"in the host's network, where sockets are under {self.default} unless a way chooses {RENO} "
+            f"in the host's network, where sockets are under {self.default} unless a backend chooses {RENO} "
             f"(no namespace of its own: {self.fault})"
         )
 

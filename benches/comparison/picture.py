@@ -1,4 +1,4 @@
-"""The rows as an SVG, written by hand: a bar of GiB/s for each way, its spread, and the ceilings as lines.
+"""The rows as an SVG, written by hand: a bar of GiB/s for each backend, its spread, and the ceilings as lines.
 
 Pure: rows in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart.
 """
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
+from .backends import Kind
 from .report import Row
-from .ways import Kind
 
 WIDTH: Final = 1100
 LEFT: Final = 270  # of the bars; titles are to the left
@@ -26,7 +26,7 @@ STEPS_SHOWN: Final = 10
 
 
 def draw(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
-    """The picture. `notes`: lines below it. Ways without a figure are left out."""
+    """The picture. `notes`: lines below it. Backends without a figure are left out."""
     shown = [row for row in rows if row.gib_per_s is not None]
     fans = list(dict.fromkeys(row.receivers for row in shown))
     most = max((row.gib_per_s.largest for row in shown if row.gib_per_s), default=1.0)
@@ -44,11 +44,11 @@ def draw(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
 
 
 def _group(rows: Sequence[Row], fan: int, top: float, most: float) -> list[str]:
-    """All ways to one number of receivers; the ceilings are dashed lines through all of them."""
+    """All backends to one number of receivers; the ceilings are dashed lines through all of them."""
     parts = [_text(20, top + 32, f"1 source, {fan} receiver{'s' if fan > 1 else ''}", size=16)]
     bottom = top + GAP + BAR * len(rows)
-    for name, ways in LINES.items():
-        speeds = [row.gib_per_s.median for row in rows if row.way.name in ways and row.gib_per_s]
+    for name, backends in LINES.items():
+        speeds = [row.gib_per_s.median for row in rows if row.backend.name in backends and row.gib_per_s]
         if speeds:
             at = _x(max(speeds), most)
             parts.append(f'<path d="M{at} {top + 40}V{bottom}" stroke="#d55e00" stroke-dasharray="4 4" fill="none"/>')
@@ -63,10 +63,10 @@ def _bar(row: Row, top: float, most: float) -> list[str]:
     if speed is None:
         return []
     middle, left, right = top + BAR / 2, _x(speed.least, most), _x(speed.largest, most)
-    tip = f"{row.way.title}: {speed} GiB/s, {row.seconds} s, CPU {row.cpu_s_per_gib} s/GiB"
+    tip = f"{row.backend.title}: {speed} GiB/s, {row.seconds} s, CPU {row.cpu_s_per_gib} s/GiB"
     return [
-        _text(LEFT - 8, top + 15, row.way.title, anchor="end", size=13),
-        _box(LEFT, top + 3, max(1.0, _x(speed.median, most) - LEFT), BAR - 6, COLOURS[row.way.kind], tip),
+        _text(LEFT - 8, top + 15, row.backend.title, anchor="end", size=13),
+        _box(LEFT, top + 3, max(1.0, _x(speed.median, most) - LEFT), BAR - 6, COLOURS[row.backend.kind], tip),
         f'<path d="M{left} {middle}H{right}M{left} {middle - 4}v8M{right} {middle - 4}v8" stroke="#000" fill="none"/>',
         _text(right + 6, top + 15, f"{speed.median:.2f}", size=12),
     ]

@@ -1,4 +1,4 @@
-"""The run: rounds of visits, each of them a way, its processes, one copy that is checked whole and some that are timed.
+"""The run: rounds of visits, each of them a backend, its processes, one copy that is checked whole and some that are timed.
 
 Every wait has a deadline. What goes wrong in a visit is its reason, and the run goes on.
 """
@@ -23,8 +23,8 @@ from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, Line, c
 from tensorhub.cli.common import leaf_of
 
 from . import environments, process_tree
+from .backends import Backend
 from .sizes import half_tiny
-from .ways import Way
 
 ROOT = Path(__file__).parents[__package__.count(".") + 1]  # from where this package is imported
 LEAVE_S = 10.0  # for processes that were told to close; then they are killed
@@ -34,7 +34,7 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    ways: Sequence[Way]
+    backends: Sequence[Backend]
     rounds: int
     copies: int
     mib: int
@@ -60,7 +60,7 @@ class Copy:
 class Visit:
     """What came of one visit; of a visit that failed, `reason`, and no copies."""
 
-    way: str
+    backend: str
     fan: int
     round: int
     copies: list[Copy] = field(default_factory=list)
@@ -70,39 +70,41 @@ class Visit:
 
 
 class VisitFailed(Exception):
-    """This way cannot be measured now; the text says why."""
+    """This backend cannot be measured now; the text says why."""
 
 
 Tell = Callable[[Visit], None]  # of each visit, as soon as it is over
 
 
 async def run(plan: Plan, tell: Tell) -> None:
-    """All rounds, every other one backwards. What has failed is not tried again; a way that does not start, nowhere."""
-    broken = {(way.name, fan): reason for way in plan.ways if (reason := _lacking(plan, way)) for fan in plan.fans}
+    """All rounds, every other one backwards. What has failed is not tried again; a backend that does not start, nowhere."""
+    broken = {
+        (backend.name, fan): reason for backend in plan.backends if (reason := _lacking(plan, backend)) for fan in plan.fans
+    }
     for (name, fan), reason in broken.items():
         tell(Visit(name, fan, 1, reason=reason))
-    steps = [(fan, way) for fan in plan.fans for way in plan.ways]
+    steps = [(fan, backend) for fan in plan.fans for backend in plan.backends]
     for number in range(1, plan.rounds + 1):
-        for fan, way in steps if number % 2 else reversed(steps):
-            if (way.name, fan) in broken:
+        for fan, backend in steps if number % 2 else reversed(steps):
+            if (backend.name, fan) in broken:
                 continue
-            done = await visit(plan, way, fan, number)
+            done = await visit(plan, backend, fan, number)
             if done.reason is not None:
-                broken |= {(way.name, each): done.reason for each in plan.fans if each == fan or not done.versions}
+                broken |= {(backend.name, each): done.reason for each in plan.fans if each == fan or not done.versions}
             tell(done)
 
 
-def _lacking(plan: Plan, way: Way) -> str | None:
-    return environments.lacking(plan.environments, way.environment, way.programs)
+def _lacking(plan: Plan, backend: Backend) -> str | None:
+    return environments.lacking(plan.environments, backend.environment, backend.programs)
 
 
-async def visit(plan: Plan, way: Way, fan: int, number: int) -> Visit:
+async def visit(plan: Plan, backend: Backend, fan: int, number: int) -> Visit:
     """New processes, one copy that is checked whole, and the timed ones."""
-    done = Visit(way.name, fan, number)
+    done = Visit(backend.name, fan, number)
     scratch = _scratch()
     try:
         settings = [_setting(plan, scratch, fan, who) for who in range(fan + 1)]
-        async with _processes(plan, way, scratch, settings) as processes:
+        async with _processes(plan, backend, scratch, settings) as processes:
             await _measure(plan, processes, done, scratch)
     except VisitFailed as error:
         done.copies.clear()
@@ -239,17 +241,19 @@ async def _within(plan: Plan, step: str, doing: Any) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _processes(plan: Plan, way: Way, scratch: Path, settings: Sequence[str]) -> AsyncIterator[list[BenchProcess]]:
+async def _processes(
+    plan: Plan, backend: Backend, scratch: Path, settings: Sequence[str]
+) -> AsyncIterator[list[BenchProcess]]:
     """A process for each setting, the source first; all of them and whatever they have started are gone afterwards."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **way.variables}
-    python = str(environments.interpreter(plan.environments, way.environment))
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **backend.variables}
+    python = str(environments.interpreter(plan.environments, backend.environment))
     started: list[BenchProcess] = []
     async with closing_all() as children:
         try:
             for number, setting in enumerate(settings):
                 name = f"receiver {number}" if number else "the source"
-                command = [python, "-m", f"{__package__}.bench_process", way.name, setting]
+                command = [python, "-m", f"{__package__}.bench_process", backend.name, setting]
                 started.append(BenchProcess(name, command, environment=os.environ | variables))
                 children.append(started[-1])
             yield started

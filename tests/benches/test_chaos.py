@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import safetensors.numpy as safetensors_numpy
 
-from benches import words
+from benches import byte_patterns
 from benches.chaos import __main__ as program, namespaces, network, plan, plot
 from benches.chaos.events import Event
-from benches.chaos.ledger import ATTEMPTS, Answer, Call, Ledger, Seat
 from benches.chaos.plan import Fault
 from benches.chaos.relay import Weather
+from benches.chaos.results import ATTEMPTS, Answer, Call, Results, Seat
 from benches.child_processes import ROOT, children
 from tests.cli.processes import alive, eventually
 from tests.testing.test_slice import first_seed
@@ -36,9 +36,9 @@ def test_a_plan_is_its_seeds() -> None:
     assert drawn == plan.draw(1, 600, PARTIES) != plan.draw(2, 600, PARTIES)
     assert [fault.at_s for fault in drawn] == sorted(fault.at_s for fault in drawn)
     assert 0 < drawn[0].at_s <= drawn[-1].at_s < 600
-    assert {fault.party for fault in drawn} == set(PARTIES)
+    assert {fault.process for fault in drawn} == set(PARTIES)
     assert {fault.kind for fault in drawn} == set(plan.KINDS)
-    assert {fault.kind for fault in drawn if fault.party == "coordinator"} == set(plan.PROCESS_KINDS)
+    assert {fault.kind for fault in drawn if fault.process == "coordinator"} == set(plan.PROCESS_KINDS)
 
 
 def test_a_plan_has_only_what_can_be_done() -> None:
@@ -71,24 +71,24 @@ def test_the_shape_of_a_link() -> None:
 
 
 def test_a_word_that_is_not_the_contents_is_found() -> None:
-    memory = words.make(4096)
-    words.write(memory, 7, rank=1)
-    assert words.contents(memory, rank=1) == {7}
-    assert words.contents(memory, rank=0) == {-1}
+    memory = byte_patterns.make(4096)
+    byte_patterns.write(memory, 7, rank=1)
+    assert byte_patterns.contents(memory, rank=1) == {7}
+    assert byte_patterns.contents(memory, rank=0) == {-1}
     memory["b"][100] += np.uint64(1)
-    assert words.contents(memory, rank=1) == {7, -1}
-    words.write({"a": memory["a"], "b": memory["b"][:100]}, 8, rank=1)
-    assert words.contents(memory, rank=1) == {7, 8, -1}
+    assert byte_patterns.contents(memory, rank=1) == {7, -1}
+    byte_patterns.write({"a": memory["a"], "b": memory["b"][:100]}, 8, rank=1)
+    assert byte_patterns.contents(memory, rank=1) == {7, 8, -1}
 
 
-# -------------------------------------------------------------------------------------------------------- the ledger
+# -------------------------------------------------------------------------------------------------------- the results
 
 
 def test_words_are_read_from_a_file(tmp_path: Path) -> None:
-    memory = words.make(4096)
-    words.write(memory, 9, rank=1)
+    memory = byte_patterns.make(4096)
+    byte_patterns.write(memory, 9, rank=1)
     safetensors_numpy.save_file(memory, tmp_path / "file")
-    assert words.contents(words.read(tmp_path / "file"), rank=1) == {9}
+    assert byte_patterns.contents(byte_patterns.read(tmp_path / "file"), rank=1) == {9}
 
 
 def number(version: int, attempt: int = 0) -> int:
@@ -99,19 +99,19 @@ class Story:
     """Calls of two groups, and what was found."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.results = Results()
         self.trainers, self.readers = ([Seat(group, rank) for rank in range(2)] for group in ("trainer", "reader"))
         self.now = 0.0
 
     def begin(self, seat: Seat, what: str, version: int | None = None, attempt: int = 0) -> Call:
         self.now += 1
         content = None if version is None else number(version, attempt)
-        return self.ledger.begun(seat, what, self.now, version, content)
+        return self.results.begun(seat, what, self.now, version, content)
 
     def end(self, call: Call, **answer: Any) -> Answer:
         self.now += 1
         told: Answer = {"outcome": "ok", "text": "...", "state": "ready", "checked": 8} | answer
-        self.ledger.ended(call, told, self.now)
+        self.results.ended(call, told, self.now)
         return told
 
     def publish(self, version: int, attempt: int = 0) -> None:
@@ -123,7 +123,7 @@ class Story:
         return self.end(call, version=version, changed=True, holds=version, contents=found)
 
     def found(self) -> list[str]:
-        return [text.partition(":")[0] for _, text in self.ledger.violations]
+        return [text.partition(":")[0] for _, text in self.results.violations]
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_run_without_a_fault_is_clean(story: Story) -> None:
     story.update(call, 1)  # it asked before 2 was out
     story.update(story.begin(story.readers[0], "update"), 2)
     assert story.found() == []
-    assert (story.ledger.visible, story.ledger.commits, story.ledger.bytes_checked) == (2, 2, 48)
+    assert (story.results.visible, story.results.commits, story.results.bytes_checked) == (2, 2, 48)
 
 
 def test_g1_bytes_of_another_version_of_several_or_of_nobody(story: Story) -> None:
@@ -168,8 +168,8 @@ def test_g3_latest_never_goes_back(story: Story) -> None:
 def test_g3_but_for_a_rollback(story: Story) -> None:
     story.publish(2)
     call = story.begin(story.readers[0], "update")
-    story.ledger.rolling_back(1, story.now)
-    story.ledger.rolled_back(1, story.now)
+    story.results.rolling_back(1, story.now)
+    story.results.rolled_back(1, story.now)
     story.update(call, 1)
     story.publish(2, attempt=1)
     late = story.begin(story.readers[0], "update")
@@ -183,14 +183,14 @@ def test_g4_ranks_agree(story: Story) -> None:
     story.publish(2)
     calls = [story.begin(seat, "update") for seat in story.readers]
     answers: list[Answer | None] = [story.update(calls[0], 2), None]
-    story.ledger.paired(calls, answers, story.now)  # the other one died
+    story.results.paired(calls, answers, story.now)  # the other one died
     answers[1] = story.end(calls[1], outcome="OperationTimeout", memory="in_doubt", state="in_doubt", holds=None)
-    story.ledger.paired(calls, answers, story.now)  # or does not know
+    story.results.paired(calls, answers, story.now)  # or does not know
     assert story.found() == []
     answers[1] = story.end(calls[1], outcome="GroupAborted", memory="intact", state="empty", holds=None, contents=[0])
-    story.ledger.paired(calls, answers, story.now)
+    story.results.paired(calls, answers, story.now)
     answers[1] = story.update(story.begin(story.readers[1], "update"), 2, [number(1)])
-    story.ledger.paired(calls, answers, story.now)
+    story.results.paired(calls, answers, story.now)
     assert story.found() == ["group atomicity", "content", "group atomicity"]
 
 
@@ -225,10 +225,10 @@ def test_a_body_may_have_written_what_is_intact(story: Story) -> None:
 
 def test_unpublish_is_refused_for_retention_only(story: Story) -> None:
     refused: dict[str, Any] = {"outcome": "RetentionError", "memory": "intact", "holds": 1, "contents": [number(1)]}
-    story.ledger.retain.add(1)  # asked for, and perhaps through
+    story.results.retain.add(1)  # asked for, and perhaps through
     story.end(story.begin(story.trainers[0], "mutate", 2), **refused)
     assert story.found() == []
-    story.ledger.retain = {0}
+    story.results.retain = {0}
     story.end(story.begin(story.trainers[0], "mutate", 2), **refused)
     assert story.found() == ["mutability"]
 

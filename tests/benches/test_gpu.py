@@ -8,7 +8,7 @@ from argparse import Namespace
 import pytest
 
 from benches import gpu
-from benches.gpu_parties import publisher_main, reader_main
+from benches.gpu_processes import publisher_main, reader_main
 from benches.remotes import Remote
 
 

@@ -6,22 +6,22 @@ from pathlib import Path
 import pytest
 
 from benches import one_to_n
-from benches.mixes import Mix
 from benches.one_to_n import BARE, WAYS, Figure, ratios, table
+from benches.size_profiles import SizeProfile
 
 
 def test_half_of_the_tensors_are_tiny_and_all_bytes_are_there() -> None:
     for nbytes in (2**20, 10 * 2**20, 2**30):
-        each = Mix(nbytes).sizes()
+        each = SizeProfile(nbytes).sizes()
         assert (len(each), sum(each)) == (300, nbytes)
         assert sum(size <= 8192 for size in each) == (150 if nbytes > 2**20 else 300)
         assert all(size % 4 == 0 for size in each)
 
 
 def test_the_tensors_are_those_of_a_model() -> None:
-    mix = Mix(2**26, "Kimi-K2", 64)
-    each = mix.sizes()
-    assert str(mix) == "Kimi-K2 of one of 64 ranks"
+    profile = SizeProfile(2**26, "Kimi-K2", 64)
+    each = profile.sizes()
+    assert str(profile) == "Kimi-K2 of one of 64 ranks"
     assert (len(each), 0.99 * 2**26 < sum(each) <= 2**26) == (3503, True)
     assert all(size % 4 == 0 for size in each)
 

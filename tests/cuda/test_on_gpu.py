@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 import tensorhub
-from benches.gpu_parties import publisher_main
+from benches.gpu_processes import publisher_main
 from benches.remotes import Remote
 from tensorhub.compaction.gpu import PackedOnDevice
 from tensorhub.cuda.copies import copy_pieces

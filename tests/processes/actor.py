@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import tensorhub
-from benches import words
+from benches import byte_patterns
 from benches.commands import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
@@ -63,12 +63,12 @@ class Actor:
         self._hub = await self._stack.enter_async_context(connecting)
 
     async def register(self, nbytes: int, name: str = "w", **settings: Any) -> None:
-        memory = self._memory[name] = words.make(nbytes)
+        memory = self._memory[name] = byte_patterns.make(nbytes)
         self._weights[name] = await self._hub.register("m", memory, **settings)
 
     async def write(self, content: int, name: str = "w") -> None:
         """Every word says which content it belongs to, and where it is."""
-        words.write(self._memory[name], content)
+        byte_patterns.write(self._memory[name], content)
 
     async def erase(self, part: str, name: str = "w") -> None:
         self._memory[name][part][:] = 0
@@ -130,7 +130,7 @@ class Actor:
 
     async def contents(self, name: str = "w") -> list[int]:
         """Which contents' words the memory holds."""
-        return sorted(words.contents(self._memory[name]))
+        return sorted(byte_patterns.contents(self._memory[name]))
 
     async def peak_bytes(self) -> int:
         """The most memory that this process has had."""
@@ -157,7 +157,7 @@ class Actor:
                 kind = type(error).__name__
                 failures[kind] = failures.get(kind, 0) + 1
                 continue
-            found = words.contents(self._memory[name])
+            found = byte_patterns.contents(self._memory[name])
             if found != {report.version} or self._weights[name].version != report.version:
                 mixed.append([report.version, sorted(found)])
             if report.changed:

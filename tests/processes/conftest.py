@@ -1,13 +1,13 @@
-"""A crew of real processes for each test; the slow run has them on trio, too."""
+"""A child_processes of real processes for each test; the slow run has them on trio, too."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.processes.crew import Crew, crew
+from tests.processes.child_processes import ChildProcesses, child_processes
 
 
 @pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
-def processes(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    with crew(request.param) as made:
+def processes(request: pytest.FixtureRequest) -> Iterator[ChildProcesses]:
+    with child_processes(request.param) as made:
         yield made

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.processes.crew import Crew, Failed, Process
+from tests.processes.child_processes import ChildProcesses, Failed, Process
 
 
 def a_source_is_killed_in_mid_read(
-    processes: Crew,
+    processes: ChildProcesses,
     address: str,
     trainer: Process,
     nbytes: int,

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tensorhub.transport.cma import process as cma
-from tests.processes.crew import Crew, Process
+from tests.processes.child_processes import ChildProcesses, Process
 from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 
 pytestmark = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
@@ -18,7 +18,7 @@ OPTIONS = {"chunk_bytes": 65_536, "stall_timeout_s": 600.0}
 GATE = {"arrivals": 5, "transport": "cma"}
 
 
-def cluster(processes: Crew, integrity: bool = True) -> tuple[Process, str, Process]:
+def cluster(processes: ChildProcesses, integrity: bool = True) -> tuple[Process, str, Process]:
     """A coordinator, its address, and a trainer that has published version 1."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=1.0, drain_grace_s=0.5)
@@ -29,7 +29,7 @@ def cluster(processes: Crew, integrity: bool = True) -> tuple[Process, str, Proc
 
 
 @pytest.mark.parametrize("integrity", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_it_is_chosen_between_processes_of_one_host(processes: Crew, integrity: bool) -> None:
+def test_it_is_chosen_between_processes_of_one_host(processes: ChildProcesses, integrity: bool) -> None:
     _, address, trainer = cluster(processes, integrity)
     readers = [processes.worker(address, f"reader{number}", NBYTES) for number in range(2)]
     fills = [reader.begin("replicate") for reader in readers]
@@ -40,20 +40,20 @@ def test_it_is_chosen_between_processes_of_one_host(processes: Crew, integrity: 
         assert reader.do("sha") == trainer.do("sha")
 
 
-def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: Crew) -> None:
+def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: ChildProcesses) -> None:
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False})
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader)
 
 
 @pytest.mark.slow
-def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew) -> None:
+def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: ChildProcesses) -> None:
     _, address, trainer = cluster(processes)
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE)
 
 
 @pytest.mark.slow
-def test_a_source_that_stands_still_is_read_all_the_same(processes: Crew) -> None:
+def test_a_source_that_stands_still_is_read_all_the_same(processes: ChildProcesses) -> None:
     _, address, trainer = cluster(processes, integrity=False)  # with digests it would have to make them
     sha = trainer.do("sha")
     reader = processes.worker(address, "reader", NBYTES, gate=GATE)
@@ -67,7 +67,7 @@ def test_a_source_that_stands_still_is_read_all_the_same(processes: Crew) -> Non
 
 
 @pytest.mark.slow
-def test_where_the_kernel_forbids_it_tcp_is_used(processes: Crew) -> None:
+def test_where_the_kernel_forbids_it_tcp_is_used(processes: ChildProcesses) -> None:
     _, address, trainer = cluster(processes)
     trainer.do("hide")
     # root may read everything, unless it has less rights than the other process.

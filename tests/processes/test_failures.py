@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes.crew import Crew, Failed, Process
+from tests.processes.child_processes import ChildProcesses, Failed, Process
 from tests.processes.stories import a_source_is_killed_in_mid_read
 
 MIB = 2**20
@@ -13,19 +13,19 @@ NBYTES = 64 * MIB  # more than what lies in sockets' buffers
 OPTIONS = {"chunk_bytes": MIB, "stall_timeout_s": 600.0}
 
 
-def cluster(processes: Crew, lease_s: float = 10.0) -> tuple[Process, str]:
+def cluster(processes: ChildProcesses, lease_s: float = 10.0) -> tuple[Process, str]:
     coordinator = processes.process("coordinator")
     return coordinator, coordinator.do("serve", lease_s=lease_s, drain_grace_s=0.5)
 
 
-def trainer_with(processes: Crew, address: str, version: int = 1) -> Process:
+def trainer_with(processes: ChildProcesses, address: str, version: int = 1) -> Process:
     trainer = processes.worker(address, "trainer", NBYTES, options=OPTIONS)
     trainer.do("write", content=version)
     trainer.do("publish", version=version)
     return trainer
 
 
-def test_a_group_of_two_processes_commits_together(processes: Crew) -> None:
+def test_a_group_of_two_processes_commits_together(processes: ChildProcesses) -> None:
     _, address = cluster(processes)
     publishers = [processes.worker(address, f"p{r}", MIB, group="p", rank=r, world_size=2) for r in range(2)]
     readers = [processes.worker(address, f"r{r}", MIB, group="r", rank=r, world_size=2) for r in range(2)]
@@ -38,7 +38,7 @@ def test_a_group_of_two_processes_commits_together(processes: Crew) -> None:
     assert [reader.do("contents") for reader in readers] == [[10], [11]]
 
 
-def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(processes: Crew) -> None:
+def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=1.0)
     publishers = [processes.worker(address, f"p{r}", NBYTES, group="p", rank=r, world_size=2) for r in range(2)]
     promises = [publisher.begin("publish", version=1) for publisher in publishers]
@@ -61,13 +61,13 @@ def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(proc
     assert [publisher.do("state") for publisher in publishers] == [["ready", 1], ["ready", 1]]
 
 
-def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(processes: Crew) -> None:
+def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, 5)
 
 
-def test_two_halves_complete_each_other_when_the_last_holder_is_killed(processes: Crew) -> None:
+def test_two_halves_complete_each_other_when_the_last_holder_is_killed(processes: ChildProcesses) -> None:
     """Each has held all of it, and has written over another half since: what is left is found by digest, and exchanged."""
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
@@ -91,7 +91,7 @@ def test_two_halves_complete_each_other_when_the_last_holder_is_killed(processes
     assert late.do("replicate")["version"] == 1
 
 
-def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(processes: Crew) -> None:
+def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(processes: ChildProcesses) -> None:
     """SIGSTOP: its connection stays, and nothing comes; the reader goes on elsewhere from what it has verified."""
     _, address = cluster(processes, lease_s=600.0)  # so that it is the reader that finds out
     trainer = trainer_with(processes, address)
@@ -117,7 +117,7 @@ def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(proc
     assert third.do("sha") == stalled.do("sha")
 
 
-def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processes: Crew) -> None:
+def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processes: ChildProcesses) -> None:
     """It has nothing to send for longer than the stall timeout, and says that it lives."""
     _, address = cluster(processes)
     trainer = trainer_with(processes, address)
@@ -139,7 +139,9 @@ def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processe
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("embedded", [False, True], ids=["apart", "embedded"])
-def test_a_trainer_that_blocks_its_only_thread_loses_nothing(processes: Crew, embedded: bool, seconds: float) -> None:
+def test_a_trainer_that_blocks_its_only_thread_loses_nothing(
+    processes: ChildProcesses, embedded: bool, seconds: float
+) -> None:
     if embedded:
         trainer = processes.process("trainer")
         address = trainer.do("serve", lease_s=1.0)
@@ -165,7 +167,7 @@ def test_a_trainer_that_blocks_its_only_thread_loses_nothing(processes: Crew, em
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_unpublish_needs_nothing_of_a_reader_in_mid_read(processes: Crew, how: str) -> None:
+def test_unpublish_needs_nothing_of_a_reader_in_mid_read(processes: ChildProcesses, how: str) -> None:
     """R3: the owner's fence alone decides. With a stopped reader, its connection is shut down."""
     _, address = cluster(processes, lease_s=2.0)
     trainer = trainer_with(processes, address)
@@ -184,7 +186,7 @@ def test_unpublish_needs_nothing_of_a_reader_in_mid_read(processes: Crew, how: s
     assert third.do("contents") == [2]
 
 
-def test_a_stopped_reader_that_wakes_up_commits_nothing_of_what_was_taken_back(processes: Crew) -> None:
+def test_a_stopped_reader_that_wakes_up_commits_nothing_of_what_was_taken_back(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     reader = processes.worker(address, "reader", NBYTES, gate=5)
@@ -202,7 +204,7 @@ def test_a_stopped_reader_that_wakes_up_commits_nothing_of_what_was_taken_back(p
     assert reader.do("contents") == [2]
 
 
-def test_a_coordinator_that_restarts_with_its_state(processes: Crew, tmp_path: object) -> None:
+def test_a_coordinator_that_restarts_with_its_state(processes: ChildProcesses, tmp_path: object) -> None:
     """Transfers in flight go on, holders announce themselves again, and used numbers stay used."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", state_dir=str(tmp_path), lease_s=5.0)
@@ -233,7 +235,7 @@ def test_a_coordinator_that_restarts_with_its_state(processes: Crew, tmp_path: o
         assert process.do("contents") == [2]
 
 
-def test_unpublish_with_a_coordinator_that_is_stopped(processes: Crew) -> None:
+def test_unpublish_with_a_coordinator_that_is_stopped(processes: ChildProcesses) -> None:
     """A trainer never hangs on a dead coordinator: after a lease of silence it takes its memory back by itself."""
     coordinator, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
@@ -249,7 +251,7 @@ def test_unpublish_with_a_coordinator_that_is_stopped(processes: Crew) -> None:
 
 
 @pytest.mark.parametrize("integrity", [True, False], ids=["digests", "fence alone"])
-def test_committed_contents_are_never_mixed(processes: Crew, integrity: bool) -> None:
+def test_committed_contents_are_never_mixed(processes: ChildProcesses, integrity: bool) -> None:
     """G2, with a hammer: a trainer that overwrites as fast as it can, and three readers that follow it."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", drain_grace_s=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.transport.nixl import agents as nixl
-from tests.processes.crew import Crew, Failed, Process
+from tests.processes.child_processes import ChildProcesses, Failed, Process
 from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 
 pytestmark = [
@@ -29,7 +29,7 @@ def wires(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def cluster(processes: Crew, **more: object) -> tuple[Process, str, Process]:
+def cluster(processes: ChildProcesses, **more: object) -> tuple[Process, str, Process]:
     """A coordinator, its address, and a trainer that has published version 1."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=10.0, drain_grace_s=0.5)
@@ -39,7 +39,7 @@ def cluster(processes: Crew, **more: object) -> tuple[Process, str, Process]:
     return coordinator, address, trainer
 
 
-def test_two_readers_one_after_the_other_and_each_version(processes: Crew, wires: str) -> None:
+def test_two_readers_one_after_the_other_and_each_version(processes: ChildProcesses, wires: str) -> None:
     _, address, trainer = cluster(processes)
     readers = [processes.worker(address, f"reader{number}", NBYTES, options=OPTIONS) for number in range(2)]
     for reader in readers:
@@ -53,18 +53,18 @@ def test_two_readers_one_after_the_other_and_each_version(processes: Crew, wires
     assert {reader.do("sha") for reader in readers} == {trainer.do("sha")}
 
 
-def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: Crew, wires: str) -> None:
+def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: ChildProcesses, wires: str) -> None:
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options={"chunk_bytes": MIB})
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader)
 
 
-def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew, wires: str) -> None:
+def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: ChildProcesses, wires: str) -> None:
     _, address, trainer = cluster(processes)
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE, OPTIONS)
 
 
-def test_a_reader_that_is_killed_in_mid_read_is_nobodys_loss(processes: Crew, wires: str) -> None:
+def test_a_reader_that_is_killed_in_mid_read_is_nobodys_loss(processes: ChildProcesses, wires: str) -> None:
     _, address, trainer = cluster(processes)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE)
     reader.begin("replicate")
@@ -77,7 +77,7 @@ def test_a_reader_that_is_killed_in_mid_read_is_nobodys_loss(processes: Crew, wi
 
 
 def test_a_source_that_stands_still_costs_its_reader_the_timeout_only(
-    processes: Crew, monkeypatch: pytest.MonkeyPatch
+    processes: ChildProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over TCP it has to answer each read. Those that it has not answered end with the reader's agent, which is replaced."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")

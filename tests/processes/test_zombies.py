@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes.crew import WAIT_S, Crew, Failed, Process
+from tests.processes.child_processes import WAIT_S, ChildProcesses, Failed, Process
 from tests.processes.test_failures import MIB, NBYTES, cluster, trainer_with
 
 
@@ -30,7 +30,7 @@ def wake(zombie: Process, witness: Process) -> None:
     until(witness, lambda model: model["workers"].get(zombie.name) == "live")
 
 
-def test_a_holder_that_wakes_up_holds_its_version_again(processes: Crew) -> None:
+def test_a_holder_that_wakes_up_holds_its_version_again(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     zombie, reader = [processes.worker(address, name, NBYTES) for name in ("zombie", "reader")]
@@ -50,7 +50,7 @@ def test_a_holder_that_wakes_up_holds_its_version_again(processes: Crew) -> None
     assert zombie.do("contents") == [2]
 
 
-def test_a_holder_whose_version_was_given_up_meanwhile_is_ordered_out(processes: Crew) -> None:
+def test_a_holder_whose_version_was_given_up_meanwhile_is_ordered_out(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
     zombie = processes.worker(address, "zombie", NBYTES)
@@ -67,7 +67,7 @@ def test_a_holder_whose_version_was_given_up_meanwhile_is_ordered_out(processes:
     assert zombie.do("contents") == [4]
 
 
-def test_a_reader_that_wakes_up_in_mid_read_ends_its_call_and_may_call_again(processes: Crew) -> None:
+def test_a_reader_that_wakes_up_in_mid_read_ends_its_call_and_may_call_again(processes: ChildProcesses) -> None:
     """Also its group's: the other rank has heard why, long before."""
     _, address = cluster(processes, lease_s=1.0)
     publishers = [processes.worker(address, f"p{r}", NBYTES, group="p", rank=r, world_size=2) for r in range(2)]
@@ -94,7 +94,7 @@ def test_a_reader_that_wakes_up_in_mid_read_ends_its_call_and_may_call_again(pro
     assert [reader.do("contents") for reader in (zombie, other)] == [[1], [1]]
 
 
-def test_a_rank_that_had_voted_hears_what_was_decided_without_it(processes: Crew) -> None:
+def test_a_rank_that_had_voted_hears_what_was_decided_without_it(processes: ChildProcesses) -> None:
     """It was PREPARED: neither its silence nor the end of its lease is an abort."""
     _, address = cluster(processes, lease_s=1.0)
     zombie, other = [processes.worker(address, f"p{r}", MIB, group="p", rank=r, world_size=2) for r in range(2)]
@@ -115,7 +115,7 @@ def test_a_rank_that_had_voted_hears_what_was_decided_without_it(processes: Crew
     assert [reader.do("contents") for reader in readers] == [[1], [1]]
 
 
-def test_an_unpublish_of_one_that_wakes_up_needs_nobody(processes: Crew) -> None:
+def test_an_unpublish_of_one_that_wakes_up_needs_nobody(processes: ChildProcesses) -> None:
     """Nobody is there to tell it that it was lost."""
     coordinator, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
@@ -134,7 +134,7 @@ def test_an_unpublish_of_one_that_wakes_up_needs_nobody(processes: Crew) -> None
 
 
 @pytest.mark.slow
-def test_a_group_of_eight_processes_changes_version_together(processes: Crew) -> None:
+def test_a_group_of_eight_processes_changes_version_together(processes: ChildProcesses) -> None:
     _, address = cluster(processes, lease_s=5.0)
     groups = {
         name: [processes.worker(address, f"{name}{r}", MIB, group=name, rank=r, world_size=8) for r in range(8)]

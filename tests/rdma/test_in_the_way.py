@@ -23,7 +23,7 @@ from tensorhub.transport import built_in
 from tensorhub.transport.rdma.reads import WINDOW_BYTES
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import FetchReport
-from tests.processes.crew import Failed, crew
+from tests.processes.child_processes import Failed, child_processes
 from tests.rig import OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of
 
 pytestmark = [pytest.mark.rdma, pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -212,7 +212,7 @@ LIMIT = rf"\d+ bytes cannot be registered under RLIMIT_MEMLOCK, which is {4 * MI
 def test_a_limit_of_locked_memory_that_is_too_small(who: str, tmp_path: Path) -> None:
     """One of two processes may lock 4 MiB only, and has no capability to do so all the same."""
     whose = "at the source: " if who == "trainer" else "the memory to read into: "
-    with crew("asyncio") as made:
+    with child_processes("asyncio") as made:
         names = ("trainer", "reader")
         trainer, reader = [made.process(name, LIMITED if name == who else (), tmp_path / name) for name in names]
         address = trainer.do("serve")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes.crew import Crew, Process, crew
+from tests.processes.child_processes import ChildProcesses, Process, child_processes
 from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(300)]
@@ -18,12 +18,12 @@ GATE = {"arrivals": 5, "transport": "rdma"}
 
 
 @pytest.fixture
-def processes() -> Iterator[Crew]:
-    with crew("asyncio") as made:
+def processes() -> Iterator[ChildProcesses]:
+    with child_processes("asyncio") as made:
         yield made
 
 
-def cluster(processes: Crew, integrity: bool = True) -> tuple[Process, str, Process]:
+def cluster(processes: ChildProcesses, integrity: bool = True) -> tuple[Process, str, Process]:
     """A coordinator, its address, and a trainer that has published version 1."""
     coordinator = processes.process("coordinator")
     address = coordinator.do("serve", lease_s=5.0, drain_grace_s=0.5)
@@ -33,7 +33,7 @@ def cluster(processes: Crew, integrity: bool = True) -> tuple[Process, str, Proc
     return coordinator, address, trainer
 
 
-def test_versions_are_replicated_one_reader_behind_the_other(processes: Crew) -> None:
+def test_versions_are_replicated_one_reader_behind_the_other(processes: ChildProcesses) -> None:
     """The second reader has the first for its source while that fills, and both read each version into the same memory."""
     _, address, trainer = cluster(processes)
     first = processes.worker(address, "first", NBYTES, gate=GATE, options=OPTIONS)
@@ -56,12 +56,12 @@ def test_versions_are_replicated_one_reader_behind_the_other(processes: Crew) ->
             assert reader.do("contents") == [version]
 
 
-def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew) -> None:
+def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: ChildProcesses) -> None:
     _, address, trainer = cluster(processes)
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE, OPTIONS)
 
 
-def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: Crew) -> None:
+def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: ChildProcesses) -> None:
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options=OPTIONS)
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader, timeout_s=20.0)

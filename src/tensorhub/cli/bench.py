@@ -13,12 +13,12 @@ MIB_MIN = 2
 
 
 def bench(
-    rounds: Annotated[int, common.whole_option(1, help="How often each way is visited; every other round backwards.")] = 3,
+    rounds: Annotated[int, common.whole_option(1, help="Visits of each backend; every other round goes backwards.")] = 3,
     copies: Annotated[int, common.whole_option(1, help="Timed copies of each visit.")] = 3,
     mib: Annotated[int, common.whole_option(MIB_MIN, help="Bytes of the weights, in MiB; every process holds them.")] = 1024,
     receivers: Annotated[str, typer.Option(metavar="N,M", help="To how many receivers at once.")] = "1,4",
-    only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these ways; see --list.")] = None,
-    skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these ways.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these backends; see --list.")] = None,
+    skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these backends.")] = None,
     timeout: Annotated[
         float, common.seconds_option(1, 1e9, help="Seconds for each step of a visit; then it is ended.")
     ] = 60.0,
@@ -29,17 +29,17 @@ def bench(
         typer.Option("--environments", metavar="DIR", help="Where the peers are; default: ~/.cache/tensorhub/bench."),
     ] = None,
     install: Annotated[bool, typer.Option("--install", help="First install the peers there, from PyPI.")] = False,
-    list_ways: Annotated[bool, typer.Option("--list", help="Name the ways, and end.")] = False,
+    list_backends: Annotated[bool, typer.Option("--list", help="Name the backends, and end.")] = False,
     quiet: common.QuietOption = False,
 ) -> None:
     """Compare TensorHub with the ceilings of this machine and with its peers: the same bytes, one source to some receivers.
 
-    Each way runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
+    Each backend runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
     namespace of their own, under the same congestion control. What is not installed is told at the end (docs/benchmarks.md).
     """
     comparison = common.import_shipped("benches.comparison.command")
-    if list_ways:
-        comparison.list_ways()
+    if list_backends:
+        comparison.list_backends()
         return
     comparison.compare(
         comparison.Wanted(

@@ -1,4 +1,4 @@
-"""Ways that go wrong, each in its manner. Notes of what they started and where lie in the file that STANDIN_NOTES names."""
+"""Backends that go wrong, each in its manner. STANDIN_NOTES names a file for the ids of the processes they start."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benches.comparison.ways import Kind, Way
+from benches.comparison.backends import Backend, Kind
 
 
-def way(case: str) -> Way:
+def backend(case: str) -> Backend:
     sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
     if case in ("hangs", "dies") and "benches.comparison.bench_process" in " ".join(
         sys.orig_argv
@@ -25,7 +25,7 @@ def way(case: str) -> Way:
         sys.stderr.write("the last\nwords\n")
         sys.stderr.flush()
         os.abort()
-    return Way(f"{__name__}:{case}", case, Kind.PEER, __name__)
+    return Backend(f"{__name__}:{case}", case, Kind.PEER, __name__)
 
 
 def versions() -> dict[str, str]:
@@ -36,8 +36,8 @@ def __getattr__(name: str) -> Any:
     """The sides of the case `wrong`: only they need torch."""
     if name not in ("Source", "Receiver"):
         raise AttributeError(name)
-    from benches.comparison.ways.base import Side
-    from benches.comparison.ways.files import Receiver, Source
+    from benches.comparison.backends.base import Side
+    from benches.comparison.backends.files import Receiver, Source
 
     class WrongSource(Source):
         def offer(self, number: int) -> Any:

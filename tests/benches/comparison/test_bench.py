@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from benches.comparison import environments, process_tree, suite
+from benches.comparison.backends import BACKENDS, Backend, Kind
 from benches.comparison.suite import Plan, Visit
-from benches.comparison.ways import WAYS, Kind, Way
 from tensorhub.cli.app import app
 from tests.benches.comparison import standin
 from tests.cli.processes import alive, eventually, run
@@ -50,8 +50,8 @@ def left(pid: int) -> list[Path]:
     return [place for root in roots for place in root.glob(f"thb{pid}-*")]
 
 
-def visits_of(*ways: Way, timeout_s: float = 60.0, directory: Path = Path("/none")) -> list[Visit]:
-    plan = Plan(ways, 1, 1, 4, [1], timeout_s, directory)
+def visits_of(*backends: Backend, timeout_s: float = 60.0, directory: Path = Path("/none")) -> list[Visit]:
+    plan = Plan(backends, 1, 1, 4, [1], timeout_s, directory)
     visits: list[Visit] = []
     anyio.run(suite.run, plan, visits.append)
     return visits
@@ -63,7 +63,7 @@ def test_a_run(tmp_path: Path) -> None:
     done = run("bench", *plan, "--results", str(results), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     found = json.loads(results.read_text())
-    assert [(row["way"], row["reason"]) for row in found["rows"]] == [("bare", None), ("tensorhub-tcp", None)]
+    assert [(row["backend"], row["reason"]) for row in found["rows"]] == [("bare", None), ("tensorhub-tcp", None)]
     assert all(row["seconds"]["median"] > 0 and row["peak_gib"] > 2 * 4 / 1024 for row in found["rows"])
     assert found["rows"][1]["versions"]["tensorhub"]
     assert found["rows"][1]["offered_s"]["median"] > 0
@@ -71,8 +71,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert "TensorHub tcp" in done.stdout
 
 
-def test_a_way_that_delivers_other_bytes_is_found_out(notes: Path) -> None:
-    (visit,) = visits_of(standin.way("wrong"))
+def test_a_backend_that_delivers_other_bytes_is_found_out(notes: Path) -> None:
+    (visit,) = visits_of(standin.backend("wrong"))
     assert visit.reason == "receiver 1 got other bytes than the source has, in copy 0"
     assert not visit.copies
 
@@ -81,8 +81,8 @@ def test_a_way_that_delivers_other_bytes_is_found_out(notes: Path) -> None:
     ("case", "reason"),
     [("hangs", "no end of its start within 2 s"), ("dies", "the source ended with exit code -6: words")],
 )
-def test_a_way_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case: str, reason: str) -> None:
-    found = visits_of(Way(f"{standin.__name__}:{case}", case, Kind.PEER, ""), timeout_s=2.0 if case == "hangs" else 60.0)
+def test_a_backend_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case: str, reason: str) -> None:
+    found = visits_of(Backend(f"{standin.__name__}:{case}", case, Kind.PEER, ""), timeout_s=2.0 if case == "hangs" else 60.0)
     assert [visit.reason for visit in found] in ([reason], [reason.replace("the source", "receiver 1")])
     started = [int(line) for line in notes.read_text().split()]
     assert started or case == "hangs"  # on a busy machine it may not have come so far
@@ -90,11 +90,11 @@ def test_a_way_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case:
 
 
 def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {way.name: way for way in WAYS}
+    backends = {backend.name: backend for backend in BACKENDS}
     monkeypatch.setattr(environments, "_path", lambda: str(tmp_path))
     (tmp_path / "ray.failed").write_text("no wheel for this Python\n")
-    found = visits_of(ways["zmq"], ways["nginx"], ways["ray"], directory=tmp_path)
-    assert {visit.way: visit.reason for visit in found} == {
+    found = visits_of(backends["zmq"], backends["nginx"], backends["ray"], directory=tmp_path)
+    assert {visit.backend: visit.reason for visit in found} == {
         "zmq": "not installed: tensorhub bench --install",
         "nginx": "not installed: apt install nginx",
         "ray": "not installed: no wheel for this Python",
@@ -104,9 +104,9 @@ def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.M
 PROGRAM = """
 import benches.comparison.command as command
 from tensorhub.cli import main
-from benches.comparison.ways import Kind, Way
-ways = {way.name: way for way in command.WAYS}
-command.WAYS = [ways["bare"], Way("tests.benches.comparison.standin:hangs", "hangs", Kind.PEER, "")]
+from benches.comparison.backends import Kind, Backend
+backends = {backend.name: backend for backend in command.BACKENDS}
+command.BACKENDS = [backends["bare"], Backend("tests.benches.comparison.standin:hangs", "hangs", Kind.PEER, "")]
 main()
 """
 
@@ -151,8 +151,8 @@ def test_the_hosts_network_is_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--only bare,nobody", "there is no way 'nobody'"),
-        ("--skip " + ",".join(way.name for way in WAYS), "no way is left"),
+        ("--only bare,nobody", "there is no backend 'nobody'"),
+        ("--skip " + ",".join(backend.name for backend in BACKENDS), "no backend is left"),
         ("--receivers 1,x", "--receivers '1,x'"),
         ("--receivers 0", "--receivers '0'"),
         ("--results /nowhere/file", "/nowhere/file cannot be written"),
@@ -163,9 +163,9 @@ def test_what_cannot_be_run_is_refused(given: str, said: str) -> None:
     assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
 
 
-def test_the_ways_are_listed() -> None:
+def test_the_backends_are_listed() -> None:
     done = CliRunner().invoke(app, ["bench", "--list"])
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [way.name for way in WAYS]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [backend.name for backend in BACKENDS]
 
 
 @pytest.mark.slow
@@ -181,12 +181,14 @@ def test_an_environment_sees_our_packages_and_a_failure_is_its_row(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in WAYS if way.kind is Kind.PEER], ids=lambda way: way.name)
-def test_a_peer(way: Way) -> None:
+@pytest.mark.parametrize(
+    "backend", [backend for backend in BACKENDS if backend.kind is Kind.PEER], ids=lambda backend: backend.name
+)
+def test_a_peer(backend: Backend) -> None:
     """Whichever is installed where `tensorhub bench --install` puts it, or TENSORHUB_BENCH_ENVIRONMENTS says."""
     directory = Path(os.environ.get("TENSORHUB_BENCH_ENVIRONMENTS") or environments.default_directory())
-    if (reason := environments.lacking(directory, way.environment, way.programs)) is not None:
+    if (reason := environments.lacking(directory, backend.environment, backend.programs)) is not None:
         pytest.skip(reason)
-    (visit,) = visits_of(way, directory=directory)
+    (visit,) = visits_of(backend, directory=directory)
     assert visit.reason is None
     assert len(visit.copies) == 1

@@ -10,24 +10,24 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from benches.comparison.backends import BACKENDS
 from benches.comparison.network import Network
 from benches.comparison.picture import draw
 from benches.comparison.report import Row, as_json, complaints, ratios, rows, table
 from benches.comparison.sizes import half_tiny
 from benches.comparison.suite import Copy, Plan, Visit
-from benches.comparison.ways import WAYS
 
 NETWORK = Network(None, "reno")
 HOST = Network("Operation not permitted: it takes root", "bbr")
 
 
 def plan_of(*names: str, fans: tuple[int, ...] = (1,)) -> Plan:
-    return Plan([way for way in WAYS if way.name in names], 2, 3, 1024, fans, 1.0, Path("/none"))
+    return Plan([backend for backend in BACKENDS if backend.name in names], 2, 3, 1024, fans, 1.0, Path("/none"))
 
 
-def visited(way: str, number: int, *seconds: float, fan: int = 1) -> Visit:
+def visited(backend: str, number: int, *seconds: float, fan: int = 1) -> Visit:
     copies = [Copy(each, 0.25 * each, 2.0) for each in seconds]
-    return Visit(way, fan, number, copies, number * 2**30, {"x": "1"})
+    return Visit(backend, fan, number, copies, number * 2**30, {"x": "1"})
 
 
 VISITS = [
@@ -50,7 +50,7 @@ def test_a_ratio_is_of_the_medians_of_one_round() -> None:
 
 
 def test_a_row_is_of_all_copies() -> None:
-    found = {row.way.name: row for row in rows(plan_of("memcpy-1", "bare", "tensorhub-tcp", "redis"), VISITS, NETWORK)}
+    found = {row.backend.name: row for row in rows(plan_of("memcpy-1", "bare", "tensorhub-tcp", "redis"), VISITS, NETWORK)}
     hub = found["tensorhub-tcp"]
     assert hub.seconds == (1.5, 0.9, 2.0)
     assert hub.offered_s == (0.375, 0.225, 0.5)
@@ -69,7 +69,7 @@ def test_speed_counts_every_receivers_bytes() -> None:
 def test_the_congestion_control_of_a_row() -> None:
     def told(network: Network) -> dict[str, str | None]:
         chosen = plan_of("bare", "tensorhub-tcp", "tensorhub-cma", "nginx", "ray")
-        return {row.way.name: row.congestion_control for row in rows(chosen, [], network)}
+        return {row.backend.name: row.congestion_control for row in rows(chosen, [], network)}
 
     assert told(NETWORK) == {"bare": "reno", "tensorhub-tcp": "reno", "tensorhub-cma": None, "nginx": "reno", "ray": None}
     assert told(HOST) == {"bare": "reno", "tensorhub-tcp": "reno", "tensorhub-cma": None, "nginx": "bbr", "ray": None}

@@ -8,8 +8,8 @@ from typing import Any
 
 import ucxx
 
+from ..backends.base import WAIT_S, Setting, Side
 from ..memory import Memory
-from ..ways.base import WAIT_S, Setting, Side
 
 
 def versions() -> dict[str, str]:

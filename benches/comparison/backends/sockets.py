@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import bare
+from ..backends.base import Setting, Side
 from ..memory import Memory
-from ..ways.base import Setting, Side
 
 
 def versions() -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mooncake.engine import TransferEngine
 
+from ..backends.base import Setting, Side
 from ..memory import Memory
-from ..ways.base import Setting, Side
 
 
 def versions() -> dict[str, str]:

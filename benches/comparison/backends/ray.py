@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import ray
 
+from ..backends.base import Setting, Side
 from ..memory import Memory
-from ..ways.base import Setting, Side
 
 NAMESPACE, HOLDER = "bench", "holder"
 VERSIONS_KEPT = 3  # of what the store has room for

@@ -12,8 +12,8 @@ from anyio.from_thread import start_blocking_portal
 
 import tensorhub
 
+from ..backends.base import Setting, Side
 from ..memory import Memory, private
-from ..ways.base import Setting, Side
 
 MODEL = "bench"
 

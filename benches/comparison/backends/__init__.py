@@ -1,6 +1,6 @@
-"""The ways to get bytes from one process to others that are compared. Imports nothing of theirs.
+"""The backends to get bytes from one process to others that are compared. Imports nothing of theirs.
 
-A way's module has a class `Source` and a class `Receiver` (see `ways.base`), and a function `versions()`.
+A backend's module has a class `Source` and a class `Receiver` (see `backends.base`), and a function `versions()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Backend:
     """`name`: on the command line. `sockets`: whether the bytes go through TCP. `reno`: whether it chooses that itself."""
 
     name: str
@@ -33,21 +33,21 @@ class Way:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def _ceiling(name: str, title: str, module: str, *, sockets: bool = False, **options: Any) -> Way:
-    return Way(name, title, Kind.CEILING, module, options, sockets=sockets, reno=sockets)
+def _ceiling(name: str, title: str, module: str, *, sockets: bool = False, **options: Any) -> Backend:
+    return Backend(name, title, Kind.CEILING, module, options, sockets=sockets, reno=sockets)
 
 
-def _hub(transport: str, *, integrity: bool) -> Way:
+def _hub(transport: str, *, integrity: bool) -> Backend:
     name, title = f"tensorhub-{transport}", f"TensorHub {transport}"
     if not integrity:
         name, title = f"{name}-plain", f"{title}, integrity=False"
     options = {"transport": transport, "integrity": integrity}
     tcp = transport == "tcp"
-    return Way(name, title, Kind.TENSORHUB, "hub", options, sockets=tcp, reno=tcp)
+    return Backend(name, title, Kind.TENSORHUB, "hub", options, sockets=tcp, reno=tcp)
 
 
-def _peer(name: str, title: str, module: str, options: Mapping[str, Any] | None = None, **more: Any) -> Way:
-    return Way(name, title, Kind.PEER, module, options or {}, **more)
+def _peer(name: str, title: str, module: str, options: Mapping[str, Any] | None = None, **more: Any) -> Backend:
+    return Backend(name, title, Kind.PEER, module, options or {}, **more)
 
 
 _GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -57,7 +57,7 @@ _RAY = {"RAY_preallocate_plasma_memory": "1", "RAY_AUTH_MODE": "disabled", "RAY_
 _TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_TCP_TX_SEG_SIZE": "1m", "UCX_TCP_RX_SEG_SIZE": "1m"}
 _UCXX = _TCP | {"UCXPY_PROGRESS_MODE": "blocking"}  # polling takes the core that the other side needs
 
-WAYS: Final = (
+BACKENDS: Final = (
     _ceiling("memcpy-1", "memcpy out of a mapping, 1 thread", "memory", copy="mapped", threads=1),
     _ceiling("memcpy-2", "memcpy out of a mapping, 2 threads", "memory", copy="mapped", threads=2),
     _ceiling("readv-2", "process_vm_readv, 2 threads", "memory", copy="readv", threads=2),

@@ -10,8 +10,8 @@ from typing import Any
 
 from nixl._api import nixl_agent, nixl_agent_config
 
+from ..backends.base import Setting, Side
 from ..memory import Memory
-from ..ways.base import Setting, Side
 
 POLL_S = 0.0002
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-Words = Mapping[str, npt.NDArray[np.uint64]]
+Tensors = Mapping[str, npt.NDArray[np.uint64]]
 
 CONTENT_BITS = 24
 PLACE_BITS = 36  # of a word's number within its tensor; between them: the rank and the tensor
@@ -23,7 +23,7 @@ def make(nbytes: int) -> dict[str, npt.NDArray[np.uint64]]:
     return {part: np.zeros(nbytes // 16, np.uint64) for part in ("a", "b")}
 
 
-def write(memory: Words, content: int, rank: int = 0) -> None:
+def write(memory: Tensors, content: int, rank: int = 0) -> None:
     for tensor, first in zip(memory.values(), _firsts(content, rank), strict=True):
         tensor[:] = np.arange(len(tensor), dtype=np.uint64) + np.uint64(first)
 
@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, npt.NDArray[np.uint64]]:
     return {name: np.frombuffer(data[start + first : start + end], np.uint64) for name, (first, end) in spans.items()}
 
 
-def contents(memory: Words, rank: int = 0) -> set[int]:
+def contents(memory: Tensors, rank: int = 0) -> set[int]:
     """Which contents' words are there; one that no content has shows as a number that nobody wrote, or as several."""
     found: set[int] = set()
     for tensor, first in zip(memory.values(), _firsts(0, rank), strict=True):

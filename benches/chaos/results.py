@@ -1,4 +1,4 @@
-"""What the parties' calls returned, and whether that may be: the guarantees as far as they can be judged from outside.
+"""What the processes' calls returned, and whether that may be: the guarantees as far as they can be judged from outside.
 
 Pure: times are arguments (seconds of the run). What is found begins with the guarantee's name. Judged are
 
@@ -54,7 +54,7 @@ class Call:
 
 
 @dataclass
-class Ledger:
+class Results:
     """What is known. `violations` are sentences that begin with the guarantee."""
 
     visible: int = 0  # the newest number that a publish has returned, in this lineage

@@ -12,7 +12,7 @@ TINY_BYTES_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class SizeProfile:
     """About `nbytes` of tensors. `model`: of the catalogue, as one of `ranks` ranks has it; None: 300, half of them tiny, or
     as many as there are of `each` bytes.
     """
@@ -30,9 +30,9 @@ class Mix:
         parser.add_argument("--ranks", type=int, default=1, help="with --model: one of so many ranks' part of it")
 
     @staticmethod
-    def of(options: Namespace, mib: int | None = None) -> "Mix":
+    def of(options: Namespace, mib: int | None = None) -> "SizeProfile":
         """`mib`: instead of the option's."""
-        return Mix((options.mib if mib is None else mib) * 2**20, options.model, options.ranks)
+        return SizeProfile((options.mib if mib is None else mib) * 2**20, options.model, options.ranks)
 
     def __str__(self) -> str:
         if self.each is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import safetensors
 from safetensors.torch import load_file, save_file
 
-from ..ways.base import Side
+from ..backends.base import Side
 
 
 def versions() -> dict[str, str]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from benches.child_processes import WAIT_S, Aborted, Failed, Pending, Process, children
 
-__all__ = ["WAIT_S", "Aborted", "Crew", "Failed", "Pending", "Process", "crew"]
+__all__ = ["WAIT_S", "Aborted", "ChildProcesses", "Failed", "Pending", "Process", "child_processes"]
 
 
-class Crew:
+class ChildProcesses:
     """The processes of one test."""
 
     def __init__(self, backend: str) -> None:
@@ -56,10 +56,10 @@ class Crew:
 
 
 @contextlib.contextmanager
-def crew(backend: str) -> Iterator[Crew]:
+def child_processes(backend: str) -> Iterator[ChildProcesses]:
     """Processes for a test; at its end none is left."""
     before = set(children(os.getpid()))
-    made = Crew(backend)
+    made = ChildProcesses(backend)
     left: list[int] = []
     try:
         yield made

@@ -7,8 +7,8 @@ from typing import Any
 
 import zmq
 
+from ..backends.base import Setting, Side
 from ..memory import Memory
-from ..ways.base import Setting, Side
 
 AHEAD = 32  # messages that may wait on either side: the memory that this takes is bounded
 

@@ -1,4 +1,4 @@
-"""One process' side of a way: what the harness calls, in this order. All of it blocks. Imports torch."""
+"""One process' side of a backend: what the harness calls, in this order. All of it blocks. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from ..memory import Memory, private
 
-WAIT_S = 30.0  # for a server of the way's own to be there
+WAIT_S = 30.0  # for a server of the backend's own to be there
 # A program that gets SIGTERM (15) when the process that started it dies (PR_SET_PDEATHSIG, 1).
 _END_WITH_ME = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
 
@@ -73,7 +73,7 @@ class Side:
 
 
 def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """A server of the way's own, which ends with this process."""
+    """A server of the backend's own, which ends with this process."""
     with log.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, "-c", _END_WITH_ME, *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=log.parent

@@ -12,9 +12,9 @@ import torch
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.one_sided import Piece, cut_up
 
+from ..backends.base import Setting, Side
 from ..memory import Memory, create, mapped, private
 from ..threads import in_threads
-from ..ways.base import Setting, Side
 
 
 def versions() -> dict[str, str]:

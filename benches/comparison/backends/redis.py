@@ -9,9 +9,9 @@ from typing import Any
 import hiredis
 import redis
 
+from ..backends.base import Setting, Side, free_port, patience, start, stop
 from ..environments import program
 from ..memory import Memory
-from ..ways.base import Setting, Side, free_port, patience, start, stop
 
 BATCH = 16  # tensors of one pipeline: of GETs, all answers are there before they are copied out
 

@@ -10,19 +10,19 @@ from typing import Any
 import anyio
 
 import tensorhub
-from benches import words
+from benches import byte_patterns
 from benches.commands import obey
 from tensorhub.types import Location, Options
 from tensorhub.weights import Weights
 
 
-class Party:
+class BenchProcess:
     """The commands. Times are of the machine's one monotonic clock, in seconds."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._weights: Weights
-        self._memory: words.Words
+        self._memory: byte_patterns.Tensors
 
     async def serve(self, host: str, port: int, state_dir: str) -> None:
         await self._stack.enter_async_context(tensorhub.serve(host=host, port=port, state_dir=state_dir))
@@ -31,13 +31,13 @@ class Party:
         options = Options(chunk_bytes=chunk_bytes)
         connecting = tensorhub.connect(address, name=name, location=Location(host=host), options=options)
         hub = await self._stack.enter_async_context(connecting)
-        self._memory = words.make(nbytes)
-        words.write(self._memory, 0)  # so that every page has been touched
+        self._memory = byte_patterns.make(nbytes)
+        byte_patterns.write(self._memory, 0)  # so that every page has been touched
         self._weights = await hub.register("m", self._memory)
 
     async def mutate(self, version: int) -> None:
         async with self._weights.mutate(version):
-            words.write(self._memory, version)
+            byte_patterns.write(self._memory, version)
 
     async def update(self) -> dict[str, Any]:
         """When it began and ended, and from whom how much came."""
@@ -49,11 +49,11 @@ class Party:
 
     async def holds(self) -> list[int]:
         """Which versions' words the memory holds."""
-        return sorted(words.contents(self._memory))
+        return sorted(byte_patterns.contents(self._memory))
 
     async def cpu_s(self) -> float:
         return time.process_time()
 
 
 if __name__ == "__main__":
-    anyio.run(obey, Party)
+    anyio.run(obey, BenchProcess)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ways.base import Side
+from ..backends.base import Side
 
 TIMEOUT = timedelta(seconds=120)
 

@@ -1,7 +1,7 @@
-"""One party's process: a coordinator or a worker that does what the run says (`benches.commands`).
+"""One process of the run: a coordinator or a worker that does what the run says (`benches.commands`).
 
 Each call answers with what it returned or raised and with which contents' words the memory holds then, found word by word
-(`benches.words`). An error that is not a TensorHubError is told as such.
+(`benches.byte_patterns`). An error that is not a TensorHubError is told as such.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 import tensorhub
-from benches import words
+from benches import byte_patterns
 from benches.commands import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub, fetch_into
@@ -30,14 +30,14 @@ MODEL = "m"
 SETTLED = ("ready", "empty", "draining", "closed")  # states in which nobody but the caller may write the memory
 
 
-class Party:
+class BenchProcess:
     """The commands; each returns what JSON can say."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._hub: Hub
         self._weights = dict[int, Weights]()  # by rank
-        self._memory = dict[int, words.Words]()
+        self._memory = dict[int, byte_patterns.Tensors]()
 
     async def serve(self, host: str, port: int, state_dir: str, options: dict[str, Any]) -> str:
         serving = tensorhub.serve(host=host, port=port, state_dir=state_dir, options=Options(**options))
@@ -61,14 +61,14 @@ class Party:
         self._hub = await self._stack.enter_async_context(connecting)
 
     async def register(self, nbytes: int, group: str, rank: int, world_size: int, spot: bool, shared: bool) -> Any:
-        memory = words.make(nbytes)
+        memory = byte_patterns.make(nbytes)
         if shared:
             memory = tensorhub.shared_empty_like(memory)
-        words.write(memory, 0, rank)
+        byte_patterns.write(memory, 0, rank)
         registering = self._hub.register(MODEL, memory, group=group, rank=rank, world_size=world_size, spot=spot)
         return await self._told(self._took(registering, rank, memory), rank)
 
-    async def _took(self, registering: Awaitable[Weights], rank: int, memory: words.Words) -> None:
+    async def _took(self, registering: Awaitable[Weights], rank: int, memory: byte_patterns.Tensors) -> None:
         self._weights[rank], self._memory[rank] = await registering, memory
 
     async def mutate(self, rank: int, version: int, content: int, timeout: float) -> Any:
@@ -76,7 +76,7 @@ class Party:
 
     async def _mutate(self, rank: int, version: int, content: int, timeout: float) -> None:
         async with self._weights[rank].mutate(version, timeout):
-            words.write(self._memory[rank], content, rank)
+            byte_patterns.write(self._memory[rank], content, rank)
 
     async def update(self, rank: int, timeout: float, staged: bool = False, at_least: int | None = None) -> Any:
         updating = self._weights[rank].update(staged=staged, at_least=at_least, timeout=timeout)
@@ -90,8 +90,8 @@ class Party:
                 fetching = fetch_into(self._hub, MODEL, "latest", target, rank=rank, timeout=timeout)
                 said = await self._told(self._kept(fetching, target))
             if said["outcome"] == "ok":
-                memory = words.read(out)
-                said |= {"holds": said["version"], "contents": sorted(words.contents(memory, rank))}
+                memory = byte_patterns.read(out)
+                said |= {"holds": said["version"], "contents": sorted(byte_patterns.contents(memory, rank))}
                 said["checked"] = sum(tensor.nbytes for tensor in memory.values())
         return said
 
@@ -144,10 +144,10 @@ class Party:
             weights, memory = self._weights[rank], self._memory[rank]
             said |= {"state": weights.state.value, "holds": weights.version}
             if said["state"] in SETTLED:
-                said["contents"] = sorted(words.contents(memory, rank))
+                said["contents"] = sorted(byte_patterns.contents(memory, rank))
                 said["checked"] = sum(tensor.nbytes for tensor in memory.values())
         return said
 
 
 if __name__ == "__main__":
-    anyio.run(obey, Party, backend=sys.argv[1])
+    anyio.run(obey, BenchProcess, backend=sys.argv[1])

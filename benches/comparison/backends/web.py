@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ..backends.base import Setting, Side, connect, free_port, receive_into, start, stop
 from ..bare import CONGESTION_CONTROL
 from ..environments import program
 from ..memory import Memory, aligned, create
-from ..ways.base import Setting, Side, connect, free_port, receive_into, start, stop
 
 CONFIGURATION = """
 daemon off;
