@@ -1,15 +1,16 @@
-"""Which source a reader is sent to: chains, trees, near before far, what failed last."""
+"""Which source a reader is sent to: chains, trees, near before far."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tensorhub.scheduler.choice import Candidate, Wanted, choose, estimate_finish_s
-from tensorhub.scheduler.links import LATENCY_S, RATE_MIN, SUPPOSED_BYTES_PER_S, Distance, distance
+from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.links import LATENCY_S, SUPPOSED_BYTES_PER_S, Distance, distance
+from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import Location
 
 GB = 10**9
@@ -19,14 +20,28 @@ SITE = Location("east", "r2", "h3")
 FAR = Location("west", "r1", "h1")
 
 
-def at(where: Location, ident: str = "", *, readers: int = 0, depth: int = 0, failures: int = 0, left: int = 0) -> Candidate:
-    return Candidate(ident or f"{where.host}@{where.site}", where, readers, depth, failures, left)
+@dataclass(frozen=True)
+class At:
+    """A source, somewhere."""
+
+    where: Location
+    ident: str
+    readers: int = 0
+    depth: int = 0
 
 
-def chosen(nbytes: int, *candidates: Candidate, rates: Sequence[float] = SUPPOSED_BYTES_PER_S, chunks: int = 1000) -> str:
-    best = choose(HERE, candidates, Wanted(nbytes, nbytes / chunks), rates)
+def at(where: Location, ident: str = "", *, readers: int = 0, depth: int = 0) -> At:
+    return At(where, ident or f"{where.host}@{where.site}", readers, depth)
+
+
+def chosen(nbytes: int, *candidates: At, rates: Sequence[float] = SUPPOSED_BYTES_PER_S, chunks: int = 1000) -> str:
+    """The first is the newest."""
+    sources, tcp = Sources[str](), frozenset({"tcp"})
+    for number, each in enumerate(reversed(candidates)):
+        sources.put(each.ident, Standing(each.where, tcp, each.readers, each.depth, number))
+    best = sources.best(HERE, tcp, Wanted(nbytes, nbytes / chunks), rates, lambda _: False)
     assert best is not None
-    return best.ident
+    return best
 
 
 def joined(readers: int, nbytes: int, *, chunks: int, rates: Sequence[float] = SUPPOSED_BYTES_PER_S) -> Counter[str]:
@@ -35,8 +50,7 @@ def joined(readers: int, nbytes: int, *, chunks: int, rates: Sequence[float] = S
     for number in range(readers):
         source = chosen(nbytes, *reversed(places.values()), rates=rates, chunks=chunks)
         places[source] = replace(places[source], readers=places[source].readers + 1)
-        depth = places[source].depth + 1
-        places[f"reader {number}"] = at(RACK, f"reader {number}", depth=depth, left=nbytes)
+        places[f"reader {number}"] = at(RACK, f"reader {number}", depth=places[source].depth + 1)
     return Counter({name: place.readers for name, place in places.items()})
 
 
@@ -49,28 +63,24 @@ def test_distances(other: Location, apart: Distance) -> None:
     assert distance(other, HERE) is apart
 
 
-def test_nobody_is_chosen_from_nobody() -> None:
-    assert choose(HERE, [], Wanted(GB, GB / 10), SUPPOSED_BYTES_PER_S) is None
-
-
 def test_of_equals_the_first() -> None:
     assert chosen(GB, at(RACK, "a"), at(RACK, "b")) == "a"
 
 
 def test_a_chain_when_the_uplink_is_the_limit() -> None:
     """A source with a child would share its uplink; the child, half done, offers all of its own."""
-    publisher, child = at(RACK, "publisher", readers=1), at(RACK, "child", depth=1, left=50 * GB)
+    publisher, child = at(RACK, "publisher", readers=1), at(RACK, "child", depth=1)
     assert chosen(100 * GB, publisher, child) == "child"
 
 
 def test_a_shallow_tree_when_hops_are_the_limit() -> None:
-    publisher, child = at(RACK, "publisher", readers=1), at(RACK, "child", depth=1, left=500)
+    publisher, child = at(RACK, "publisher", readers=1), at(RACK, "child", depth=1)
     assert chosen(1000, publisher, child) == "publisher"
 
 
 def test_a_chain_grows_at_its_end() -> None:
-    chain = [at(RACK, str(n), readers=1, depth=n, left=100 * GB) for n in range(5)]
-    assert chosen(100 * GB, *chain, at(RACK, "end", depth=5, left=100 * GB)) == "end"
+    chain = [at(RACK, str(n), readers=1, depth=n) for n in range(5)]
+    assert chosen(100 * GB, *chain, at(RACK, "end", depth=5)) == "end"
 
 
 def test_near_before_far() -> None:
@@ -81,22 +91,12 @@ def test_near_before_far() -> None:
 
 def test_a_near_partial_replica_before_another_crossing_of_the_wan() -> None:
     """Across sites one reader crosses; the rest of its site chains behind it."""
-    crossing = at(RACK, "crossing", depth=1, left=100 * GB)
+    crossing = at(RACK, "crossing", depth=1)
     assert chosen(100 * GB, at(FAR, "publisher", readers=1), crossing) == "crossing"
 
 
 def test_a_busy_near_source_before_an_idle_far_one() -> None:
     assert chosen(100 * GB, at(FAR, "idle"), at(RACK, "busy", readers=3)) == "busy"
-
-
-def test_what_has_failed_comes_last() -> None:
-    assert chosen(GB, at(RACK, "failed", failures=1), at(FAR, "untried")) == "untried"
-    assert chosen(GB, at(RACK, "twice", failures=2), at(RACK, "once", failures=1)) == "once"
-
-
-def test_what_has_failed_comes_last_however_slow_links_are() -> None:
-    busy = at(RACK, "busy", readers=100)
-    assert chosen(100 * GB, at(RACK, "failed", failures=1), busy, rates=[RATE_MIN] * 4) == "busy"
 
 
 @pytest.mark.parametrize("readers", [2, 4, 8, 30])
@@ -125,17 +125,13 @@ def test_few_chunks_make_a_chain_no_faster_than_a_star() -> None:
 
 
 def test_more_of_anything_bad_is_never_sooner() -> None:
-    base, wanted = at(RACK, left=GB), Wanted(100 * GB, GB)
-    for worse in (
-        replace(base, readers=1),
-        replace(base, depth=1),
-        replace(base, bytes_missing=200 * GB),
-        replace(base, location=FAR),
-    ):
-        finish_s = estimate_finish_s(HERE, worse, wanted, SUPPOSED_BYTES_PER_S)
-        assert finish_s > estimate_finish_s(HERE, base, wanted, SUPPOSED_BYTES_PER_S)
+    def finish(apart: Distance, readers: int, depth: int) -> float:
+        return finish_s(apart, readers, depth, Wanted(100 * GB, GB), SUPPOSED_BYTES_PER_S)
+
+    least = finish(Distance.RACK, 0, 0)
+    assert min(finish(Distance.RACK, 1, 0), finish(Distance.RACK, 0, 1), finish(Distance.FAR, 0, 0)) > least
 
 
 def test_a_source_alone_is_as_fast_as_its_link() -> None:
-    finish_s = estimate_finish_s(HERE, at(RACK), Wanted(10 * GB, GB), [1e9] * 4)
-    assert finish_s == pytest.approx(10 + 1 + LATENCY_S[Distance.RACK])
+    alone_s = finish_s(Distance.RACK, 0, 0, Wanted(10 * GB, GB), [1e9] * 4)
+    assert alone_s == pytest.approx(10 + 1 + LATENCY_S[Distance.RACK])

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.scheduler.choice import Candidate, Wanted, choose
-from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S
+from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
 
@@ -32,16 +32,16 @@ def scanned(
     refuses: Callable[[int], bool],
 ) -> int | None:
     """The same by a look at all of them."""
-    candidates = []
-    for source, at in sorted(there.items(), key=lambda item: -item[1].number):
+    found = []
+    for source, at in there.items():
         common = at.transports & transports
         if at.location.host != reader.host:
             common -= SAME_HOST_TRANSPORTS
         if common and not refuses(source):
             readers = 0 if common & SAME_HOST_TRANSPORTS else at.readers
-            candidates.append(Candidate(str(source), at.location, readers, at.depth, 0, 0))
-    best = choose(reader, candidates, wanted, rates)
-    return None if best is None else int(best.ident)
+            seconds = finish_s(distance(reader, at.location), readers, at.depth, wanted, rates)
+            found.append((seconds, -at.number, source))
+    return min(found)[2] if found else None
 
 
 @given(CHANGES, LOCATIONS, TRANSPORTS, WANTED, RATES, st.frozensets(st.integers(0, 11), max_size=4))
