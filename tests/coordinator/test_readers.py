@@ -194,6 +194,33 @@ def test_two_ranks_failing_sources_are_each_tried_again_in_time() -> None:
     assert [call.number for call in calls] == [1, 1]
 
 
+def test_what_has_failed_less_is_read_first() -> None:
+    """However near it is: it may come back again and again, and fail each time."""
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    near = cluster.worker("near", Location(host="h1")).register("near")
+    reader = cluster.worker("reader", Location(host="h1")).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    near.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    read_from = []
+    for _ in range(4):
+        while reader.pull is None or not reader.pull.grants:
+            for choice in [c for c in cluster.choices() if c.kind != "read"]:
+                cluster.do(choice)
+            cluster.advance(0.01, run=False)
+        (grant,) = reader.pull.grants.values()
+        read_from.append(grant.source)
+        cluster.advance(0.5, run=False)  # by then each of them may be tried again
+        reader.source_ended(grant.lease, "stalled")
+    cluster.run()
+    assert read_from == ["near", "trainer", "near", "trainer"]
+    assert asked.number == 1
+
+
 def test_a_source_on_the_same_host_is_preferred() -> None:
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
