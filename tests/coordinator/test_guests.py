@@ -23,6 +23,7 @@ from tensorhub.messages import (
     Dismissed,
     DropSource,
     ErrorInfo,
+    Fenced,
     Fill,
     Heartbeat,
     HeartbeatAck,
@@ -356,6 +357,23 @@ def test_what_is_held_is_worked_out_once_for_all_calls_that_a_rollback_ends(monk
     assert len(ended) == 5
     assert all(text.endswith("held now") for text in ended)
     assert worked_out == ["m"]
+
+
+def test_guests_that_have_voted_wrongly_keep_no_version_that_nobody_holds() -> None:
+    """Each was one more to look at in every step, for as long as its guest liked."""
+    lobby = Lobby()
+    lobby.connect(2)
+    lobby.register(2, "t", manifest=make_manifest(CHUNKS, "xxh3-64").encode())
+    lobby.guest(1)
+    for number in range(1, 6):
+        lobby.publish(2, "t", number, number - 1)
+        lobby.say(1, Prepared(lobby.asks(1, str(number)), 0, b"wrong"))
+        lobby.say(2, LeaveRequest(number, "t", number, 10.0, False, False, False))
+        lobby.say(2, Fenced("t", number))
+    assert sorted(lobby.core.cluster.models["m"].versions) == [4, 5]
+    errors = [heard.error for heard in lobby.heard[1] if isinstance(heard, Outcome)]
+    assert len(errors) == 3
+    assert all(error is not None and "newer ones were published" in error.message for error in errors)
 
 
 def test_a_guest_that_never_had_its_turn_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,7 @@ class Version(_Moving[VersionState]):
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
     abandoned: bool = False  # its last live source left on purpose, and none has come since
+    outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
     manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
     holdings: dict[int, Holders[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
     sourceless: int = 0  # shards without a source

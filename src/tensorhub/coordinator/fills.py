@@ -116,7 +116,7 @@ class Fills:
             blame = self._write_if_ready(operation)
             if blame is not None:
                 return blame
-        return self._testimonies.settle(operation) or self._feed(operation)
+        return self._testimonies.settle(operation) or _outlived(operation) or self._feed(operation)
 
     def may_commit(self, operation: Operation) -> bool:
         """A staged update has overwritten nothing yet. It gives up what it replaces now, if that may go (R4, R7)."""
@@ -385,6 +385,16 @@ def _abandoned(operation: Operation) -> Blame:
         f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
     )
     return Blame(VersionUnavailable(text))
+
+
+def _outlived(operation: Operation) -> Blame | None:
+    """Whether only this guest still keeps its version, and neither reads (as from a worker that is lost) nor has voted."""
+    model, version = operation.group.model, operation.version
+    assert version is not None
+    if not version.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
+        return None
+    text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
+    return Blame(VersionUnavailable(f"{text}; {held_text(model)}"))
 
 
 def _condemned(operation: Operation, part: RankPart) -> IntegrityError:

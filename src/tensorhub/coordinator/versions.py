@@ -164,14 +164,18 @@ class Versions:
         before = [(version, version.state) for version in model.versions.values()]
         for version, _ in before:
             live = version.visible and version.has_live_source()
-            if version.abandoned and live:
-                version.abandoned = False
+            if live and (version.abandoned or version.outlived):
+                version.abandoned = version.outlived = False
                 self._cluster.note(version)
             if live and version.state is VersionState.UNAVAILABLE:
                 self._cluster.become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:
                 self._cluster.become(version, VersionState.UNAVAILABLE, "no live holder")
-            if version.state is VersionState.UNAVAILABLE and self._is_left(version):
+            if version.state is not VersionState.UNAVAILABLE or not self._is_left(version):
+                continue
+            if version.guests_bound:
+                self._outlive(version, model)
+            else:
                 self._cluster.unlearn(version)  # manifests are large, and a holder that comes back tells them again
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, held by nobody")
@@ -186,9 +190,17 @@ class Versions:
             for session in sorted(self._cluster.watchers.get(model.name, ())):
                 self._cluster.send(session, Announce(model.name, info))
 
+    def _outlive(self, version: Version, model: Model) -> None:
+        """Guests that neither read nor answer would keep it for as long as they like: they are looked at once it is old."""
+        if not version.outlived and self._is_old(model, version):
+            version.outlived = True
+            self._cluster.note(version)
+            for operation in version.guests_bound.values():
+                self._cluster.stir(operation)
+
     def _is_left(self, version: Version) -> bool:
-        """Whether nobody holds, fills or is about to announce any of it."""
-        return not (self._cluster.is_recovering or version.bound or version.guests_bound or any(version.holdings.values()))
+        """Whether nobody but guests holds, fills or is about to announce any of it."""
+        return not (self._cluster.is_recovering or version.bound or any(version.holdings.values()))
 
     @staticmethod
     def _is_old(model: Model, version: Version) -> bool:
