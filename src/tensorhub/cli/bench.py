@@ -34,8 +34,9 @@ def bench(
 ) -> None:
     """Compare TensorHub with the ceilings of this machine and with its peers: the same bytes, one source to some receivers.
 
-    Each backend runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
-    namespace of their own, under the same congestion control. What is not installed is told at the end (docs/benchmarks.md).
+    The backends take turns, each in processes of its own, and every copy is verified. Run by root, all of them share a new
+    network namespace, and so the same congestion control. Peers that are not installed are listed at the end
+    (docs/benchmarks.md).
     """
     comparison = common.import_shipped("benches.comparison.command")
     if list_backends:

@@ -55,8 +55,7 @@ def demo(
     rollouts: Annotated[int, common.whole_option(1, 64, help="Rollout processes.")] = 4,
     weights: Annotated[Path | None, typer.Option(metavar="FILE", help="A safetensors file, not all-MiniLM-L6-v2.")] = None,
     pace: Annotated[
-        Pace,
-        typer.Option(help="wait: each step waits until every rollout has the version before; free: it does not."),
+        Pace, typer.Option(help="wait: each step waits until every rollout has the version before; free: it does not.")
     ] = Pace.WAIT,
     seed: Annotated[int, typer.Option(help="Of the training's randomness.")] = 0,
     timeout_s: Annotated[float, common.seconds_option(1, 86_400, help="Give up after so long without news.")] = 120.0,

@@ -1,4 +1,4 @@
-"""`tensorhub doctor`: which transports work on this machine, and what is in the way of the others."""
+"""`tensorhub doctor`: which transports work on this machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensorhub.types import Incarnation, Options
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Say which transports work on this machine, best first, and of the others why not and what to do.
+    """Say which transports work on this machine, best first, and why the others do not, and what to do.
 
     Two workers use the best one that both have and that reaches from one to the other; a fetch's report names it
     (`report.sources`). See docs/transports.md.

@@ -42,10 +42,10 @@ def fetch(
 ) -> None:
     """Fetch a version into safetensors files, byte-equal to the published ones if it was published from files.
 
-    All of it appears at once, when it is whole and on the disk; until then, and after an error, there is nothing at
-    --out. A directory gets the publisher's files and index, else model.safetensors. An output that exists is refused
-    with exit code 2 before anything is fetched, except with --force, which replaces file by file. The result is one line
-    on stdout ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
+    The output appears when all of it is on the disk. Until then, and after an error, there is nothing at --out. A
+    directory gets the publisher's files and index, else model.safetensors. An output that exists is refused with exit
+    code 2 before anything is fetched; --force replaces it, file by file. The result is one line on stdout ({"model",
+    "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
     """
     with common.checking():
         check_name("model", model)

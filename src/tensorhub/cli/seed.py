@@ -37,10 +37,10 @@ def seed(
 ) -> None:
     """Hold the newest version of a model in host memory, until Ctrl-C or SIGTERM: a source for the workers of its site.
 
-    Each new version replaces the one before, as soon as it is published; workers read what has arrived while the rest is
-    on its way. One line goes to stdout for each version that is there in full ({"model", "version", "ranks",
-    "bytes_read", "seconds"} with --json). From the first one on SIGTERM is the ordinary way to stop it: exit code 0. Too
-    little --host-memory, or a rank that the model has not, ends it with exit code 1.
+    Each new version replaces the one before as soon as it is published. Workers read the part that has arrived while the
+    rest is on its way. One line goes to stdout for each version that is there in full ({"model", "version", "ranks",
+    "bytes_read", "seconds"} with --json). After the first one, SIGTERM is the ordinary way to stop it: exit code 0. Too
+    little --host-memory, or a rank that the model does not have, ends it with exit code 1.
     """
     with common.checking():
         check_name("model", model)
@@ -127,9 +127,7 @@ class Seeder:
             print(json.dumps({**said, "seconds": round(seconds, 3)}), flush=True)
             return
         shards = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        print(
-            f"seeding {info.model} version {number} ({shards}; read {bytes_read:,} bytes in {seconds:.3f} s)",
-            flush=True,
-        )
+        read = f"read {bytes_read:,} bytes in {seconds:.3f} s"
+        print(f"seeding {info.model} version {number} ({shards}; {read})", flush=True)
         if first and not self.quiet:
             print("following its new versions; Ctrl-C stops it", file=sys.stderr, flush=True)

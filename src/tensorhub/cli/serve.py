@@ -23,8 +23,8 @@ def serve(
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,
     token_file: common.TokenFileOption = None,
-    lease_s: Annotated[float, typer.Option(help="A worker unheard of for this long is lost.")] = 10.0,
-    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for the readers that it has.")] = 5.0,
+    lease_s: Annotated[float, typer.Option(help="A worker that is silent for this long is lost.")] = 10.0,
+    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for its readers.")] = 5.0,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:

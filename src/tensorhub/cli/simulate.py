@@ -67,9 +67,9 @@ def simulate(
 ) -> None:
     """Search for broken guarantees: real coordinators and workers in a simulated cluster, where everything fails.
 
-    A seed decides what happens, to the last detail. The verdict comes first; each seed that failed follows, with what was
-    broken, the end of its trace and the line that runs it again (stderr has that line at once). From 1,000 seeds on, every
-    fault, transition and recovery path must have been taken.
+    A seed decides everything that happens. The verdict comes first. Each seed that failed follows, with what was broken,
+    the end of its trace and the command that runs it again (stderr gets that command at once). From 1,000 seeds on, every
+    fault, transition and recovery path must have occurred.
     """
     search = _search()
     chosen = _chosen_faults(search, faults)
