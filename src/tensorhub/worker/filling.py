@@ -101,6 +101,13 @@ class Filling(GroupCall[calls.FillCall]):
         version = self._version
         return messages.Begun(self._bound_as, version.version, version.content_id, self._manifest.manifest_id, written)
 
+    @property
+    def _bound(self) -> tuple[VersionInfo, Manifest]:
+        """The version that it is bound to, and its manifest, which is known."""
+        assert self._version is not None
+        assert self._manifest is not None
+        return self._version, self._manifest
+
     def unheard_of(self, error: Exception) -> None:
         """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
 
@@ -277,9 +284,7 @@ class Filling(GroupCall[calls.FillCall]):
         self.finish(error=self.error)
 
     def _begin_fill(self) -> None:
-        assert self._version is not None
-        assert self._manifest is not None
-        self._memory.fill(self._version, self._manifest, self.generation)
+        self._memory.fill(*self._bound, self.generation)
         self._begin_copying()
 
     # ------------------------------------------------------------------------------------- what needs no network
@@ -291,21 +296,16 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _copy_on(self) -> bool:
         """Copy from host copies that were not copied from yet, if there are any."""
-        assert self._version is not None
-        assert self._manifest is not None
-        shard, chunks = self._context.shard, self._manifest.chunk_count
-        if not shard.serves or len(self._copied) == chunks:
+        version, manifest = self._bound
+        if not self._context.shard.serves or len(self._copied) == manifest.chunk_count:
             return False
-        found = self._context.copies.find(self._version.content_id)
-        found = [c for c in found if c not in self._tried]
+        found = [copy for copy in self._context.copies.find(version.content_id) if copy not in self._tried]
         if not found:
             return False
         self.enter(Phase.COPYING)
         self._tried.update(found)
         sources = tuple(found)
-        self._context.act(
-            calls.CopyLocally(self._version, self._manifest, self.generation, sources, self._copied, staged=self.stages)
-        )
+        self._context.act(calls.CopyLocally(version, manifest, self.generation, sources, self._copied, staged=self.stages))
         return True
 
     def copied(self, chunks: frozenset[int]) -> None:
@@ -318,14 +318,12 @@ class Filling(GroupCall[calls.FillCall]):
     # ------------------------------------------------------------------------------------------------- the pull
 
     def _start_pull(self) -> None:
-        assert self._version is not None
-        assert self._manifest is not None
         shard = self._context.shard
         if shard.serves and shard.medium is Medium.DEVICE:
             self._context.act(calls.EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
-        self._context.act(calls.StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
+        self._context.act(calls.StartPull(*self._bound, self.generation, grants, self._copied, self.stages))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""
@@ -342,18 +340,17 @@ class Filling(GroupCall[calls.FillCall]):
             self._vote()
 
     def _vote(self) -> None:
-        assert self._version is not None
-        assert self._manifest is not None
         self.enter(Phase.VOTED)
+        version, manifest = self._bound
         if self.stages:
-            self._memory.stage(Content(self._version, self._manifest, self.generation, root=self._root))
+            self._memory.stage(Content(version, manifest, self.generation, root=self._root))
         else:
             self._memory.verified(self._root)
         self._say_vote()
         # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
-        if not self._context.shard.serves and (self._manifest.digest == "none" or self._root == self._published != b""):
+        if not self._context.shard.serves and (manifest.digest == "none" or self._root == self._published != b""):
             self._memory.fetched()
-            self.finish(version=self._version, changed=True)
+            self.finish(version=version, changed=True)
 
     def _say_vote(self) -> None:
         self._context.say(messages.Prepared(self.operation, self._context.shard.rank, self._root))
@@ -385,22 +382,20 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _reread(self) -> None:
         """The vote is void: what is wrong is read once more, from wherever it can be had."""
-        assert self._version is not None
-        assert self._manifest is not None
+        version, manifest = self._bound
         self._memory.unvote()
         self.enter(Phase.PULLING)
         self._rereads = True
         self._say_rereads()
         self._leases.granted(())
         self._leases.begin_reading()
-        there = frozenset(range(self._manifest.chunk_count)) - self._wrong.keys()
+        there = frozenset(range(manifest.chunk_count)) - self._wrong.keys()
         wrong, self._wrong = self._wrong, {}
-        self._context.act(calls.StartPull(self._version, self._manifest, self.generation, (), there, self.stages, wrong))
+        self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, wrong))
 
     def _say_rereads(self) -> None:
-        assert self._manifest is not None
-        shard, strays = self._context.shard, tuple(self._strays.values())
-        self._context.say(messages.Compared(self.operation, shard.rank, self._manifest.chunk_count, strays, rereads=True))
+        rank, chunks, strays = self._context.shard.rank, self._bound[1].chunk_count, tuple(self._strays.values())
+        self._context.say(messages.Compared(self.operation, rank, chunks, strays, rereads=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""
@@ -456,8 +451,7 @@ class Filling(GroupCall[calls.FillCall]):
         if self.phase is not Phase.APPLYING:
             return
         if whole:
-            assert self._version is not None
-            self._finish_committed(self._version)
+            self._finish_committed(self._bound[0])
             return
         text = f"{self._context.title}: what was staged did not arrive as it was verified: this machine's memory is at fault"
         error = IntegrityError(text)
