@@ -20,6 +20,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from tensorhub import messages
 from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import (
     CoordinatorUnavailable,
@@ -29,20 +30,6 @@ from tensorhub.errors import (
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import (
-    Announce,
-    CutReader,
-    Deregister,
-    DropCopy,
-    FromCoordinator,
-    Join,
-    Leave,
-    MakeCopy,
-    ReaderCut,
-    TellChunks,
-    Welcome,
-    digests_bytes_max,
-)
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.link import CoordinatorLink, Dial
@@ -151,12 +138,12 @@ class Worker:
             self.channels.close()
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        messages = await self.link.connect()
+        received = await self.link.connect()
         try:
             listeners = self._listen()
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await messages.aclose()
+                await received.aclose()
             raise
         self._digesting = anyio.CapacityLimiter(1)
         try:
@@ -167,7 +154,7 @@ class Worker:
                 self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self._digest_reporter.run)
                 self._tasks.start_soon(self.channels.keep_swept)
-                self._tasks.start_soon(self.link.keep, messages, ready)
+                self._tasks.start_soon(self.link.keep, received, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
                     await self.link.welcome_came.wait()
                 if not self.link.welcome_came.is_set():
@@ -253,7 +240,7 @@ class Worker:
         async with anyio.create_task_group() as tasks:
             for handle in list(self.router.handles.values()):
                 tasks.start_soon(self._close_quietly, handle, parting)
-        await self.link.close(Leave("closed"))
+        await self.link.close(messages.Leave("closed"))
 
     async def _close_quietly(self, handle: Handle, parting: Parting) -> None:
         await handle.end_call(StateError(f"{parting.reason} while the call was running"))
@@ -262,11 +249,11 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------- the link
 
-    def introduce(self) -> Join:
+    def introduce(self) -> messages.Join:
         """See `SessionHandler`."""
-        return Join(self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes)
+        return messages.Join(self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes)
 
-    def welcomed(self, message: Welcome) -> None:
+    def welcomed(self, message: messages.Welcome) -> None:
         """See `SessionHandler`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
         self.read_only = message.read_only
@@ -296,7 +283,7 @@ class Worker:
         self.channels.become(self.incarnation)
         self._serving.cancel()
 
-    def received(self, message: FromCoordinator) -> None:
+    def received(self, message: messages.FromCoordinator) -> None:
         """See `SessionHandler`: to whom it concerns."""
         for routed in self.router.route(message):
             match routed:
@@ -304,19 +291,19 @@ class Worker:
                     routed.handle.receive(routed.message)
                 case Examine():
                     self._tasks.start_soon(routed.handle.look, routed.question, self._digesting)
-                case MakeCopy():
+                case messages.MakeCopy():
                     self.copies.ordered(routed)
                 case Answered():
                     self.coordinator.answered(routed.message)
                 case Reply():
                     self.link.say(routed.message)
-                case Announce():
+                case messages.Announce():
                     self.version_watches.announced(routed)
-                case CutReader():
+                case messages.CutReader():
                     self._tasks.start_soon(self._cut, routed)
-                case TellChunks():
+                case messages.TellChunks():
                     self.link.say(tell_chunks(self._owner, routed))
-                case DropCopy():
+                case messages.DropCopy():
                     self.copies.dropped(routed)
                 case _:
                     assert_never(routed)
@@ -325,9 +312,9 @@ class Worker:
         handle = self.router.handles.get(registration)
         return handle is None or handle.tell_made(if_all=if_all)
 
-    async def _cut(self, message: CutReader) -> None:
+    async def _cut(self, message: messages.CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))
-        self.link.say(ReaderCut(message.lease))
+        self.link.say(messages.ReaderCut(message.lease))
 
     async def _keep_time(self) -> None:
         """Wake the members at their deadlines."""
@@ -457,7 +444,7 @@ class Worker:
         self.router.leave(shard)
         if running is not None:
             running.stop()
-        self.link.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
+        self.link.say(messages.Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         def first_fill_begins(kind: OpKind, timeout_s: float) -> None:
@@ -470,7 +457,7 @@ class Worker:
             manifests=self._manifests,
             copies=self._found_copies,
         )
-        page_bytes = digests_bytes_max(self.options.frame_bytes_max)
+        page_bytes = messages.digests_bytes_max(self.options.frame_bytes_max)
         handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = first_fill_begins
