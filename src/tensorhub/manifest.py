@@ -1,11 +1,11 @@
 """What a version is: its tensors, the regions that hold their bytes, and the grid of chunks that is read.
 
-Responsible for the manifest as a value: building it from described memory, comparing a source's with a
-reader's, and its one encoding, which is also its identity. Not responsible for where the bytes are: a region
-has no address here, and every holder keeps it wherever it likes.
+Responsible for the manifest as a value: building it from described memory, comparing a source's with a reader's, and its one
+encoding, which is also its identity. Not responsible for where the bytes are: a region has no address here, and each holder
+keeps it wherever it likes.
 
-A manifest is fixed by its publisher (R8). The chunk grid follows from it alone, so that chunk numbers and
-digests mean the same to everyone who reads the version, whatever their own settings are.
+The publisher fixes the manifest (R8). The chunk grid follows from the manifest alone. So chunk numbers and digests mean the
+same to everybody who reads the version, whatever their own settings are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Identifiers and value types that every layer shares.
 
-Responsible for the words of the project as values: plain, immutable, comparable with `==`. Not responsible for
-behaviour: nothing here does I/O, knows a clock or keeps state.
+They are plain, immutable and comparable with `==`. Nothing here does I/O, knows a clock or keeps state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Memory that is made when a version is known: what `Hub.fetch` fills and gives to its caller.
+"""Tensors that are allocated when a version is known: what `Hub.fetch` fills and gives to its caller.
 
-Responsible for choosing tensors by name, for allocating them, and for bringing them to a device. Tensors that are tied
-at the publisher are tied here. torch is imported when the first such memory is made.
+Responsible for choosing tensors by name, for allocating them, and for bringing them to a device. Tensors that are tied at
+the publisher are tied here. torch is imported when the first such memory is made.
 """
 
 from __future__ import annotations

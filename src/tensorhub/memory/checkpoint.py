@@ -1,8 +1,8 @@
 """The files that a version was published from, as its manifest's metadata describes them.
 
-Responsible for finding a model's files, for the agreement of a sharded model's index with them, and for one encoding of
-both. From it a fetch of everything writes byte-equal files. What comes out of a manifest is hostile: names must be plain
-names of files, and headers are read like headers of unknown files.
+Responsible for finding a model's files, for checking that a sharded model's index agrees with them, and for one encoding of
+both, from which a fetch of everything writes byte-equal files. What comes out of a manifest is hostile: a name must be a
+plain file name, and a header is read like that of an unknown file.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _weight_map(pieces: Pieces) -> dict[str, str]:
 def file_name_fault(name: object, suffix: str) -> str | None:
     """Why a publisher's file cannot have this name in a reader's directory; None if it can.
 
-    What else is there, as a model's config or tokenizer, is not for a publisher of weights to say: only this suffix will do.
+    Only this suffix will do, so that a publisher of weights cannot replace other files, such as a model's tokenizer.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name:
         return "only a plain file name, without a directory, will do"

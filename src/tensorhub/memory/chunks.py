@@ -19,7 +19,7 @@ SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 class ChunkMemory:
     """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied.
 
-    On a GPU the CPU has no views of them: what it sends or receives goes through `staging`.
+    The CPU has no views of a GPU's chunks. What it sends or receives of them goes through `transport.staging`.
     """
 
     __slots__ = (

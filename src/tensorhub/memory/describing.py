@@ -1,7 +1,7 @@
-"""What a tensor must be so that its memory can be lent out, and how it is described.
+"""Describes tensors, and says which cannot be registered.
 
-Responsible for saying what is in the way, and what to do about it. Not responsible for whose tensors they are (`resolving`),
-nor for their bytes (`memory`).
+Responsible for saying what is in the way, and what to do about it. Not responsible for which tensors there are
+(`resolving`), nor for their bytes (`tensors`).
 
 torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
 """

@@ -1,9 +1,9 @@
-"""A version as safetensors files: planned when the version is known, filled in place, renamed to the output when whole.
+"""Safetensors files that a fetch fills: planned when the version is known, filled in place, renamed when whole.
 
-Everything is made in a temporary directory beside the output, on the same filesystem. The files have all their blocks before
-the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
+Everything is made in a temporary directory beside the output, on the same filesystem. All blocks of the files are allocated
+before the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
 
-Responsible for what the files are to hold, for their place, and for leaving nothing else behind.
+Responsible for what the files hold, for their place, and for leaving nothing else behind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Safetensors files as published memory: mapped, and served where they are. Without torch, and without a copy.
 
-Nothing here, nor anything that serves this memory, reads the mapping in user space. If the file was truncated, reading would
-end the process with SIGBUS. A send call from the mapping only fails, with EFAULT, and costs its reader a retry. So digests
-are made by reading the file, all of them before the publish. Whoever changes a file while it is served makes its readers
-fail (a digest that does not fit, a source that is lost), and gives nobody other bytes.
+Nothing that serves this memory reads the mapping in user space, because that would end the process with SIGBUS if somebody
+has truncated the file. A send call from the mapping only fails, with EFAULT, and costs its reader a retry. Digests are made
+by reading the file, all of them before the publish. If a file is changed while it is served, its readers fail (a digest does
+not fit, or the source is lost), but nobody gets other bytes.
 
 Responsible for opening files, for their digests, and for noticing that they were written. Not responsible for their format.
 """
@@ -56,7 +56,7 @@ class _OpenFile:
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
-    """What every write changes. Not the ctime: a rename over the path, which leaves this file intact, changes that too."""
+    """What every write changes. Not the ctime: a rename over the path leaves this file intact, and changes its ctime."""
     now = os.fstat(descriptor)
     return now.st_size, now.st_mtime_ns
 
@@ -118,7 +118,7 @@ class FileMemory:
 
     def changed(self) -> str | None:
         """Which file was written since it was opened, as a sentence; None if none was. A file that was renamed, removed or
-        replaced is still there for us.
+        replaced stays open here, and does not count.
         """
         for file in self._files:
             if file.is_changed():

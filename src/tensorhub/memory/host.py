@@ -1,8 +1,8 @@
-"""Host memory that the library allocates for one shard of one version: a prefetched, retained, staged or seeded copy.
+"""Host memory that the library allocates for one shard of one version: a prefetched, retained or staged copy.
 
-Responsible for taking that memory from the system and giving it back. Each copy is anonymous memory of its own, so what is
-freed goes back to the system at once. Not responsible for how much there may be: `reserve` (`worker.budget`) is asked before
-anything is taken, and raises if there is no room.
+Responsible for taking that memory from the system and for giving it back. Each copy is anonymous memory of its own, so what
+is freed goes back to the system at once. Not responsible for how much there may be: `reserve` (`worker.budget`) is called
+before anything is taken, and raises if there is no room.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""JSON that others have written, read piece by piece: it costs what it truly holds, and no more.
+"""Reads JSON of others piece by piece, so that a hostile text costs no more than what it holds.
 
-`json.loads` makes an object of everything that a text says before anybody can look at it: `"":{},` costs 26 times its bytes.
-Here a caller takes one name and one value at a time, and stops at the first that is not as it has to be.
+`json.loads` makes objects of a whole text before anybody can look at it: `"":{},` costs 26 times its bytes. Here a caller
+takes one name and one value at a time, and stops at the first one that is wrong.
 """
 
 from __future__ import annotations

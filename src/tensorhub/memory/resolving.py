@@ -1,4 +1,4 @@
-"""What a caller registers, as tensors by name: of an nn.Module, of a mapping, or of a nested one; looked up anew each time.
+"""Finds the tensors, by name, of the nn.Module or the (nested) mapping that a caller has registered. Looks anew each time.
 
 The tensors of a module are its named parameters and its persistent buffers, in the order of its `state_dict()`. Tied tensors
 appear under each of their names. `state_dict()` itself is never called: it runs hooks, and FSDP's hooks gather. The prefixes

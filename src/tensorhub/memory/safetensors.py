@@ -1,8 +1,8 @@
-"""The safetensors format: the header of a file, read as hostile input, and written. Without torch, and without a weight.
+"""The safetensors format: headers of files, read as hostile input, and written. Without torch, and without the weights.
 
-Format: https://huggingface.co/docs/safetensors/index (8 bytes little-endian length, JSON, data). Everything is checked
-that the format's own library checks: sizes agree with dtype and shape, and the tensors fill the data without holes or
-overlaps, so that a header and its tensors' bytes are the whole file.
+Format: https://huggingface.co/docs/safetensors/index (8 bytes little-endian length, JSON, data). All checks of the format's
+own library are made: sizes agree with dtype and shape, and the tensors fill the data without holes or overlaps. So a header
+and its tensors' bytes are the whole file.
 """
 
 from __future__ import annotations

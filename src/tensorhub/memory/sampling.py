@@ -1,8 +1,8 @@
-"""Some of the bytes of many torch tensors, cheap to take, to see later whether any of them has changed.
+"""Samples some bytes of many torch tensors, cheaply, to see later whether any tensor has changed.
 
-The same pieces of each tensor are taken each time, evenly spread: about a MiB in all. A tensor that is no larger than its
-share is taken whole. torch gathers the pieces where the tensors are, in the order of the caller's stream, and compares them
-there. So nothing waits for a GPU before there is something to compare.
+Each sample has the same pieces, spread evenly over each tensor: about a MiB in all. A tensor that is no larger than its
+share is taken whole. torch gathers and compares the pieces where the tensors are, in the order of the caller's stream. So
+nobody waits for a GPU before there is something to compare.
 
 torch is never imported here. Whoever hands over a tensor has imported its library already.
 """

@@ -1,11 +1,10 @@
-"""The caller's tensors as bytes: viewed in place, and compared with what the caller has before each use.
+"""The caller's tensors as bytes: viewed in place, and compared before each use with what the caller has now.
 
-A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). All tensors of one registration are in one
-device's memory, or all in the host's.
+A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). The tensors of one registration are all in
+the memory of one device, or all in host memory.
 
-Responsible for writable views of that memory, for noticing that a tensor was replaced (R15), and for noticing that none was
-written. Not responsible for what a tensor must be (`describing`), nor for who may read or write when: the worker's `Owner`
-decides that.
+Responsible for writable views of that memory, for noticing that a tensor was replaced (R15), and for noticing that no tensor
+was written. Not responsible for what a tensor must be (`describing`), nor for who may read or write when (`worker.owner`).
 
 torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
 """
@@ -81,10 +80,10 @@ Pieces = tuple[tuple[int, Bytes], ...]
 class MappedRegions:
     """Where a manifest's regions are in this process.
 
-    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share
-    bytes at the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`:
-    what else is to be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors.
-    `scattered`: packed regions, whose tensors are apart here; their views are empty until somebody has made `packs` of them.
+    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share bytes at
+    the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`: what else is to
+    be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors. `scattered`: packed
+    regions whose tensors are apart here; their views are empty until `packs` are made of them.
     """
 
     regions: tuple[Bytes, ...]
@@ -105,7 +104,7 @@ class MappedRegions:
         return not self.packs and not self.copies and self.then is None
 
     def unpack(self) -> None:
-        """Bring the regions' bytes to the other tensors that hold them too: when verified, before READY."""
+        """Copy the regions' bytes to the other tensors that hold them: when all is verified, before READY."""
         for pack in self.packs:
             pack.unpack()
         for source, target in self.copies:
@@ -127,7 +126,7 @@ def copy_bytes(source: Bytes, target: Bytes) -> None:
 
 
 class _Buffer(ctypes.Structure):
-    """Python's Py_buffer: ctypes itself gives no address of what cannot be written."""
+    """Python's Py_buffer, since ctypes gives no address of memory that cannot be written."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -170,16 +169,16 @@ class Memory(Protocol):
         """RegistrationError if this is not the memory that was registered any more."""
 
     def versions(self) -> tuple[int, ...]:
-        """Counts of writes: equal before and after, the owner has not written, as far as can be seen."""
+        """Counts of writes. If they are equal before and after, no write was seen in between."""
 
     def count_write(self) -> None:
-        """Count one that the library makes, as if the owner had made it."""
+        """Count a write of the library's as if the owner had written."""
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
         """Every chunk's digest; None: each is made when it is first sent.
 
-        Blocks. `check` is called every few MiB and ends it by raising. Memory that makes them here is never digested by
-        its views: they may be of a file that somebody else truncates.
+        Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its digests here is never
+        digested by its views, which may be of a file that somebody truncates.
         """
 
     def map(self, manifest: Manifest) -> MappedRegions:
@@ -219,13 +218,13 @@ _NO_COUNT = SimpleNamespace(_version=0)
 
 
 class CallersMemory(Memory, Protocol):
-    """What a caller has registered. He may replace it, and write it: these are asked in his own thread."""
+    """What a caller has registered, and may replace or write. These methods are called in the caller's own thread."""
 
     def check_current(self) -> None:
         """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
 
     def watch(self) -> Callable[[], bool] | None:
-        """A question for later: has nobody written it since now, as far as can be seen? None: nothing could tell."""
+        """A function to call later: whether nobody has been seen to write since now. None: writes cannot be seen."""
 
 
 class RegisteredMemory:

@@ -1,11 +1,12 @@
-"""What workers, the coordinator and one another's readers say: the one vocabulary of the control plane.
+"""The one vocabulary: what workers and the coordinator, and readers and owners, say to each other.
 
-The coordinator and the worker machines take and emit these values directly; `tensorhub.protocol` turns them into
-frames and back, and checks every bound on the way in. A message is a frozen dataclass; its fields' annotations are its
-validation. Not responsible for bytes, sockets or order. All are imported from here; the modules are one for each speaker.
+The coordinator and the worker's machines take and emit these values directly. `tensorhub.protocol` turns them into frames
+and back, and checks every bound. A message is a frozen dataclass whose annotations are its validation. There is a module for
+each speaker, and everything is imported from here. What only one transport says is in that transport's directory. Not
+responsible for bytes, sockets or order.
 
-Ids: a `request` is minted by the asking worker and comes back on the answer; an `OpKey` names a group operation, and a
-message about an operation that is decided is answered with its outcome (a retry is not a second call).
+Ids: the asking worker mints a `request`, which comes back on the answer. An `OpKey` names a group operation. A message about
+an operation that is decided is answered with its outcome, so that a retry is not a second call.
 """
 
 from __future__ import annotations

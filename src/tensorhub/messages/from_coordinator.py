@@ -13,9 +13,9 @@ NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requ
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Join. `epoch`: the coordinator's; `cluster` names its durable state; `known` False: new incarnation.
+    """Answer to Join. `epoch`: the coordinator's. `cluster` names its durable state. `known` False: a new incarnation.
 
-    `read_only`: this worker's token is: it may fetch and look, everything else is refused.
+    `read_only`: this worker has a read-only token. It may fetch and look; everything else is refused.
     """
 
     cluster: Id
@@ -27,7 +27,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """This incarnation is lost for good; the worker must come back as a new one (R11)."""
+    """This incarnation is lost for good. The worker must come back as a new one (R11)."""
 
     reason: Text
 
@@ -39,9 +39,9 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2).
+    """Answer to Register. `sequence`: the group's next operation. `keep` False: the rank must give up what it holds (R2).
 
-    `retained`: what was announced as held is to be kept (as in SetRetained): its number, or None.
+    `retained`: what the rank holds is retained (see SetRetained), under this number. None: it is not.
     """
 
     request: U64
@@ -65,7 +65,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class EpochChanged:
-    """The group's next operation. Those of older epochs are aborted; a call that no operation took is made again."""
+    """The group's next operation. Operations of older epochs are aborted. A call that is in none of them is made again."""
 
     model: Name
     group: Name
@@ -75,10 +75,10 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The operation is bound. `write` True: nobody holds it back, overwrite at once; else wait for Write.
+    """The operation is bound. `write`: overwrite at once, because no rank holds it back. Otherwise wait for Write.
 
-    `root`: of the publisher's digests, for a fetch, which is over at once where its own is the same; empty: wait for the
-    Outcome.
+    `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own root is the same. Empty:
+    wait for the Outcome.
     """
 
     key: OpKey
@@ -108,7 +108,7 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """This lease is over: the source leaves. What was verified stays verified."""
+    """This lease is over, because the source leaves. Verified chunks stay verified."""
 
     key: OpKey
     rank: Rank
@@ -120,7 +120,7 @@ class DropSource:
 class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already.
 
-    `retained`: what it holds now is to be kept (as in SetRetained): its number, or None.
+    `retained`: what the rank holds now is retained (see SetRetained), under this number. None: it is not.
     `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
     and a rank may go on with its call under a new key.
     """
@@ -137,14 +137,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGranted:
-    """No lease counts on this memory any more (or the grace is over): fence and take it."""
+    """No lease counts on this memory now, or the grace is over: fence the memory and take it back."""
 
     request: U64
 
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """This content was retired (rolled back): whoever holds it under this registration fences it and forgets it."""
+    """This content was retired by a rollback. The registration fences it and forgets it."""
 
     registration: Id
     content_id: Id
@@ -153,10 +153,10 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class MakeCopy:
-    """Hold this shard in host memory, so that it is kept: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
+    """Keep this shard in host memory: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
 
-    `registration`: one of the worker's own which holds that content, to be copied from; "": read it from others, by a
-    replicate call of the new registration. Done when the coordinator counts it; or answered by CopyRefused.
+    `registration`: one of the worker's own that holds the content, to copy from. "": read it from others, by a replicate
+    call of the new registration. It is done when the coordinator counts the copy. Or CopyRefused answers.
     """
 
     copy: Id
@@ -167,16 +167,16 @@ class MakeCopy:
 
 @dataclass(frozen=True, slots=True)
 class DropCopy:
-    """That copy is not needed (any more): stop making it, or withdraw and deregister it, and free its memory."""
+    """That copy is not needed. Stop making it, or withdraw and deregister it. Free its memory."""
 
     copy: Id
 
 
 @dataclass(frozen=True, slots=True)
 class SetRetained:
-    """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
-    while the coordinator may count on it. RetainedAck answers it, and an Outcome or a Registered that says `retained`. `seq`
-    numbers what this registration is told, and comes back with the answer: an answer to an earlier number does not count.
+    """Whether what this registration holds is retained (R4). If so, the coordinator may count on it, and the owner asks
+    before it takes the memory back. RetainedAck answers this, and also an Outcome or a Registered with `retained`. `seq`
+    numbers these messages for one registration and comes back with the answer. An answer to an earlier one does not count.
     """
 
     registration: Id
@@ -187,7 +187,7 @@ class SetRetained:
 
 @dataclass(frozen=True, slots=True)
 class DigestAgain:
-    """A reader got this chunk without its digest: has the memory changed? Answered by DigestedAgain."""
+    """A reader got this chunk with a wrong digest. Has the memory changed? Answered by DigestedAgain."""
 
     inquiry: Id
     registration: Id
@@ -197,8 +197,8 @@ class DigestAgain:
 
 @dataclass(frozen=True, slots=True)
 class TellChunks:
-    """Which chunks can be read under this generation now? Asked of partial copies while nobody holds the whole of their
-    shard. Answered by ChunksThere.
+    """Which chunks can be read under this generation now? Asked of partial copies while nobody holds their whole shard.
+    Answered by ChunksThere.
     """
 
     registration: Id
@@ -207,10 +207,10 @@ class TellChunks:
 
 @dataclass(frozen=True, slots=True)
 class TellDigests:
-    """What do the chunks of this memory have as digests? Answered by Digests, until one says that it is the last.
+    """Which digests do the chunks of this memory have? Answered by Digests, until one is the last.
 
-    `origin`: only of chunks that were read from that registration; "": of all that are here, and a publisher makes what is
-    missing.
+    `origin`: only of chunks that were read from that registration. "": of all chunks that are here; a publisher makes the
+    missing digests.
     """
 
     registration: Id
@@ -220,8 +220,8 @@ class TellDigests:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """This rank's vote does not agree with the publisher's digests, of which these are a part: from chunk `first` on.
-    Answered by Compared. `last`: there are no more.
+    """This rank's vote differs from the publisher's digests. These are a page of them, from chunk `first` on. `last`: there
+    is no further page. Answered by Compared.
     """
 
     key: OpKey
@@ -233,7 +233,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class CutReader:
-    """This lease's reader is lost: close its connections, and say so."""
+    """This lease's reader is lost. Close its connections, and answer with ReaderCut."""
 
     lease: Id
     reader: Id
@@ -247,7 +247,7 @@ class ManifestReply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The newest visible version; None: there is none. After a rollback it is an older one than before."""
+    """The newest visible version; None: there is none. After a rollback it is older than before."""
 
     model: Name
     newest: VersionInfo | None
@@ -255,7 +255,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Answer to Describe. Each model is as it is now; `more`: there are further ones, after the last of these."""
+    """Answer to Describe. Each model is as it is now. `more`: further models follow after the last of these."""
 
     request: U64
     models: Annotated[tuple[ModelInfo, ...], Length(2**16)]

@@ -47,7 +47,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The worker closes: all that it registered goes at once."""
+    """The worker closes. All its registrations end at once."""
 
     reason: Text
 
@@ -56,9 +56,9 @@ class Leave:
 class Register:
     """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes.
 
-    `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads this memory; it is a group
-    of its own, has no manifest, reads any `shard`, and is deregistered when that is done. `medium` HOST: a copy in the
-    library's own memory, never published; for `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
+    `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads its memory. It is a group of
+    its own, has no manifest, reads any `shard`, and is deregistered at its end. `medium` HOST: a copy in the library's own
+    memory, which is never published. With `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
     """
 
     request: U64
@@ -102,9 +102,9 @@ class Publish:
 class Fill:
     """This rank's call of replicate, update, prefetch or fetch.
 
-    `generation` is the one under which the memory will be filled. `hold`: this rank wants to hear of the bound version
-    before the first byte changes (it has a `before_write`). `at_least`: wait for that number. `former`: the keys under
-    which the same call was said before. `resume`: what it has begun under one of them.
+    `generation`: under which the memory will be filled. `hold`: this rank has a `before_write`, and wants to hear of the
+    bound version before the first byte changes. `at_least`: wait for that number. `former`: the keys under which the same
+    call was made before. `resume`: what was begun under one of them.
     """
 
     key: OpKey
@@ -123,7 +123,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class BegunWith:
-    """The manifest that this rank's next Fill names in `resume`. One that the coordinator has no room for ends that Fill."""
+    """The manifest that this rank's next Fill names in `resume`. If the coordinator has no room for it, that Fill fails."""
 
     registration: Id
     manifest: ManifestBlob
@@ -141,7 +141,7 @@ class ReadyToWrite:
 class Prepared:
     """This rank's vote: every chunk is there, and verified against its source.
 
-    `root`: of all its chunks' digests; empty: they have none, or not all of them are here (a fetch by name).
+    `root`: of all its chunks' digests. Empty: chunks have none, or not all chunks are here (a fetch by name).
     """
 
     key: OpKey
@@ -151,7 +151,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """This rank ends the operation, if it is not decided yet. Answered by an Outcome."""
+    """This rank ends the operation, unless that is decided already. Answered by an Outcome."""
 
     key: OpKey
     rank: Rank
@@ -180,8 +180,8 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class DigestedAgain:
-    """Answer to DigestAgain. `changed`: whether the chunk's bytes have another digest now than the one that is sent with
-    them (R8); None: that cannot be said, the memory is not held under that generation any more, or has no digests.
+    """Answer to DigestAgain. `changed`: whether the bytes' digest differs now from the one that is sent with them (R8).
+    None: nobody can tell, since the memory is no longer held under that generation, or has no digests.
     """
 
     inquiry: Id
@@ -193,11 +193,10 @@ class DigestedAgain:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What chunks of this memory have as their digests: said by a publisher as they are made, and in answer to
-    TellDigests.
+    """Digests of chunks of this memory. A publisher sends them as it makes them; others, in answer to TellDigests.
 
-    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: how many the content has. `last`: that was
-    all.
+    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: of the whole content. `last`: there are no
+    more.
     """
 
     registration: Id
@@ -210,8 +209,8 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Answer to Compare. `following`: the first chunk that was not compared yet. `strays`: of each source that brought
-    chunks with other digests, one. `rereads`: all is compared, and this rank, whose vote is void, reads such chunks again.
+    """Answer to Compare. `following`: the first chunk that was not compared yet. `strays`: one chunk of each source that
+    sent chunks with other digests. `rereads`: all is compared; this rank's vote is void, and it reads those chunks again.
     """
 
     key: OpKey
@@ -223,8 +222,8 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class ChunksThere:
-    """Answer to TellChunks. `there`: one bit for each of `chunks`, the lowest of the first byte first: whether it can be
-    read. `chunks` 0: nothing can be read under that generation, or there are too many to say.
+    """Answer to TellChunks. `there`: one bit for each of `chunks`, from the first byte's lowest one on: the chunk can be
+    read. `chunks` 0: no chunk can be read under that generation, or there are too many to tell.
     """
 
     registration: Id
@@ -235,7 +234,7 @@ class ChunksThere:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """For scheduling and display only; correctness never depends on it."""
+    """For scheduling and display only. Correctness never depends on it."""
 
     key: OpKey
     rank: Rank
@@ -246,11 +245,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """This rank wants its published memory back: no new readers; LeaveGranted answers when the old are gone.
+    """This rank wants its published memory back. It gets no new readers. LeaveGranted answers when the others are gone.
 
-    While that would lose a retained version, nothing changes; then, at the deadline, it is Refused (RetentionError).
-    `abandon`: lose it. `closes`: what else this worker holds may go with it, and does not count as another holder.
-    `hurry`: the same wish again, which waits no longer; without effect if it is answered already.
+    While that would lose a retained version, nothing happens, until the deadline: Refused (RetentionError). `abandon`: lose
+    the version. `closes`: the worker may close altogether, so that none of its registrations counts as another holder.
+    `hurry`: the same request again, which no longer waits. It has no effect if the request was answered already.
     """
 
     request: U64
@@ -272,7 +271,7 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class CopyRefused:
-    """This worker does not make that copy, or could not (no memory for it, no source)."""
+    """This worker does not make that copy, or could not (no memory, no source)."""
 
     copy: Id
     reason: Text
@@ -280,7 +279,7 @@ class CopyRefused:
 
 @dataclass(frozen=True, slots=True)
 class RetainedAck:
-    """The rank knows it, whatever becomes of the connection from now on. `seq`: which it answers."""
+    """The rank has taken note of a SetRetained, and remembers it if the connection is lost. `seq`: of that message."""
 
     registration: Id
     content_id: Id
@@ -290,7 +289,7 @@ class RetainedAck:
 
 @dataclass(frozen=True, slots=True)
 class ReaderCut:
-    """The owner serves this lease's reader no more."""
+    """The owner no longer serves this lease's reader."""
 
     lease: Id
 
@@ -312,7 +311,7 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Unwatch:
-    """Announce this model no more over this connection."""
+    """Stop announcing this model over this connection."""
 
     model: Name
 
@@ -328,7 +327,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Ask for one model, or all of them (None), a page at a time, by name: those after `after`."""
+    """Ask for one model, or for all (None), in pages ordered by name: the models after `after`."""
 
     request: U64
     model: Name | None
@@ -347,9 +346,9 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """Keep the newest `latest` versions of this model fetchable; the last one counts.
+    """Keep the newest `latest` versions of this model fetchable. The last such message counts.
 
-    Answered by Done, once it is durable and every live holder knows, or Refused.
+    Answered by Done, once this is durable and every live holder knows it, or by Refused.
     """
 
     request: U64
@@ -359,8 +358,9 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
-    names it. Answered like Retain."""
+    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. It is repeated, with the same `pin`, on
+    each new connection. Answered like Retain.
+    """
 
     request: U64
     pin: Id
@@ -378,7 +378,7 @@ class Unpin:
 
 
 FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | Check
-"""What a session may say whether or not a worker has joined over it."""
+"""What a session may say before a worker has joined over it, too."""
 AboutOperation = Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
 """What a rank says of the operation that it takes part in."""
 FromJoined = (

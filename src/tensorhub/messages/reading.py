@@ -16,7 +16,7 @@ Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stay
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Chunks of an owner's, as (first, count) runs. `request` numbers what is asked for on one connection."""
+    """Chunks of an owner, as (first, count) runs. `request` numbers the requests of one connection."""
 
     request: U64
     lease: Id
@@ -43,7 +43,7 @@ class ChunksFollow:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFollows:
-    """The bytes of this chunk follow this frame, and then ChunkDigest: its digest is made while it is sent."""
+    """The bytes of this chunk follow this frame, and ChunkDigest follows the bytes: the digest is made meanwhile."""
 
     request: U64
     chunk: U64
@@ -59,7 +59,7 @@ class ChunkDigest:
 
 @dataclass(frozen=True, slots=True)
 class NotThisWay:
-    """The owner cannot be read by that transport. `is_usual`: it concerns that registration only, and nothing is wrong."""
+    """The owner cannot be read by that transport. `is_usual`: only this registration cannot, and nothing is wrong."""
 
     request: U64
     reason: Text
@@ -68,16 +68,16 @@ class NotThisWay:
 
 @dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
-    """As Read, but the bytes are not sent: the owner has them read as that transport does. ChunksLie, or ChunksPinned, says
-    where they are.
-    """
+    """As Read, but the bytes take that transport's way. ChunksLie, or a TransportReply, says where they are."""
 
     transport: Id
 
 
 @dataclass(frozen=True, slots=True)
 class TransportRequest:
-    """What only readers by that transport say. Answered by TransportReply, or ReadRefused."""
+    """A message that only readers by this transport send (see `transport.dialect`). Mostly answered by TransportReply,
+    NotThisWay or ReadRefused.
+    """
 
     request: U64
     transport: Id
@@ -86,7 +86,7 @@ class TransportRequest:
 
 @dataclass(frozen=True, slots=True)
 class TransportReply:
-    """What only owners that are read by that transport say."""
+    """A message that only owners that are read by this transport send (see `transport.dialect`)."""
 
     request: U64
     transport: Id
@@ -106,7 +106,7 @@ class ChunksLie:
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
+    """The request is over. The owner is alive, and lacks the chunks that are left: ask again, here or elsewhere.
 
     `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them (R9).
     """

@@ -1,12 +1,11 @@
-"""Driver for a thread of its own with a blocking socket: frames, and payloads that follow them without a
-copy.
+"""Driver for a blocking socket with a thread of its own: frames, and payloads behind them, which are not copied.
 
-Responsible for exact reads (a frame never takes bytes of the payload behind it), for scatter and gather of
-any number of buffers, and for a bound on every wait: the kernel's own timeouts, because payload is read by
-MSG_WAITALL on a socket that really blocks. Not responsible for connecting, nor for what a message means.
+Responsible for exact reads (a frame never takes bytes of the payload behind it), for scatter and gather of any number of
+buffers, and for a bound on every wait. These bounds are the kernel's own timeouts, because payload is read by MSG_WAITALL on
+a socket that really blocks. Not responsible for connecting, nor for what a message means.
 
-Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing moved for `stall_timeout_s`, or next to nothing:
-see `PACE_BYTES`) and ConnectionLost. Only `shutdown` may be called from other threads; it ends whatever call is blocked.
+Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing, or less than `PACE_BYTES`, moved for
+`stall_timeout_s`) and ConnectionLost. Only `shutdown` may be called from other threads. It ends any blocked call.
 """
 
 from __future__ import annotations
@@ -279,7 +278,7 @@ class BlockingConnection:
 
 
 class _Pace:
-    """Whether a payload moves at all: a peer that drips holds on to what it reads, or keeps from others what it sends."""
+    """Checks that a payload moves: a peer that drips keeps memory from being written, or a place from other readers."""
 
     __slots__ = ("_bytes", "_since", "_window_s")
 
@@ -289,7 +288,7 @@ class _Pace:
         self._bytes = 0  # moved since then
 
     def check(self, count: int, did: str) -> None:
-        """So many bytes have moved, and more are to. OperationTimeout if they were too few for the time."""
+        """These bytes have moved, and more are to come. OperationTimeout: they were too few for the time."""
         self._bytes += count
         now = time.monotonic()
         if now - self._since < self._window_s:

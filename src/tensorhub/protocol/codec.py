@@ -1,11 +1,9 @@
-"""Messages to the bodies of frames and back, with every bound checked in both directions.
+"""Turns messages into the bodies of frames and back, and checks every bound in both directions.
 
-Responsible for the wire form of a message, the MessagePack array `[tag, field, field, ...]`; for refusing
-all that is not exactly that; and for who may say what (`Vocabulary`). The forms of the fields are made
-once, on import; a call inspects no types.
+Responsible for the wire form of a message, the MessagePack array `[tag, field, field, ...]`, for refusing anything else, and
+for who may say what (`Vocabulary`). The forms of the fields are made once, on import; a call inspects no types.
 
-Every refusal is a `ProtocolError` that names the message, the field and the bound, and repeats little of
-the input.
+Every refusal is a `ProtocolError` that names the message, the field and the bound, and repeats little of the input.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Vocabulary(Generic[M]):
         return f"<Vocabulary of {self.speaker}: {len(self.forms)} messages>"
 
     def record(self, tag: object, length: int) -> Record:
-        """What reads a message of `length` items under `tag`; ProtocolError if nothing does."""
+        """The record that reads a message of `length` items under `tag`. ProtocolError: there is none."""
         found = self._by_tag.get(tag) if type(tag) is int else None
         if found is None:
             names = [kind.__name__ for kind, known in self._known.items() if type(tag) is int and known == tag]
@@ -56,7 +54,7 @@ class Vocabulary(Generic[M]):
         return found
 
     def encode(self, message: M) -> bytes:
-        """The body of `message`'s frame; ProtocolError if a field's value is not what its annotation allows."""
+        """The body of the message's frame. ProtocolError: a field's value is not what its annotation allows."""
         try:
             tag, record = self.forms[type(message)]
         except KeyError:
@@ -86,7 +84,7 @@ encode: Final = ANYTHING.encode
 
 
 def decode(body: bytes, allowed: Vocabulary[M]) -> M:
-    """The message in a frame's body; ProtocolError if it is not exactly one message of `allowed`."""
+    """The message in a frame's body. ProtocolError: it is not exactly one message of `allowed`."""
     parts = unpacker(body)
     try:
         length, tag = parts.read_array_header(), parts.unpack()

@@ -1,16 +1,14 @@
 """How an annotated type is written and read: one `Form` per type, made once, when the codec is imported.
 
-Responsible for turning annotations into checks: `Length`, `Range` and `Printable` where they are given, 64 bits for a
-plain int, finite floats, and the exact shape of tuples and records. Writing checks the same as reading, so
-that a mistake shows where it was made and not as a connection that the peer closed.
+Responsible for turning annotations into checks: `Length`, `Range` and `Printable` where they are given, 64 bits for a plain
+int, finite floats, and the exact shape of tuples and records. Writing checks the same as reading. So a mistake shows where
+it was made, and not as a connection that the peer closed.
 
-Reading is driven by the annotations, not by the bytes: a form asks the unpacker for the array or the scalar
-that must come next. So nothing nests deeper than the messages do, and no array is allocated for a length
-that was not checked.
+Annotations drive the reading, not the bytes: a form asks the unpacker for the array or the scalar that must come next. So
+nothing nests deeper than the messages do, and no array is allocated for a length that was not checked.
 
-On the wire: a record (a dataclass) is the array of its fields; one that is absent (`Held | None`) is an
-empty array. Raises `Violation`, which the codec makes a `ProtocolError`; a type that the wire cannot carry
-is a `TypeError` at once.
+On the wire, a record (a dataclass) is the array of its fields. An absent record (`Held | None`) is an empty array. Raises
+`Violation`, which the codec turns into a `ProtocolError`. A type that the wire cannot carry is a `TypeError` on import.
 """
 
 from __future__ import annotations

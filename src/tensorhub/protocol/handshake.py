@@ -6,19 +6,17 @@
       Proof(mac, "client")             ->
                                        <-       Proof(mac, "server"), or Proof(b""): refused
 
-A mac is HMAC-SHA256 under the secret over who makes it and both hellos: versions, roles, incarnations,
-nonces. So a proof fits one handshake and one side; it cannot be replayed, nor reflected. The client proves
-itself first: a server says nothing under the secret to whoever does not know it. Open access is the same
-with an empty secret. The keys of the frames that follow (`frames.FrameMac`), one for each direction, are made in the
-same way: whoever has heard the hellos, and knows the secret that the client has proved (the read-only one, where
-it was that), can make them.
+A mac is HMAC-SHA256 under the secret, over the side that makes it and both hellos: versions, roles, incarnations, nonces. So
+a proof fits one handshake and one side, and can be neither replayed nor reflected. The client proves itself first: a server
+says nothing under the secret to a client that does not know it. Open access is the same with an empty secret.
 
-A server also accepts the read-only secret that belongs to each of its own, and knows that it was that one.
+Each direction has a key for the frames that follow (`frames.FrameMac`). The keys are made like the macs, under the secret
+that the client has proved. A server also accepts the read-only secret that belongs to each of its secrets, and can tell the
+two apart.
 
-Responsible for that exchange, for the roles that may meet, and for its bounds; not for its deadline (the
+Responsible for that exchange, for the roles that may meet, and for its bounds. Not responsible for its deadline (the
 drivers). Raises ProtocolError (not a peer, another version, roles or an incarnation that do not fit) and
-AuthenticationFailed. After an error, send `data_to_send()` before closing: it may say to the peer what was
-wrong.
+AuthenticationFailed. After an error, send `data_to_send()` before closing: it may tell the peer what was wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def frame_key(secret: bytes, side: str, client: ClientHello, server: ServerHello
 
 
 def _derived(secret: bytes, what: str, client: ClientHello, server: ServerHello) -> bytes:
-    """32 bytes that only who knows `secret` can make, for that use after these hellos only."""
+    """32 bytes for this use after these hellos. Only a peer that knows `secret` can make them."""
     fields = [f"tensorhub/1 {what}".encode()]
     for hello in (client, server):
         fields += [
@@ -269,8 +267,8 @@ class ServerHandshake(Handshake[ClientHello]):
 
     @property
     def client_incarnation(self) -> str:
-        """As whom the client counts. A read-only one gets a name of its own, made of the one that it claims: whatever it
-        claims, it is never taken for a worker that may do more. RuntimeError before `done`.
+        """The client's incarnation. A read-only client gets one that is made of the one that it claims. So it is never taken
+        for a worker that may do more. RuntimeError before `done`.
         """
         claimed = self.peer.incarnation
         return f"{READ_ONLY}{hashlib.blake2b(claimed.encode(), digest_size=16).hexdigest()}" if self.read_only else claimed

@@ -1,4 +1,4 @@
-"""The drivers' one exception for a connection that is gone; its cause is the socket's own error."""
+"""The one exception by which the drivers say that a connection is gone. Its cause is the socket's own error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Room for unfinished frames: a number of bytes that several connections share. Single loop; no I/O.
 
-Whoever is about to receive a large frame takes its bytes here first. Until they are free, nothing is received from that
-peer. Requests are served in their order. Not responsible for how long a frame may take: its receiver's deadline is.
+A connection takes the bytes of a large frame here before it receives the frame. Until they are free, nothing is received
+from that peer. Requests are served in order. Not responsible for how long a frame may take: the receiver has a deadline.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _check_protection(path: Path, status: os.stat_result) -> None:
 
 
 def read_only_secret(secret: bytes) -> Secret:
-    """What proves its holder a reader, for whoever knows `secret`, which it does not reveal. Not for an empty secret."""
+    """The secret that proves its holder to be a reader. It does not reveal `secret`, which must not be empty."""
     if not secret:
         raise AuthenticationFailed("open access has no read-only token: whoever gets there may do everything. Set a token")
     return Secret(hmac.new(secret, READ_ONLY_LABEL, hashlib.sha256).hexdigest().encode())
@@ -130,9 +130,9 @@ def read_only_secret(secret: bytes) -> Secret:
 def read_only_token(token: str | bytes) -> str:
     """The read-only token that belongs to a cluster's `token`: who connects with it may fetch and look, and change nothing.
 
-    Every worker and coordinator that accepts `token` accepts it, without being told of it, until `token` is accepted no
-    more; it does not reveal `token`. 64 hexadecimal digits; the same ones each time. Text is stripped of white space at
-    its ends, as `connect` does it. Raises AuthenticationFailed for an empty token (open access has none).
+    Every worker and coordinator that accepts `token` accepts this one, too, for as long as it accepts `token`. Nobody need
+    be told of it, and it does not reveal `token`. It has 64 hexadecimal digits, the same ones each time. Text is stripped of
+    white space at its ends, as by `connect`. Raises AuthenticationFailed for an empty token (open access has none).
     """
     secret = resolve_token(token)
     if isinstance(secret, Path):

@@ -1,8 +1,8 @@
 """Driver for an anyio byte stream: typed messages on the control plane, on asyncio and on trio.
 
-Responsible for the deadline of the handshake, for sends that do not interleave, and for one exception for a
-stream that is gone. Not responsible for connecting, for the deadline of each message (the caller's cancel
-scope), nor for what a message means.
+Responsible for the deadline of the handshake, for sends that do not interleave, and for one exception that says that the
+stream is gone. Not responsible for connecting, for the deadline of a message (the caller's cancel scope), nor for what a
+message means.
 
 Raises ProtocolError, AuthenticationFailed, OperationTimeout (handshake) and ConnectionLost.
 """
@@ -107,9 +107,9 @@ class MessageStream(Generic[M]):
             await self._send_bytes(self._encoder.frame(body))
 
     def limit_received(self, frame_bytes_max: int, pot: Pot | None = None) -> None:
-        """From now on, refuse a larger frame unread; what is sent has the limit that it had. `pot`: the bytes of a frame
-        that is larger than one read (`READ_BYTES_MAX`) are taken from there once its header has come, before it is
-        received, and given back when the next message is asked for, or at the end.
+        """From now on, refuse a larger frame unread. The limit of what is sent stays. `pot`: a frame that is larger than one
+        read (`READ_BYTES_MAX`) takes its bytes from there when its header has come, and gives them back when the next
+        message is asked for, or at the end.
         """
         self._decoder.frame_bytes_max = frame_bytes_max
         self._pot = pot

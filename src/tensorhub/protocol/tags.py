@@ -1,9 +1,8 @@
 """Which number stands for which message on the wire.
 
-Responsible for the numbers being explicit, so that neither a renamed nor a reordered class changes the
-protocol. A message's fields are written in the order of their declaration. A change that an older peer
-would misread, here or in the fields, needs a new `messages.PROTOCOL_VERSION`; a number that was used once
-is never given to another message.
+The numbers are explicit, so that renaming or reordering classes does not change the protocol. A message's fields are written
+in the order of their declaration. A change that an older peer would misread, here or in the fields, needs a new
+`messages.PROTOCOL_VERSION`. A number that was used once is never given to another message.
 """
 
 from __future__ import annotations

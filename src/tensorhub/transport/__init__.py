@@ -1,9 +1,8 @@
-"""Ways of moving a byte range from another worker's registered memory into one's own.
+"""Transports: ways to read chunks of another worker's registered memory into one's own.
 
-Responsible for the transport protocol and its semantics, the registry (with the entry-point group
-`tensorhub.transports`), and the built-in transports. A transport that cannot work here says exactly why,
-once.
+Each built-in transport is a directory with its reader, its owner's side and its messages. `base` says what a reader keeps
+to, `owner` what an owner's side keeps to, and `registry` knows the names, those of entry points included.
 
-Not responsible for which chunk is read from where, for retries, or for deciding that what arrived is
-committed: a transport reports bytes and the generation under which it read them.
+Not responsible for which chunk is read from where, for retries, nor for what counts as fetched. A transport that cannot work
+here says exactly why.
 """

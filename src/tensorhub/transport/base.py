@@ -1,7 +1,7 @@
-"""What a transport is, as its reader sees it; `transport.owner` says what it is to the owner of the memory.
+"""A transport as the reader sees it. `transport.owner` describes the owner's side.
 
-A *channel* is one reader's way to one source under one read lease. One blocking thread (the lane) drives it, or as many as
-`Transport.lanes` says:
+A *channel* is one reader's way to one source under one read lease. A blocking thread (the lane) drives it, or several, up to
+`Transport.lanes`:
 
     channel = transport.open(...)        connect, prove who is who
     channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
@@ -9,27 +9,24 @@ A *channel* is one reader's way to one source under one read lease. One blocking
                                          that it lacks them
     channel.close()                      always, from the last thread that drives it
 
-Semantics that every transport keeps:
+Every transport keeps these rules:
 
-1. Bytes go straight into the destination's views of the chunks that were submitted, and of no others. A
-   chunk's views are written only between its `submit` and the `receive` that names it, or until the channel
-   is closed.
-2. `receive` names a chunk only when all its bytes were read under the right's generation: a two-sided source
-   checks it for each send; a one-sided reader reads the generation word *after* the bytes, and discards them
-   if it changed (R3).
-3. The digest that `receive` gives is the publisher's, carried by the source. It is not checked here: the lane
-   does it. A channel that copies in small pieces may make the digests of what has arrived as well.
-4. Every failure is a `ReadFailure`, raised by the call that meets it; a channel that raised is only closed.
-5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, also while it still
-   connects.
-6. No call blocks for more than `stall_timeout_s` unless the source shows that it lives.
-7. A source that lacks submitted chunks says so within a second or so (`Lacking`): they are not submitted any
-   more, and nothing is written into their views.
-8. Where `lanes` is more than 1, so many threads may be inside `submit` and `receive` at a time. A `receive` that finds all
-   that was submitted in other threads' hands returns an Arrival of nothing, and does not wait.
+1. Bytes go straight into the destination's views of submitted chunks, and into no other memory. A chunk's view is written
+   only between its `submit` and the `receive` that names it, or until the channel is closed.
+2. `receive` names a chunk only when all its bytes were read under the right's generation. A two-sided source checks the
+   generation for each send. A one-sided reader reads the generation word *after* the bytes, and discards the bytes if the
+   word has changed (R3).
+3. The digest that `receive` gives is the publisher's, carried by the source. The lane checks it, not the channel. A channel
+   that copies in small pieces may also make the digests of what has arrived.
+4. Every failure is a `ReadFailure`, raised by the call that meets it. After that, the channel may only be closed.
+5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, even while the channel is connecting.
+6. No call blocks for more than `stall_timeout_s` unless the source shows that it is alive.
+7. A source that lacks submitted chunks says so within a second or so (`Lacking`). These chunks no longer count as submitted,
+   and nothing is written into their views.
+8. Up to `lanes` threads may be inside `submit` and `receive` at a time. If other threads are already reading all that was
+   submitted, `receive` returns an empty Arrival at once.
 
-Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books
-(`Pull`).
+Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books (`Pull`).
 """
 
 from __future__ import annotations
@@ -49,8 +46,8 @@ Reason = Literal["lost", "stalled", "refused", "corrupt", "unreachable"]
 
 
 class ReadFailure(Exception):
-    """A source cannot be read (any more). `chunk`: the one with another digest, if `reason` is "corrupt".
-    `bytes_discarded`: payload that came in, of chunks that no `receive` will name.
+    """A source cannot be read, or no longer. `chunk`: the one whose digest is wrong, if `reason` is "corrupt".
+    `bytes_discarded`: payload that arrived for chunks that no `receive` will name.
     """
 
     def __init__(self, reason: Reason, detail: str, chunk: int | None = None, bytes_discarded: int = 0) -> None:
@@ -62,21 +59,21 @@ class ReadFailure(Exception):
 
 
 class Unusable(Exception):
-    """This transport cannot be used between these two workers, whatever their locations say; another one may be. The text
-    says why, and what to do.
+    """This transport does not work between these two workers, whatever their locations say. Another one may. The text says
+    why, and what to do.
     """
 
 
 class NotShared(Unusable):
-    """This transport cannot be used for this registration; for others of the same worker it may. Nothing is wrong."""
+    """This transport does not work for this registration. It may work for others of the same worker: nothing is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRight:
-    """Under which right a reader reads: what each request names, and the owner checks."""
+    """What entitles a reader to read. Each request names it, and the owner checks it."""
 
     lease: LeaseId
-    incarnation: Incarnation  # the source's; whoever else answers is not the source
+    incarnation: Incarnation  # the source's: nobody else may answer
     registration: RegistrationId
     generation: int
     content_id: ContentId
@@ -93,7 +90,7 @@ class Destination(Protocol):
 
     @property
     def device(self) -> Device | None:
-        """On which they are: only a transport that `fills` devices is opened then. None: on none."""
+        """The device that the chunks are on, which the transport must be able to fill (`fills`). None: host memory."""
 
     def buffer(self, chunk: int) -> memoryview:
         """The writable bytes of one chunk, exactly its size."""
@@ -103,18 +100,16 @@ class Destination(Protocol):
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """All of it as ascending (address, bytes); no chunk lies in two of them. For those who register memory."""
+        """The whole destination as ascending (address, bytes), for those who register memory. A chunk lies in one."""
 
 
 class Arrival(NamedTuple):
-    """Chunks whose bytes are in the destination, each with the digest its source gave (None: the source has
-    none).
-    """
+    """Chunks whose bytes are in the destination, each with the digest that its source gave (None: it has none)."""
 
     chunks: Sequence[tuple[int, int | None]]
     wait_s: float  # until the first byte
     transfer_s: float  # from then on, without `digest_s`
-    made: Mapping[int, int] = {}  # digests that the channel made of chunks as they are in the destination: out of the cache
+    made: Mapping[int, int] = {}  # digests that the channel made of these chunks while their bytes were in the cache
     digest_s: float = 0.0  # what that took
 
 
@@ -132,8 +127,8 @@ class Channel(Protocol):
         """Ask for these chunks (ascending, 1 to 1024 of them). Does not wait for them."""
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
-        """Wait for some of the submitted chunks: one at least, and beyond it no more than `bytes_max`; or for the word that
-        some of them are not to be had here now.
+        """Wait for submitted chunks: at least one, and further ones up to `bytes_max`. Or for word that the source
+        lacks some of them now.
         """
 
     def close(self) -> None:
@@ -146,21 +141,21 @@ DEVICE: Final[frozenset[Place]] = frozenset({"device"})
 
 
 class Transport(Protocol):
-    """A kind of channel. Made once per incarnation of a worker. Inherit from it, for what is usual."""
+    """A way to read. Made once per incarnation of a worker. Inherit from it to get the defaults."""
 
     name: str
-    lanes: int = 1  # how many threads of one reader get more out of one source than one does
-    batch_bytes: int = BATCH_BYTES  # asked for at a time
-    fills: frozenset[Place] = HOST  # what its channels' destinations may be
+    lanes: int = 1  # threads of one reader that read faster from one source than one thread does
+    batch_bytes: int = BATCH_BYTES  # of one request
+    fills: frozenset[Place] = HOST  # where its channels' destinations may be
 
     def reaches(self, here: Location, there: Location) -> bool:
-        """Whether a worker at `here` can read one at `there` this way, as far as their locations say."""
+        """Whether a worker at `here` can read one at `there` this way, judging by their locations."""
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
 
     def serve(self) -> OwnerSide | None:
-        """A new owner's side: a worker takes one, from the first of its incarnations. None: nobody is served this way."""
+        """A new owner's side. A worker asks for one, once, for all its incarnations. None: nobody is served this way."""
         return None
 
 
@@ -170,20 +165,20 @@ def can_fill(transport: Transport, destination: Destination) -> bool:
 
 @runtime_checkable
 class Keeping(Protocol):
-    """What a transport also is that keeps something between reads: connections, mappings. For any thread."""
+    """What a transport implements as well if it keeps something between reads, such as connections. For any thread."""
 
     def sweep(self) -> None:
         """Let go of what was not used for a while. Called now and then."""
 
     def close(self) -> None:
-        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened any more."""
+        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened after this."""
 
 
 class Cutter:
     """Ends, from any thread, what a lane blocks on.
 
-    The lane attaches what ends its present call, and detaches it before it releases the thing: after `detach`
-    has returned, `cut` does not touch it any more (a descriptor's number may then belong to somebody else).
+    The lane attaches what ends its present call, and detaches it before it releases the resource. Once `detach` has
+    returned, `cut` no longer touches that resource, so a descriptor's number may be used for something else.
     """
 
     __slots__ = ("_end", "_is_cut", "_lock")

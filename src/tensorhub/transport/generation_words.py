@@ -1,13 +1,12 @@
-"""The generation words of one worker's registrations, at which those look who read its memory by themselves.
+"""The generation words of one worker's registrations. One-sided readers look at them.
 
-A reader copies first and looks at the word and at the nonce beside it afterwards (R3). Both are unchanged: up to then nobody
-was told that these bytes may be overwritten.
+A reader copies first. Then it looks at the word, and at the nonce beside the words (R3). If both are unchanged, nobody had
+been told by then that these bytes may be overwritten.
 
-The order of memory. The owner's store of a word comes before its later writes, and the reader's look at it comes after its
-copying. On x86-64 every processor sees stores in the order in which they were made, also those of several threads, and loads
-are done in order: a plain store of 8 aligned bytes suffices, and a torn look can never give a whole word that is not there.
-Elsewhere the store would need a barrier that the reader's processor takes part in (`membarrier`), so what reads by the CPU
-is x86-64's only.
+Memory order: the owner stores the word before its later writes, and the reader looks at the word after its copy. On x86-64,
+every processor sees stores in the order in which they were made, those of several threads included, and loads are done in
+order. So a plain store of 8 aligned bytes suffices, and no reader sees half of a word. Other processors would need a barrier
+that the reader's processor takes part in (`membarrier`). So transports by which the CPU reads are for x86-64 only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NONCE_WORDS = NONCE_BYTES // WORD_BYTES
 
 
 class Header(NamedTuple):
-    """Where a process' nonce is, and what it must be: `nonce`, NONCE_BYTES long."""
+    """How a reader recognises a process: NONCE_BYTES at that address are `nonce`."""
 
     pid: int
     address: int
@@ -39,10 +38,10 @@ def _private(nbytes: int) -> mmap.mmap:
 
 
 class GenerationWords:
-    """The generation words of one worker's registrations, where readers find them: 0 while nothing is open there.
+    """The words, in memory that readers can see. A word is 0 while its registration is closed.
 
-    A word's place is used for several registrations, one after the other, but no generation is ever used twice. Not
-    thread-safe: whoever has it calls it under the lock that guards the generations themselves.
+    One place serves several registrations, one after the other, but no generation is used twice. Not thread-safe: the owner
+    calls it under the lock that guards the generations themselves.
     """
 
     def __init__(self, allocate: Callable[[int], mmap.mmap | memoryview] = _private) -> None:
@@ -67,7 +66,7 @@ class GenerationWords:
         self._free.extend(range(first + _PAGE_WORDS - 1, first - 1, -1))
 
     def set(self, registration: RegistrationId, generation: int) -> None:
-        """This registration is open under that generation; 0: it is closed. When it returns every reader would see it."""
+        """The registration is open under that generation (0: closed). Once this returns, every reader sees the new word."""
         if registration not in self._places:
             if not generation:
                 return
@@ -88,12 +87,12 @@ class GenerationWords:
         return ctypes.addressof(self._pages[page]) + word * WORD_BYTES
 
     def forget(self, registration: RegistrationId) -> None:
-        """Its place may be another one's. It must be closed."""
+        """Free the place of a closed registration."""
         place = self._places.pop(registration, None)
         if place is not None:
             self._free.append(place)
 
     def close(self) -> None:
-        """No reader may name anything as read any more, whatever is open."""
+        """Close all registrations: no reader can name a chunk any more."""
         for page in self._pages:
             ctypes.memset(page, 0, mmap.PAGESIZE)

@@ -1,11 +1,11 @@
-"""A one-sided reader's channel: the owner says where chunks lie, and the reader copies them out of its memory by itself.
+"""A one-sided reader's channel: the owner says where chunks lie, and the reader copies them by itself.
 
-Asking, waiting, refusing and ending are as over tcp, on the two workers' own connection. What was copied is named only if
-the generation word, looked at afterwards, is as it must be (R3); so no fence waits for a reader.
+The reader asks, waits and is refused as over tcp, on the two workers' own connection. After a copy the reader looks at the
+generation word, and names the chunks only if the word is right (R3). So no fence waits for a reader.
 
-Everything that the source says is hostile. An address that it names is only ever read from, in that source's own memory,
-into the destination's own views, with the lengths of the reader's own manifest: a lie gives an error, or bytes without
-their digest.
+Everything that the source says is hostile. The reader only ever reads from an address that the source names, in the source's
+own memory, into the destination's own views, with the lengths of its own manifest. A lie gives an error, or bytes that do
+not have their digest.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests
 
-GROUP_BYTES = 16 * 2**20  # copied by one thread at a time, so that all threads end at about the same time
-CALL_BYTES = 8 * 2**20  # of one system call: a millisecond or so, after which a reader that is cut off notices
+GROUP_BYTES = 16 * 2**20  # that one thread copies at a time: small, so that all threads end at about the same time
+CALL_BYTES = 8 * 2**20  # of one system call, which takes a millisecond or so: a reader notices only then that it is cut off
 CALL_PIECES_MAX = 1024  # Linux' IOV_MAX
 LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
 
 
 def lanes_here() -> int:
-    """How many threads copy faster than one."""
+    """How many threads to copy by."""
     return min(LANES_MAX, len(os.sched_getaffinity(0)))
 
 
 class Piece(NamedTuple):
-    """So many bytes from an address there to an address here."""
+    """Bytes to copy from an address at the source to an address here."""
 
     here: int
     there: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 def cut_up(pieces: Sequence[Piece], call_bytes: int = CALL_BYTES) -> Iterator[list[Piece]]:
-    """What one system call each copies: at most `call_bytes`, in CALL_PIECES_MAX pieces, in their order."""
+    """The same pieces in the same order, grouped by system call: at most `call_bytes` and CALL_PIECES_MAX pieces in each."""
     call: list[Piece] = []
     room = call_bytes
     for piece in pieces:
@@ -62,35 +62,35 @@ def cut_up(pieces: Sequence[Piece], call_bytes: int = CALL_BYTES) -> Iterator[li
 
 
 class Source(Protocol):
-    """The memory of another process, by its own addresses. For several threads."""
+    """The memory of another process, named by that process' addresses. For several threads."""
 
-    hot_bytes: int  # to copy by one call and digest then
-    call_bytes: int  # to copy by one call
-    group_bytes: int  # to copy under one look at the word
+    hot_bytes: int  # of one call, if the bytes are digested right after it
+    call_bytes: int  # of one call otherwise
+    group_bytes: int  # of the calls before one look at the word
 
     def copy(self, call: Sequence[Piece]) -> None:
-        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read; nothing is
-        written there after that. TimeoutError: the source has stalled.
+        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read. TimeoutError:
+        the source has stalled. Nothing is written here after an error.
         """
 
     def is_unchanged(self, word: int, generation: int) -> bool:
-        """Whether its word at that address says that generation, and it is that process. OSError: it cannot be read."""
+        """Whether it is still that process, and its word at that address is that generation. OSError: it cannot be read."""
 
 
 class Translated:
-    """A source's memory that is at other addresses here. A part of `Source`."""
+    """A source's memory that this process has mapped at other addresses. For a `Source` to inherit from."""
 
     def __init__(self, places: Sequence[tuple[int, int, int]]) -> None:
         """`places`: (address at the source, bytes, address here)."""
         self._places = sorted(places)
         self._starts = [start for start, _, _ in self._places]
-        self.is_short = False  # something was looked for that is in none of them
+        self.is_short = False  # a place was asked for that is not mapped
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}, {len(self._places)} places>"
 
     def _here(self, there: int, nbytes: int) -> int:
-        """Where that is in this process. OSError: nowhere."""
+        """The address here. OSError: it is not mapped."""
         number = bisect.bisect_right(self._starts, there) - 1
         if number >= 0:
             start, size, here = self._places[number]
@@ -116,8 +116,8 @@ class OneSidedChannel:
         self._right = client.right
         self._destination = destination
         self._cutter = client.cutter
-        self._turn = threading.Lock()  # guards hearing and what was heard: one listens, the others wait for what it hears
-        self._located: deque[_Located] = deque()  # and not taken yet
+        self._turn = threading.Lock()  # guards what follows; one thread listens, the others wait for what it hears
+        self._located: deque[_Located] = deque()  # chunks that no thread has taken yet
 
     def __repr__(self) -> str:
         return f"<OneSidedChannel to {self._source!r}, {self._client!r}>"
@@ -127,7 +127,7 @@ class OneSidedChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
-        # A GPU's are made when all of it is there.
+        # On a GPU the digests are made when everything is there.
         is_small = self._destination.is_digested and bytes_max <= SMALL_BYTES and self._destination.device is None
         bytes_max = min(bytes_max, self._source.group_bytes)
         with self._turn:
@@ -157,7 +157,7 @@ class OneSidedChannel:
         self._located.extend([_Located(*chunk, message.word) for chunk in message.chunks])
 
     def _next_group(self, bytes_max: int) -> list[_Located]:
-        """Take what is copied next, under one word: one chunk at least, then up to `bytes_max`."""
+        """Take the chunks to copy next, under one word: at least one, and further ones up to `bytes_max`."""
         group: list[_Located] = []
         while self._located and self._located[0].word == (group or self._located)[0].word:
             bytes_max -= self._destination.sizes[self._located[0].chunk]

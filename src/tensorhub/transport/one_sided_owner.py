@@ -1,4 +1,4 @@
-"""The owner's side of the transports whose readers copy by themselves: it says where chunks lie, and under which word."""
+"""The owner's side of one-sided transports: it says where chunks lie, and where the generation word is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tensorhub.messages import ChunksLie
 from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.owner import ServedReader
 
-LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
+LOCATE_BYTES = 2**40  # of the chunks in one answer: no byte of them is sent
 NOT_FROM_THERE = "this worker's memory is not to be read from here: it is on another host"
 
 
@@ -25,7 +25,7 @@ class OneSidedSession:
 
     @property
     def refusal(self) -> str:
-        """Addresses are told within this host."""
+        """Only readers on this host are told addresses."""
         return "" if self._memory.header is not None and self._lane.is_local else NOT_FROM_THERE
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:

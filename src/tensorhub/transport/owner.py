@@ -1,23 +1,24 @@
-"""What a transport is, as the owner of the memory sees it.
+"""A transport as the owner of the memory sees it. `transport.base` describes the reader's side.
 
-A worker has one `OwnerSide` of each of its transports, and that one has a `OwnerSession` for each reader's connection:
+A worker has one `OwnerSide` for each of its transports. An `OwnerSide` makes an `OwnerSession` for each reader's connection:
 
     side = transport.serve()             once per worker
     side.endpoint(...)                   what others are told to connect to
-    session = side.session(reader)       a reader has asked for something that is this transport's
+    session = side.session(reader)       a reader has named this transport for the first time
     session.answer(request, asked)       the reader has said something of the transport's own dialect
     session.serve(request, access, ...)  the reader wants these chunks, and may touch them until this returns
     session.close()                      the reader is gone, or has to go
 
-Semantics that every owner side keeps:
+Every owner side keeps these rules:
 
-1. It touches memory only within `serve`, or leaves it to readers that look at the generation word afterwards (R3).
-2. The digests that it says are those of `ServedReader.digests_of`.
-3. What a reader says is hostile: it is checked before it is used, and costs nobody else anything.
-4. When `forget` has returned, nobody reads that registration's memory with this side's help any more.
+1. It touches memory only within `serve`. Otherwise it leaves the memory to readers that look at the generation word after
+   their copy (R3).
+2. The digests that it sends are those of `ServedReader.digests_of`.
+3. What a reader says is hostile. It is checked before it is used, and it costs nobody else anything.
+4. Once `forget` has returned, nobody reads that registration's memory with this side's help.
 
-Responsible for the contract only. Who may read, accesses, digests and the connection are the worker's, and come through
-`OwnedMemory` and `ServedReader`.
+Responsible for the contract only. The worker decides who may read, and has the accesses, the digests and the connection. A
+side gets at them through `OwnedMemory` and `ServedReader`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
 
 
 class CannotServe(Exception):
-    """The memory is held, and this transport cannot have it read. The reader is told why."""
+    """The memory is held, but this transport cannot give it to its readers. The reader is told why."""
 
 
 class NotOpen(Exception):
@@ -56,26 +57,26 @@ class Lane:
 
     def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "") -> None:
         self.connection = connection
-        self.not_given = not_given  # why its process may not map this one's memory; "": it may, if its token says so, too
-        self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
+        self.not_given = not_given  # why its process may not map this process' memory; "": it may, if its token allows it
+        self.is_local = is_local  # it comes from this host: only such a reader is told addresses
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.secret: bytes | None = None  # by which it has proved that
-        self.rests_from: float | None = None  # since when nothing is asked; None: something is
-        self.is_stopped = False  # it must begin nothing any more
+        self.rests_from: float | None = None  # since when the reader asks for nothing; None: it is being answered
+        self.is_stopped = False  # it must begin nothing new
 
     def __repr__(self) -> str:
         return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
 
     @property
     def is_read_only(self) -> bool:
-        """Whether its reader's token is."""
+        """Whether the reader has proved only a read-only token."""
         return (self.reader or "").startswith(READ_ONLY)
 
     @property
     def withheld(self) -> tuple[str, bool]:
-        """Why this reader is given no memory to map or to open ("": it is), and whether nothing is wrong with that.
+        """Why this reader is given no memory to map or to open, and whether that is as it should be. "": it is given some.
 
-        What it once has it keeps: what is written there later it sees, whatever becomes of its token.
+        A reader keeps what it has mapped. It sees what is written there later, whatever becomes of its token.
         """
         if self.is_read_only:
             return "a read-only token gives no memory to map", True
@@ -94,13 +95,13 @@ class OwnedMemory(Protocol):
 
     @property
     def header(self) -> Header | None:
-        """By what readers know this process that read its memory by themselves; None: there are none."""
+        """How one-sided readers recognise this process. None: there are no such readers."""
 
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
-        """What is open to them there."""
+        """What one-sided readers may read under that generation."""
 
     def holds(self, registration: RegistrationId, memory: ChunkMemory) -> bool:
-        """Whether that memory was not let go meanwhile."""
+        """Whether the registration still has that memory."""
 
     def word_of(self, access: Access) -> int:
         """Where the generation word of this access' registration is."""
@@ -118,13 +119,13 @@ class OwnedMemory(Protocol):
         bytes_max: int,
         patience_s: float,
     ) -> AbstractContextManager[tuple[Access, ChunkMemory] | Wait | Refusal]:
-        """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting for one."""
+        """Some of the wanted chunks, to be read within the block. Waits at most `patience_s` for the first one."""
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
-        """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
+        """The access' chunks with their digests (0: the manifest wants none). Missing digests are made and kept."""
 
     def keep_digest(self, access: Access, chunk: int, made: int) -> int:
-        """This digest was made of a chunk of the access. Returns the one that counts: the first."""
+        """Keep this digest of a chunk of the access. Returns the one that counts, which is the first."""
 
 
 class ServedReader(Protocol):
@@ -142,13 +143,13 @@ class ServedReader(Protocol):
 
     @property
     def is_contended(self) -> bool:
-        """Whether another thread keeps the GIL: few calls then, and large ones."""
+        """Whether another thread keeps the GIL. Then a few large calls are better than many small ones."""
 
     def digested(self, nbytes: int, seconds: float) -> None:
         """The session has made a digest by itself."""
 
     def put_aside(self, asked: FromReader) -> None:
-        """What the reader has asked for while something else was answered: it comes next. ProtocolError: it is too much."""
+        """Answer this request later: the reader made it while another one was being answered. ProtocolError: too many."""
 
 
 class OwnerSession(Protocol):
@@ -156,7 +157,7 @@ class OwnerSession(Protocol):
 
     @property
     def bytes_max(self) -> int:
-        """Of the chunks that are served at a time, once their digests are known."""
+        """The most bytes of chunks to serve at a time, once their digests are known."""
 
     @property
     def refusal(self) -> str:
@@ -168,18 +169,18 @@ class OwnerSession(Protocol):
         """
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Have the reader read the chunks of this access. CannotServe, before anything of them is said."""
+        """Give the chunks of this access to the reader. CannotServe may be raised only before anything is said of them."""
 
     def close(self) -> None:
-        """Take apart what was set up for this reader."""
+        """Release what was set up for this reader."""
 
 
 class OwnerSide(Protocol):
-    """A transport's side at one worker that is read by it. For any thread. Inherit from it, for what is usual."""
+    """A transport's side at a worker whose memory is read. For any thread. Inherit from it to get the defaults."""
 
     dialect: Dialect
     is_one_sided: bool = False  # its readers look at generation words
-    shares_memory: bool = False  # so that words have to be in memory that can be shared; and they come by a Unix socket
+    shares_memory: bool = False  # the words must be in memory that can be shared, and readers come by a Unix socket
 
     @property
     def name(self) -> str:
@@ -187,18 +188,18 @@ class OwnerSide(Protocol):
         return self.dialect.transport
 
     def endpoint(self, address: str, unix_address: str | None) -> str | None:
-        """What its readers connect to, of the worker's two listeners, or its own; None: they cannot."""
+        """The address for its readers: one of the worker's two listeners, or one of its own. None: nobody can connect."""
         return unix_address if self.shares_memory else address
 
     def session(self, reader: ServedReader) -> OwnerSession:
         """That of one connection."""
 
     def forget(self, registration: RegistrationId) -> None:
-        """Its memory is let go. It is fenced."""
+        """The registration lets go of its memory, which is fenced."""
         return
 
     def release(self, memory: ChunkMemory) -> None:
-        """Nobody reads or fills it any more: what a device has registered of it is deregistered."""
+        """Nobody reads or fills this memory any more. Deregister what a device has registered of it."""
         return
 
     def close(self) -> None:

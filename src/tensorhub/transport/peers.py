@@ -1,7 +1,7 @@
-"""A reader's connections to owners: each is proved once, and kept for the next read.
+"""A reader's connections to owners. Each connection is proved once, and kept for the next read.
 
-Responsible for connecting as who one is, for which connection may be used again, and for how many are kept, and how long.
-Not responsible for what is said on them (`read_client`).
+Responsible for connecting and for the handshake, for which connection may be used again, and for how many are kept and for
+how long. Not responsible for what is said on them (`read_client`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, RegistrationId
 
-KEPT_MAX = 32  # of one worker's, for each transport: beyond it the one that was used longest ago goes
+KEPT_MAX = 32  # of each transport; beyond it, the connection that was used longest ago is closed
 
 
 class Closable(Protocol):
-    """What a transport has set up over a connection, and needs it."""
+    """What a transport has set up over a connection, and what must go before it."""
 
     def close(self) -> None: ...
 
@@ -45,8 +45,8 @@ class Peer:
     is_sound: bool = True  # no call on it has failed
     used: float = 0.0  # when it was given back
     header: Header | None = None  # of the owner's process, once it was found (cma)
-    registration: RegistrationId | None = None  # for which it was: what is on a GPU is not read by it
-    link: Closable | None = None  # the queue pair that was made over it (rdma): it goes first
+    registration: RegistrationId | None = None  # for which it was found: another one may be on a GPU
+    link: Closable | None = None  # the queue pair that was made over the connection (rdma)
 
     def __repr__(self) -> str:
         return f"<Peer {self.incarnation} at {self.address}{'' if self.is_sound else ', not sound'}>"
@@ -59,7 +59,7 @@ class Peer:
 
 
 class Peers:
-    """Those of one transport of one incarnation. For any thread."""
+    """The connections of one transport of one incarnation. For any thread."""
 
     def __init__(self, local: Local, dialect: Dialect) -> None:
         self.dialect = dialect  # what is said on them
@@ -72,7 +72,7 @@ class Peers:
         return f"<Peers, {len(self._kept)} kept>"
 
     def open(self, address: str, right: ReadRight, cutter: Cutter) -> Peer:
-        """A connection to the right's owner, kept or new, which the cutter ends; to be given back.
+        """A connection to the right's owner, kept or new. The cutter ends it. Give it back afterwards.
 
         Raises ReadFailure("unreachable"), Unusable.
         """
@@ -84,7 +84,7 @@ class Peers:
         return self._connect(address, right, cutter)
 
     def give_back(self, peer: Peer, cutter: Cutter, *, is_answered: bool) -> None:
-        """Keep it, if nothing has failed on it and nothing is expected from it; else it is closed."""
+        """Keep the connection if nothing has failed on it and no answer is outstanding. Else close it."""
         cutter.detach()
         gone = [peer]
         if peer.is_sound and is_answered and not cutter.is_cut:

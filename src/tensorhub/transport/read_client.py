@@ -1,8 +1,8 @@
-"""What a reader says to an owner over the two workers' own connection, whichever way the bytes then take.
+"""A reader's requests to one owner, over the two workers' own connection, whichever way the bytes then take.
 
-Responsible for asking under the read right, for holding the owner to what it was asked, and for naming failures. Several
-threads may ask at a time while one listens. Not responsible for the connection's life (`peers`), nor for bytes, digests or
-books.
+Responsible for asking under the read right, for checking that the owner answers what it was asked, and for naming failures.
+Several threads may ask at a time while one listens. Not responsible for the connection's life (`peers`), nor for bytes,
+digests or books.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReadClient:
         return f"<ReadClient {self.right.incarnation}, {len(self._asked)} requests open>"
 
     def failures(self) -> Failures:
-        """What all that uses the connection is done within."""
+        """The context within which the connection is used."""
         return Failures(self.peer)
 
     def close(self) -> None:
@@ -68,11 +68,11 @@ class ReadClient:
         return not self._asked
 
     def read(self, chunks: Sequence[int]) -> None:
-        """Have these chunks sent."""
+        """Ask for these chunks to be sent."""
         self._ask(Read, chunks)
 
     def locate(self, chunks: Sequence[int]) -> None:
-        """Have them served as this transport's owner side does."""
+        """Ask for these chunks to be served as the transport's owner side serves them."""
         self._ask(partial(Locate, transport=self.dialect.transport), chunks)
 
     def ask(self, asked: object, reply: type[R]) -> R:
@@ -108,7 +108,7 @@ class ReadClient:
             self.connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
 
     def hear(self) -> FromOwner:
-        """What the owner says next, within `failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""
+        """The owner's next message; call it within `failures`. ReadFailure: "refused" by the owner, or "lost"."""
         message = self.connection.receive(FROM_OWNER)
         match message:
             case ReadRefused():
@@ -119,7 +119,7 @@ class ReadClient:
                 return message
 
     def announced(self, request: int, chunks: Iterable[int]) -> None:
-        """An answer names these chunks: each was asked for, and has not been named before, or it is a ProtocolError."""
+        """An answer names these chunks. ProtocolError unless each was asked for and not named before."""
         asked, named = self._asked.get(request, set()), list(chunks)
         arrived = set(named)
         if not arrived or len(arrived) != len(named) or not arrived <= asked:
@@ -129,7 +129,7 @@ class ReadClient:
             del self._asked[request]
 
     def lacking(self, message: StillWaiting) -> Lacking:
-        """That request is over; what was asked for and has not come is not to be had here now."""
+        """The request is over. The source lacks what was asked for and has not come."""
         chunks, end = self._asked.pop(message.request, None), 0
         if not chunks:
             raise ProtocolError(f"request {message.request} is ended, and was not asked, or is over")
@@ -152,8 +152,8 @@ def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Failures:
-    """Turns what a connection raises into the reason that the coordinator hears, and counts what came in in vain. After any
-    failure nobody knows what comes next on that connection.
+    """Turns a connection's errors into the reason that the coordinator hears, and counts the bytes that arrived in vain.
+    After any failure the connection is not used again, because nobody knows what comes next on it.
     """
 
     def __init__(self, peer: Peer) -> None:

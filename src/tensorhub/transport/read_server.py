@@ -1,6 +1,6 @@
-"""What an owner answers one reader, in that lane's thread: it has the transport serve that the reader asks by.
+"""An owner's answers to one reader, in the lane's thread. Each request goes to the transport that it names.
 
-Responsible for which chunks are served under which access, and for what is refused. Not responsible for how they get to the
+Responsible for which chunks are served under which access, and for refusals. Not responsible for how chunks get to the
 reader (`OwnerSession`), for who may read (`OwnedMemory`), nor for the connection's life.
 """
 
@@ -32,15 +32,15 @@ from tensorhub.transport.tcp.owner import TcpSession
 from tensorhub.types import ContentId, RegistrationId
 
 FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
-PENDING_MAX = 16  # requests that come while a reader is waited for
-REASON_CHARS_MAX = 1000  # of what a reader is told
+PENDING_MAX = 16  # requests that are put aside for one reader
+REASON_CHARS_MAX = 1000  # of a refusal's reason
 NOT_OFFERED = "this worker's memory is not to be read this way: its transports are others"
 
 not_served = Tally(get_logger("tensorhub.owner").warning, "read_not_served")
 
 
 class ReadServer:
-    """One reader's answers: a `ServedReader` to its sessions."""
+    """Answers one reader. To that reader's sessions it is their `ServedReader`."""
 
     def __init__(
         self, lane: Lane, connection: BlockingConnection, memory: OwnedMemory, sides: Sequence[OwnerSide], patience_s: float
@@ -51,15 +51,15 @@ class ReadServer:
         self.memory = memory
         self._sides = {side.dialect.transport: side for side in sides}
         self._sessions: dict[str, OwnerSession] = {}
-        self._sender = TcpSession(self)  # whoever may read is sent what he asks for
+        self._sender = TcpSession(self)  # any reader may ask for bytes over its connection
         self._patience_s = patience_s
-        self._is_digested = False  # what was served last had its digests: what is next has them, too
-        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
+        self._is_digested = False  # the chunks served last had their digests already, so the next ones will have them, too
+        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: small, so that it comes soon
         self._gil = GilWatch()
-        self._pending: deque[FromReader] = deque()  # what has come meanwhile
+        self._pending: deque[FromReader] = deque()  # requests that were put aside
 
     def answer(self, asked: FromReader) -> None:
-        """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
+        """Answer this request in full. Errors as of `BlockingConnection`; ProtocolError."""
         if isinstance(asked, Read):
             self._serve(asked, self._sender)
             return
@@ -83,7 +83,7 @@ class ReadServer:
             self.connection.send(NotThisWay(asked.request, reason, is_usual=isinstance(error, NotShared)))
 
     def pending(self) -> FromReader | None:
-        """What the reader has asked for while something else was answered."""
+        """The next request that was put aside."""
         return self._pending.popleft() if self._pending else None
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class ReadServer:
     # ------------------------------------------------------------------------------------------------------- chunks
 
     def _serve(self, read: Read | Locate, session: OwnerSession) -> None:
-        """Serve what is asked for, as far as it is available and becomes so within the patience; or refuse it."""
+        """Serve the chunks that are available, or become so within the patience; or refuse the request."""
         try:
             self._serve_all(read, session)
         except CannotServe as error:

@@ -1,9 +1,10 @@
 """Which transports there are, in order of preference.
 
-A name has one factory, and what that makes has both sides: it reads (`Transport.open`) and is read (`Transport.serve`).
-Built-in ones are in `transport.built_in`; third parties add theirs through the entry-point group `tensorhub.transports`
-(name -> factory), which is looked up when a name is first needed. Responsible for names and order; not responsible for which
-transport a given pair of workers can use.
+Each name has one factory. The transport that the factory makes has both sides: it reads (`Transport.open`) and is read
+(`Transport.serve`). `transport.built_in` lists the built-in ones. Third parties add theirs through the entry-point group
+`tensorhub.transports` (name -> factory), which is looked up when a name is first needed.
+
+Responsible for names and order. Not responsible for which transport a given pair of workers can use.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Local:
     """What a transport knows of the worker that it works for."""
 
     incarnation: Incarnation
-    secrets: Sequence[bytes]  # the first is to be presented, as it is at each connection; empty: an open cluster
+    secrets: Sequence[bytes]  # live: the first one is presented at each connection; b"" is open access
     options: Options
     is_named: bool = False  # the user has asked for this transport by its name
-    kept: dict[str, Any] = field(default_factory=dict)  # by transport: what outlives an incarnation; closed with the worker
+    kept: dict[str, Any] = field(default_factory=dict)  # by transport: outlives an incarnation; closed with the worker
 
     @property
     def secret(self) -> bytes:
@@ -37,7 +38,7 @@ class Local:
 
 
 class MeantTransportUnavailable(TransportUnavailable):
-    """One that somebody has set up: nobody asks for it by its name, but it is worth a warning that it is not there."""
+    """Somebody has configured this transport without naming it in `transports=`, so its absence deserves a warning."""
 
 
 TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing
@@ -57,7 +58,7 @@ class Registry:
         self._built_in: list[_BuiltIn] = []  # ascending by (place, name)
 
     def add(self, name: str, factory: TransportFactory, place: int, *, only_by_name: bool = False) -> None:
-        """Register a built-in transport; a lower `place` is preferred. `only_by_name`: it is left out unless wanted."""
+        """Register a built-in transport. A lower `place` is preferred. `only_by_name`: it is made only if it is wanted."""
         if any(known.name == name for known in self._built_in):
             raise ValueError(f"transport {name!r} is registered already")
         self._built_in.append(_BuiltIn(place, name, factory, only_by_name))
@@ -74,10 +75,10 @@ class Registry:
         wanted: Sequence[str] | None = None,
         missing: Callable[[str, TransportUnavailable], object] = lambda name, reason: None,
     ) -> tuple[Transport, ...]:
-        """The `wanted` transports in that order, or (None) all built-in ones that work here, best first; `missing` hears of
-        the others, with the reason. Those that are `only_by_name` have to be wanted.
+        """The `wanted` transports, in that order. None: all built-in ones that work here, best first, but for those that are
+        `only_by_name`. `missing` is told of each that does not work, with the reason.
 
-        Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none does.
+        Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none works.
         """
         if wanted is not None:
             if not wanted:

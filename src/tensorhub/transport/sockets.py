@@ -1,12 +1,11 @@
 """Sockets for the data plane: listening, connecting, tuning.
 
-Responsible for sockets whose reads and writes are blocking and as fast as the kernel allows. Not responsible
-for what is said on them.
+Responsible for sockets whose reads and writes block and are as fast as the kernel allows. Not responsible for what is said
+on them.
 
-Congestion control: a path that stays on this host never loses a packet, and bbr, a common default, paces it
-to about half of what it can carry. An unprivileged process may choose only from
-`tcp_allowed_congestion_control`, which always has reno; on such a path reno is as good as cubic. Real
-networks keep the host's choice.
+Congestion control: a path within this host never loses a packet, but bbr, a common default, paces it to about half of what
+it can carry. An unprivileged process may choose only from `tcp_allowed_congestion_control`, which always has reno. On such a
+path reno is as good as cubic. Real networks keep the host's choice.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tensorhub.errors import StateError
 from tensorhub.transport.base import Cutter, ReadFailure
 from tensorhub.types import format_address, parse_address
 
-BACKLOG = 4096  # the kernel takes its own somaxconn, if that is less: a flood must not fill it before it is thrown out
+BACKLOG = 4096  # or the kernel's somaxconn, if that is less: a flood must not fill it before it is thrown out
 LOCAL_CONGESTION_CONTROL = b"reno"
 LOCAL_BUFFER_BYTES = 4 * 2**20  # see benches/one_to_one.py; elsewhere the kernel's own tuning follows the path
 KEEPALIVE_IDLE_S = 15
@@ -32,9 +31,7 @@ KEEPALIVE_PROBES = 3
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A non-blocking listening socket on `host`; port 0 takes a free one. Raises OSError if the address is
-    not ours.
-    """
+    """A non-blocking listening socket on `host`; port 0 takes a free one. OSError: the address is not this machine's."""
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )[0]
@@ -44,7 +41,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def listen_at(listener: socket.socket, address: str | tuple[object, ...]) -> socket.socket:
-    """That socket, bound, listening and non-blocking. OSError if it cannot be; it is closed then."""
+    """The socket, bound, listening and non-blocking. OSError: that failed, and the socket is closed."""
     try:
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -114,7 +111,7 @@ def _wait_connected(connection: socket.socket, deadline: float) -> None:
 
 
 def shutdown(connection: socket.socket) -> None:
-    """End what any thread does on this connection. It stays open: closing it is its own thread's business."""
+    """End what any thread does on this connection. Its own thread closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,9 +1,8 @@
-"""Bytes on a GPU on their way to or from a socket, or a device that cannot reach that GPU: through page-locked buffers, one
-of which the GPU copies while the wire has another.
+"""Staging: bytes of a GPU go through page-locked buffers to or from a socket, or a device that does not reach the GPU.
 
-So a few MiB of host memory are in use for each connection, however much is sent. Responsible for buffers and for waiting
-until a copy is done before its bytes are used, or its buffer again. Not responsible for what is sent, nor for digests: the
-GPU makes those.
+The GPU copies one buffer while another one is on the wire. So each connection uses a few MiB of host memory, however much is
+sent. Responsible for the buffers, and for waiting until a copy is done before its bytes, or its buffer, are used. Not
+responsible for what is sent, nor for digests, which the GPU makes.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, Mark
 from tensorhub.memory.tensors import address_of
 
-PIECE_BYTES = 4 * 2**20  # of one buffer: some 0.1 ms over PCIe 5, which is much longer than starting a copy takes
+PIECE_BYTES = 4 * 2**20  # of one buffer: a copy takes some 0.1 ms over PCIe 5, much longer than it takes to start
 
 Place = tuple[int, int]
 """(address, bytes) on the device."""
 
 
 class Staging:
-    """Of one connection, for its thread."""
+    """The buffers of one connection, for its thread."""
 
     def __init__(self, device: Device, piece_bytes: int = 0, buffers: int = 2) -> None:
         """`piece_bytes`: of a buffer, if not PIECE_BYTES. StateError: there is no such memory."""
@@ -35,8 +34,8 @@ class Staging:
         return f"<Staging for {self.device.name}: {len(self.buffers)} x {self.piece_bytes} bytes>"
 
     def outgoing(self, places: Sequence[Place]) -> Generator[memoryview]:
-        """The bytes there, in order, in pieces. When the next one is asked for, those of all buffers but two may still be in
-        use. Close it, and none of them is read any more.
+        """The bytes at these places, in order, in pieces. When the caller asks for the next piece, all buffers but two may
+        still be in use. Once the generator is closed, none of the places is read.
         """
         pieces = cut_up(places, self.piece_bytes)
         ahead = self._fetch(next(pieces, None))
@@ -60,8 +59,8 @@ class Staging:
         return self.buffers[buffer][: _bytes_of(piece)], self._queue.mark()
 
     def incoming(self, places: Sequence[Place]) -> Generator[memoryview]:
-        """Room for the bytes that come next, piece by piece, to be filled before the next is asked for. When it ends, all of
-        them are at their places. Close it, and nothing is written there any more.
+        """Room for the bytes to come, piece by piece. The caller fills a piece before it asks for the next one. At the end
+        all bytes are at their places. Once the generator is closed, nothing is written there.
         """
         marks: list[Mark | None] = [None, None]
         half = 0
@@ -80,7 +79,7 @@ class Staging:
                     mark.wait()
 
     def scatter(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Copy these (to, source, bytes), from the buffers to the device, and wait for that."""
+        """Copy these (to, from, bytes) out of the buffers to the device, and wait."""
         try:
             for piece in pieces:
                 copy(self._queue, *piece)
@@ -113,7 +112,7 @@ def _bytes_of(piece: Sequence[Place]) -> int:
 
 
 def cut_up(places: Sequence[Place], piece_bytes: int) -> Iterator[list[Place]]:
-    """The same bytes in the same order, `piece_bytes` at a time; what is adjacent is one place, and none is empty."""
+    """The same bytes in the same order, `piece_bytes` at a time. Adjacent places become one, and none is empty."""
     piece: list[Place] = []
     room = piece_bytes
     for address, nbytes in places:

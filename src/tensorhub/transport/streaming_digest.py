@@ -1,4 +1,4 @@
-"""Bytes that are moved and digested in pieces so small that they are still in the nearest cache between the two."""
+"""Digests that are made while bytes are moved, in pieces so small that each is still in the core's own cache."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import xxhash
 
 from tensorhub.protocol.blocking import BUFFERS_MAX
 
-DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages
+DIGEST_BYTES_PER_S = 4 * 2**30  # any CPU of the last ten years is faster
 SLACK_S = 0.002
-HOT_BYTES = 2**20  # moved by one call and digested by one: what a core's own cache holds on a server
-FIRST_SEND_BYTES = HOT_BYTES  # of what is sent at a time while digests are made; a larger chunk goes by itself
-SMALL_BYTES = 4 * 2**20  # whoever wants more at a time does not get along with many small calls
+HOT_BYTES = 2**20  # of one call that moves bytes, and one that digests them: a server's core has that in its own cache
+FIRST_SEND_BYTES = HOT_BYTES  # that are sent at a time while digests are made; a larger chunk is sent by itself
+SMALL_BYTES = 4 * 2**20  # a caller that wants more at a time gets large calls, and no digests on the way
 
 
 class GilWatch:
-    """Whether another thread keeps the GIL from those that digest, by how long digests take.
+    """Tells from the time that digests take whether another thread keeps the GIL.
 
-    Beside a thread that spins in Python, each return from a blocking call costs a switch interval (5 ms):
-    then few large calls are better than many that leave the bytes in the cache. Asking the interpreter would
-    cost another such wait. A thread that lost its core for a moment looks the same, but not twice running.
+    Beside a thread that spins in Python, each return from a blocking call costs a switch interval (5 ms). Then a few large
+    calls are better than many small ones, although the bytes leave the cache. Asking the interpreter would cost another such
+    wait. A thread that lost its core for a moment looks the same, but not twice in a row.
     """
 
     __slots__ = ("_slow",)
@@ -40,7 +40,7 @@ class GilWatch:
 
 
 class StreamingDigests:
-    """Those of some chunks, made piece by piece."""
+    """Digests of chunks, made piece by piece."""
 
     def __init__(self, chunks: Iterable[tuple[int, memoryview]]) -> None:
         """Each chunk with its bytes, in the order in which they are moved."""
@@ -56,7 +56,7 @@ class StreamingDigests:
         self._at = 0
 
     def go_on(self, sizes: Iterable[int]) -> None:
-        """So many bytes more are there, none of them across the end of a chunk."""
+        """These many bytes more have been moved; none of the sizes crosses the end of a chunk."""
         started = time.perf_counter()
         for size in sizes:
             chunk, view = self._left[0]
@@ -75,7 +75,7 @@ class StreamingDigests:
 
 
 def cut(views: Sequence[memoryview], call_bytes: int = HOT_BYTES) -> Iterator[list[memoryview]]:
-    """What one call each moves: at most `call_bytes`, of BUFFERS_MAX views, in their order; none is empty."""
+    """The same bytes in the same order, grouped by call: at most `call_bytes`, and BUFFERS_MAX views, none of them empty."""
     call: list[memoryview] = []
     room = call_bytes
     for view in views:

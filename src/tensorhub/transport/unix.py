@@ -1,6 +1,6 @@
-"""Unix sockets for the data plane: connections within a host, over which descriptors can be passed; and to whose processes.
+"""Unix sockets for the data plane: connections within a host that can pass descriptors, and which users are given any.
 
-Their names are of Linux' abstract kind: no file is left behind, and only the same network namespace sees them.
+Their names are of Linux' abstract kind. So no file is left behind, and only the same network namespace sees them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def address_of(listener: socket.socket) -> str:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The effective user of the process at the other end, when it connected, as the kernel says it."""
+    """The effective user of the process at the other end when it connected, according to the kernel."""
     _, uid, _ = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII")))
     return int(uid)
 
 
 def why_not_given(uid: int, named: Collection[int]) -> str:
-    """Why a process of that user may not map memory of this one; "": it may. `named`: whose may, besides this user's and
-    root's. Whoever the kernel cannot name may be anybody: he is another user, also than one who is called so here.
+    """Why a process of that user may not map this process' memory; "": it may. `named`: users who may, besides this user and
+    root. A user whom the kernel cannot name may be anybody, and so is refused even if this user has the same number.
     """
     mine = os.geteuid()
     if uid == UNMAPPED_UID:
@@ -52,7 +52,7 @@ def why_not_given(uid: int, named: Collection[int]) -> str:
 
 
 def given_to() -> str:
-    """To whose processes memory of this one is given, as `why_not_given` has it; for people."""
+    """Whose processes may map this process' memory, by `why_not_given`, as a text for people."""
     mine = os.geteuid()
     users = "root" if mine in (0, UNMAPPED_UID) else f"user {mine} and root"
     return f"for processes of {users} (others: Options.shared_memory_uids at the source) that have the full token"

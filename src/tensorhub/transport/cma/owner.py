@@ -1,4 +1,4 @@
-"""The owner's side of cma: it says which process this is, so that a reader can check that it reads that one."""
+"""The owner's side of cma: it says which process this is, so that a reader can make sure of it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Cross-memory attach: one process copies out of another one's memory on the same host, by `process_vm_readv`.
+"""Cross-memory attach: a process copies out of another process' memory on the same host, by `process_vm_readv`.
 
-One copy, by the reader's CPU, and nothing of the other process takes part. Its header tells that process from every other,
-and its generation words say until when it may be read (`generation_words`).
+The reader's CPU makes one copy, and the other process takes no part. Its header tells it from every other process, and its
+generation words say whether it may still be read (`generation_words`).
 
-Responsible for the copying and its limits. Not responsible for who is told where to read (`cma.owner`).
+Responsible for the copy and its limits. Not responsible for who is told where to read (`cma.owner`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def fault_here() -> str | None:
 
 
 def restriction(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
-    """Between which processes of this machine Yama lets it work, and what to do; None if it is not in the way."""
+    """How Yama restricts reading between this machine's processes, and what to do; None: it does not."""
     try:
         scope = path.read_text().strip()
     except OSError:  # this kernel has no Yama
@@ -107,7 +107,7 @@ def why_not(error: OSError) -> str:
 
 
 def let_others_read() -> None:
-    """Have Yama (ptrace_scope 1) let this user's other processes read this one. Without Yama nothing happens."""
+    """Let this user's other processes read this one, where Yama forbids it (ptrace_scope 1)."""
     _libc.prctl(ctypes.c_int(_PR_SET_PTRACER), _PR_SET_PTRACER_ANY, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
 
 

@@ -1,4 +1,4 @@
-"""The cma transport: one process reads another one's memory by `process_vm_readv`, after it has found the right process."""
+"""The cma transport: a reader finds the source's process, and reads its memory by `process_vm_readv`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CmaTransport(ConnectedTransport):
 
 
 def _find(client: ReadClient) -> Header:
-    """What the owner says of its process, once that has proved to be that one here."""
+    """The owner's process, once the reader has seen that it is the one that the owner means."""
     if not client.peer.is_local:
         raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
     said = client.find(MemoryIs)

@@ -1,7 +1,7 @@
-"""A GPU's memory of other processes: which allocations a registration is in, and those that are open here.
+"""GPU memory between processes: in which allocations a registration lies, and which of other processes' are open here.
 
-A handle is of a whole allocation; torch hands out parts of them, so one is opened once and used for all tensors in it.
-Memory that is mapped here outlives its process, so whoever reads it looks at the generation word, in memory that both share.
+A handle names a whole allocation. torch hands out parts of allocations, so each is opened once and used for all tensors in
+it. Memory that is mapped here outlives its process. So a reader looks at the generation word, in memory that both share.
 
 Not responsible for who may open what.
 """
@@ -20,7 +20,7 @@ from tensorhub.transport.kept import Kept
 
 @lru_cache(maxsize=1)
 def this_process() -> bytes:
-    """By what it is known: no other process has that, and a child that is forked gets one of its own."""
+    """This process' id among processes of all times; a forked child gets one of its own."""
     return os.urandom(16)
 
 
@@ -50,7 +50,9 @@ class Opened:
 
 
 class Imports:
-    """Those of one worker. One that is not in use is kept for the next version, for a while. For all threads."""
+    """Other processes' allocations that one worker has open. Unused ones are kept for a while, for the next version. For all
+    threads.
+    """
 
     def __init__(self) -> None:
         self._opened: Kept[tuple[str, bytes], Opened] = Kept()  # by device and handle
@@ -67,7 +69,7 @@ class Imports:
             try:
                 return Opened(device, allocation)
             except StateError:
-                # CUDA opens nothing where that process had other memory, which it has freed, and which is open here still.
+                # CUDA opens nothing where the source had other memory before, which is still open here.
                 self.sweep(0.0)
             return Opened(device, allocation)
 

@@ -1,6 +1,4 @@
-"""The owner's side of cuda_ipc: it says how the GPU's memory in which a registration is may be opened, and hands over the
-memory of its generation word.
-"""
+"""The owner's side of cuda_ipc: the handles of a registration's GPU memory, and the memory of its generation word."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """NIXL: reads of memory that another process has registered, by UCX, over what the two have in common (RDMA, cma, tcp).
 
-An *agent* has memory registered, and gives metadata by which another agent reads it, at any time, without its owner's help.
+An *agent* registers memory, and gives metadata by which another agent can read that memory at any time, without help.
 
-At a source each registration has an agent of its own, made when the first reader asks for it, and ended before the memory
-may be freed (`Exposures`): UCX emulates reads over TCP in the source's process, from whatever address a late request names,
-and nothing but the end of the agent takes that away. How a reader reads is in `nixl.reading`.
+At a source each registration has an agent of its own. It is made when the first reader asks for it, and ended before the
+memory may be freed (`Exposures`). That is necessary because UCX emulates reads over TCP in the source's process, from any
+address that a late request names, and only the end of the agent stops this. `nixl.reading` is the reader's side.
 
-What is trusted: metadata goes into a C++ library that believes it, and whoever can talk to an agent's ports, or has its
+What is trusted: metadata goes into a C++ library that believes it. Whoever can talk to an agent's ports, or has its
 metadata, can write the memory as well as read it. See docs/transports/nixl.md.
 
-Responsible for agents, and for what they expose. Not responsible for who is told of an agent: `transport.nixl.reader`.
+Responsible for agents, and for what they expose. Not responsible for who is told of an agent (`nixl.owner`).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def make_agent(role: str) -> Any:
 
 
 def _bare_agent(api: Any, name: str) -> Any:
-    """An agent without a backend. What makes it says nothing of how long its own thread may sleep, and that is not at all:
-    it would take a core. So its inside is made here.
+    """An agent without a backend. NIXL's Python class does not let the agent's own thread sleep, so that thread would take a
+    core. So the inner agent is made here.
     """
     made = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     config = api.nixlBind.nixlAgentConfig()
@@ -114,8 +114,8 @@ def has_rdma(path: Path = Path("/sys/class/infiniband")) -> bool:
 def fault_with(*, is_near: bool) -> str | None:
     """Why memory is not to be read between two processes; None if it may be. `is_near`: it is host memory, of this host.
 
-    Where no device reads, and the kernel does not, UCX has the source's process answer each read, and aborts that process
-    when an answer cannot be sent at the wrong time, because its reader has ended: nobody is to be exposed to that unasked.
+    If neither a device nor the kernel can read, the source's process answers each read. If the reader ends at the wrong
+    moment, UCX then aborts the source's process. Nobody is exposed to that without having asked for it.
     """
     if is_near or has_rdma() or "UCX_TLS" in os.environ:
         return None
@@ -127,8 +127,8 @@ def fault_with(*, is_near: bool) -> str | None:
 
 @contextmanager
 def _ucx_settings() -> Iterator[None]:
-    """Where there is no RDMA device, UCX is told to leave its module for them: at the exit of a process that has loaded it,
-    the libraries that NIXL's wheels bring along for it end in a segmentation fault.
+    """Keep UCX from loading its module for RDMA devices where there is none. NIXL's wheels bring libraries along for that
+    module, which end the process in a segmentation fault when it exits.
     """
     if "UCX_MODULES" in os.environ or has_rdma():
         yield
@@ -148,7 +148,7 @@ def name_of(error: Exception) -> str:
 
 
 class Exposed:
-    """What an agent lets others read, from when it is made until `close`; it keeps the memory until then.
+    """Memory that an agent lets others read until `close`. It keeps the memory alive until then.
 
     Raises NotShared: there are too many places. TransportUnavailable.
     """
@@ -194,7 +194,7 @@ class Exposed:
         return f"<Exposed: {len(self.places)} places{on_gpu}>"
 
     def close(self) -> None:
-        """Nobody reads it any more when this returns, whatever is on its way. To be called once."""
+        """End the agent. When this returns, nobody reads the memory, whatever was on its way. Call it once."""
         for registered in self._registered:
             with suppress(Exception):
                 self._agent.deregister_memory(registered)
@@ -203,7 +203,7 @@ class Exposed:
 
 
 def join(places: Iterable[Place]) -> list[Place]:
-    """The same bytes in as few places as can be: those that touch, or have a part of a page between them, are one."""
+    """The same bytes in fewer places: those that touch, or have only a part of a page between them, become one."""
     joined: list[Place] = []
     for address, nbytes in sorted(places):
         if joined:
@@ -216,7 +216,7 @@ def join(places: Iterable[Place]) -> list[Place]:
 
 
 class Exposures:
-    """Those of one worker, by registration. For several threads."""
+    """What one worker exposes, by registration. For several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -227,7 +227,7 @@ class Exposures:
         return f"<Exposures of {len(self._made)} registrations>"
 
     def of(self, registration: RegistrationId, places: Sequence[Place], memory: object, gpu: OnGpu | None = None) -> Exposed:
-        """What others read of these places; made anew if they are others than before. Raises, as all else, as `Exposed`."""
+        """What is exposed of these places; made anew if the places have changed. Raises as `Exposed`."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("this worker is about to end")

@@ -1,4 +1,4 @@
-"""The owner's side of nixl: it tells of the agent by which a registration is read, if there may be one."""
+"""The owner's side of nixl: it tells readers of the agent by which a registration can be read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _NixlSession(OneSidedSession):
         return "" if self._knows_agent else super().refusal
 
     def answer(self, request: int, asked: Find) -> None:
-        """Tell of the agent, which is made if there is none. May take long."""
+        """Tell of the registration's agent, which is made if there is none. May take long."""
         memory, word = self._reader.find(asked.registration, asked.generation)
         if (fault := self._fault(memory)) is not None:
             raise NotShared(fault)

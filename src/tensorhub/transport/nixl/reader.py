@@ -1,7 +1,7 @@
 """The nixl transport: a reader reads a source's registered memory by NIXL, after the source has told it of its agent.
 
-Agents' metadata comes over the two workers' own connection, after both have proved who they are. Whether a read counts is
-decided as in every one-sided transport: by the generation word, read after the bytes (`one_sided`).
+An agent's metadata comes over the two workers' own connection, after both have proved who they are. As by every one-sided
+transport, the generation word, read after the bytes, decides whether a read counts (`one_sided`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class NixlTransport(ConnectedTransport):
 
 
 def _prove(remote: Remote, word: int, generation: int, connection: BlockingConnection) -> None:
-    """See whether UCX gets there at all, before anything is asked for."""
+    """See whether UCX reaches the source at all, before anything is asked for."""
     try:
         is_there = remote.is_unchanged(word, generation)
     except OSError as error:

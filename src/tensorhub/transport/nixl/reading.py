@@ -1,11 +1,10 @@
-"""Reading by NIXL: one agent of a worker does all its reads, and they land in memory of its own.
+"""Reading by NIXL: one agent of a worker does all its reads, and they land in memory of that agent.
 
-UCX has no way to take a read back: one that was given up may still write when its reader has long gone on. So reads land
-where nobody else looks, and what has come is copied from there to where it is wanted: on a GPU, what goes to its memory. An
-agent that is left with a read whose end is not known takes no new readers, and ends with its last one, which ends its
-reads, too (`Agents`).
+UCX cannot take a read back: one that was given up may still write later. So reads land in memory that nobody else uses, on
+the destination's device, and what has come is copied from there. An agent with a read whose end is not known takes no new
+readers. It ends with its last reader, and its reads end with it (`Agents`).
 
-Responsible for reading, and for its end. Not responsible for what counts as read: `transport.nixl.reader`.
+Responsible for reading, and for its end. Not responsible for what counts as read (`nixl.reader`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ GRACE_S = 0.2  # for reads that were given up to end by themselves
 
 
 def check_metadata(name: str, metadata: bytes) -> None:
-    """ValueError unless it begins as that of an agent with this name does; what follows is left to NIXL."""
+    """ValueError unless it begins like the metadata of an agent with this name. NIXL checks the rest."""
     named = name.encode()
     if not metadata.startswith(b"nixlSerDes|Agent" + len(named).to_bytes(8, sys.byteorder) + named + b"|Conns"):
         raise ValueError("it is none of that agent: other versions of NIXL may have another form")
@@ -68,7 +67,7 @@ class Landing:
         agent.register_memory([(self.address, nbytes, self.number, "")], self.kind)
 
     def copy_out(self, slot: int, pieces: Sequence[Piece]) -> None:
-        """Bring what has landed there to where it is wanted; a device has only begun to."""
+        """Copy what has landed in that slot to where it belongs. On a device, the copy has only begun when this returns."""
         at, moves = self.address + slot * SLOT_BYTES, list[tuple[int, int, int]]()
         for here, _, nbytes in pieces:
             moves.append((here, at, nbytes))
@@ -117,7 +116,7 @@ class _Reading:
 
 
 Watch = Callable[[float], None]
-"""Called again and again by who waits, with when it began to (`time.monotonic`); ends it by raising OSError."""
+"""Called again and again during a wait, with the time at which it began (`time.monotonic`). Ends it by raising OSError."""
 
 
 class ReadingAgent:
@@ -182,8 +181,8 @@ class ReadingAgent:
     def read(
         self, name: str, pieces: Sequence[Piece], watch: Watch, there: int = ON_HOST, here: Device | None = None
     ) -> None:
-        """Copy these pieces out of that agent's memory (`there`: of the GPU with that number) into that device's. OSError:
-        not all could be read; nothing is written after that.
+        """Copy these pieces out of that agent's memory (`there`: the number of a GPU) into memory of the device `here`.
+        OSError: not all could be read. Nothing is written after that.
         """
         landing, batches, free = self._take(here), cut_up(pieces, SLOT_BYTES), deque(range(SLOTS))
         posted: deque[_Reading] = deque()
@@ -257,7 +256,7 @@ class ReadingAgent:
         return bool(state == "DONE")
 
     def _give_back(self, landing: Landing, posted: Iterable[_Reading]) -> None:
-        """A landing is used again only if all of its reads have ended well: any other may write there at any time."""
+        """Use a landing again only if all its reads have ended well. Any other read may still write there."""
         until = time.monotonic() + GRACE_S
         left = [reading for reading in posted if not self._ends_well(reading, until)]
         with self._lock:
@@ -292,7 +291,7 @@ class ReadingAgent:
 
 
 class Agents:
-    """The reading agent of a worker: one at a time for all that begin to read; a spent one ends with its last reader."""
+    """A worker's reading agents: one at a time takes new readers, and a spent one ends with its last reader."""
 
     def __init__(self) -> None:
         """Raises TransportUnavailable."""

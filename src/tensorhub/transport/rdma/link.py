@@ -1,7 +1,7 @@
-"""A reader's queue pair to one source, and where what is read lands.
+"""A reader's queue pair to one source, and the memory in which reads land.
 
-Responsible for setting it up over the two workers' own connection, for proving whose memory is at its other end, and for
-waiting. Not responsible for what is read (`rdma.reader`).
+Responsible for setting the queue pair up over the two workers' own connection, for proving whose memory is at the other end,
+and for waiting. Not responsible for what is read (`rdma.reader`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _staged = Tally(get_logger("tensorhub.worker").info, "rdma_staged")
 
 
 class Link:
-    """A queue pair to one source; it is kept and closed with the connection over which it was made. For one thread."""
+    """A queue pair to one source. It is kept and closed with the connection over which it was made. For one thread."""
 
     def __init__(self, queue: ReaderQueue, place: int) -> None:
         """`place`: of the source's port, among those that it named. OSError."""
@@ -53,7 +53,7 @@ class Link:
         return paired
 
     def wait(self, connection: BlockingConnection, until: float) -> None:
-        """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""
+        """Wait until there may be completions, or a message from the source. OperationTimeout, OSError."""
         if not self._is_armed:
             self.queue.arm()  # what came before may have been missed: the caller looks first
             self._is_armed = True
@@ -69,7 +69,7 @@ class Link:
             raise OperationTimeout("the source's memory brought nothing in that time")
 
     def prove(self, connection: BlockingConnection, paired: Paired, until: float) -> None:
-        """Read the source's nonce. Unusable: it cannot be read, or is another one; ReadFailure, OSError."""
+        """Read the source's nonce. Unusable: it cannot be read, or it is wrong. ReadFailure, OSError."""
         there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
         self.queue.post([there], 0, frozenset([0]), frozenset())
         while not (done := self.queue.poll()):
@@ -84,7 +84,7 @@ class Link:
             raise Unusable("another process is reached over RDMA")
 
     def prepare(self, gpu: Device) -> Pinned:
-        """Have buffers for what goes to that GPU. StateError: there are none; OSError: they cannot be registered."""
+        """The buffers for bytes that go to that GPU. StateError: no memory. OSError: they cannot be registered."""
         if self.pinned is None or self.pinned.staging.device is not gpu:
             pinned = Pinned(Staging(gpu, buffers=LANDING_BUFFERS))
             for span in pinned.spans:
@@ -108,8 +108,8 @@ class Link:
 
 
 def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
-    """What is to be read lands there first; None: it is read to where it belongs. Unusable: the memory to read into cannot
-    be registered, as far as its first span and the limit tell.
+    """The buffers in which reads land first; None: they go straight to the destination. Unusable: the destination cannot be
+    registered, judging by its first span and the limit.
     """
     spans, gpu = destination.spans, destination.device
     try:

@@ -1,10 +1,11 @@
-"""The owner's side of rdma, for one reader: which ports there are, a queue pair to read through, the keys of what is there.
+"""The owner's side of rdma: a queue pair for each reader, and the addresses and keys of what is read through it.
 
-What is on a GPU that the device does not reach is *staged*: it goes, piece by piece, through a few registered buffers on the
-host, each of which is used again when the reader has said that it has read it.
+If the device does not reach a GPU, that GPU's bytes are *staged*: they go piece by piece through a few registered buffers on
+the host. A buffer is used again once the reader has said that it has read the piece.
 
-The queue pair lives as long as the reader's connection, and is taken apart with it: that is how a reader is cut off, also
-one that hears nothing. Everything that the reader says is checked by its form, and used only to set up that one queue pair.
+The queue pair lives as long as the reader's connection, and is taken apart with it. That is how a reader is cut off, even
+one that listens to nobody. What a reader says is checked, and used only to set up that one queue pair.
+
 Responsible for what a reader is told. Not responsible for who may read (`OwnedMemory`).
 """
 
@@ -55,7 +56,7 @@ _unpaired = Tally(log.warning, "rdma_unpaired")
 
 
 class RdmaOwner(OwnerSide):
-    """See `OwnerSide`. `fabric`: by which the memory is read; it is its transport's, and closed with that."""
+    """See `OwnerSide`. `fabric`: by which the memory is read. It belongs to the transport, and is closed with it."""
 
     dialect = DIALECT
     is_one_sided = True
@@ -96,7 +97,7 @@ class RdmaSession:
         return "" if self._queue is not None else "no queue pair was asked for"
 
     def answer(self, request: int, asked: FindPorts | Pair | PieceTaken) -> None:
-        """Set up what the reader reads through; or hear that it has read a piece."""
+        """Set up what the reader reads through; or note that it has read a piece."""
         match asked:
             case FindPorts():
                 self._connection.send(DIALECT.reply(request, PortsAre(rdma.said_of(self._fabric.ports))))
@@ -106,7 +107,7 @@ class RdmaSession:
                 self._hear_taken()
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Say where the chunks are; or stage them, which takes until the reader has read all pieces but the last ones."""
+        """Say where the chunks are; or stage them, which lasts until the reader has read all pieces but the last ones."""
         chunks = self._reader.digests_of(access, memory)
         word = self._reader.memory.word_of(access)
         try:
@@ -132,7 +133,7 @@ class RdmaSession:
     # --------------------------------------------------------------------------------------------- the queue pair
 
     def _pair(self, asked: Pair) -> Paired:
-        """A queue pair to the reader's end, in place of the last one if that was to another. NotOpen, Unusable."""
+        """A queue pair to the reader's end. One that was connected to another end goes. NotOpen, Unusable."""
         header = self._reader.memory.header
         if header is None or asked.port >= len(self._fabric.ports):
             raise Unusable(NOT_BY_RDMA)
@@ -165,7 +166,7 @@ class RdmaSession:
         return self._queue
 
     def _first_fault(self, memory: ChunkMemory) -> str | None:
-        """Why the memory cannot be registered, as far as its first span and the limit tell; it is registered by then."""
+        """Register the memory's first span. Why the memory cannot be registered, judging by that and by the limit."""
         assert self._queue is not None
         if not memory.spans:
             return None
@@ -178,7 +179,7 @@ class RdmaSession:
         return rdma.memlock_fault(sum(nbytes for _, nbytes in memory.spans[1:]))
 
     def _prepare(self, device: verbs.Device, gpu: Device) -> str | None:
-        """Have buffers to stage what is on that GPU. Why there are none, if so. OSError: they cannot be registered."""
+        """Have buffers to stage that GPU's bytes. Returns why there are none. OSError: they cannot be registered."""
         if self._pinned is not None and self._pinned.staging.device is gpu:
             return None
         self._release()
@@ -209,8 +210,8 @@ class RdmaSession:
     # ------------------------------------------------------------------------------------------------------ staging
 
     def _stage(self, request: int, chunks: Chunks, memory: ChunkMemory, word: int, word_key: int) -> None:
-        """Have the reader read what is on a GPU out of buffers: the next piece is copied there while one is read. OSError: a
-        queue pair was not asked for to read it.
+        """Let the reader read a GPU's bytes out of buffers: one piece is read while the next one is copied. OSError: the
+        queue pair was made to read other memory.
         """
         assert self._queue is not None
         if self._pinned is None or self._pinned.staging.device is not memory.device:
@@ -228,7 +229,7 @@ class RdmaSession:
                     self._hear_meanwhile()
 
     def _hear_meanwhile(self) -> None:
-        """Wait for the reader to take a piece; what else it says is answered later. OperationTimeout."""
+        """Wait for the reader to take a piece. Its other requests are put aside. OperationTimeout."""
         asked = self._connection.receive(FROM_READER)
         if asked is None:
             raise ConnectionLost("the reader has left while pieces were staged for it")

@@ -1,5 +1,5 @@
-"""RDMA, as far as it needs no device: which ports there are, which of them reach which, what is read by which work request,
-and what an error means.
+"""The parts of RDMA that need no device: which ports there are, which of them reach each other, how reads are cut into work
+requests, and what an error means.
 
 A *port* is one way into the fabric: a device's port with one entry of its GID table. Ports are found in sysfs, so that a
 machine without pyverbs can still be told what it has and what it lacks (`tensorhub doctor`).
@@ -97,8 +97,8 @@ def usable_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = N
 
 
 def fault_here() -> str | None:
-    """Why RDMA is refused on this kind of machine; None if it is not. See `cma`: a plain store of the generation word comes
-    before all later writes only where the processor keeps stores in order.
+    """Why RDMA is refused on this kind of machine; None if it is not. See `generation_words`: only where the processor keeps
+    stores in order does a plain store of the word come before all later writes.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
@@ -205,8 +205,8 @@ def said_of(ports: Iterable[Port]) -> tuple[RdmaPort, ...]:
 
 
 def pairs(mine: Sequence[Port], theirs: Sequence[RdmaPort], turn: int = 0) -> list[tuple[int, int]]:
-    """Which port of mine may reach which of theirs, as their places, the nearest first: who has most of the address in
-    common, then the fastest. Those that are as good as the first take `turn`s at being it, so that links spread over ports.
+    """Which of my ports may reach which of theirs, as pairs of indexes. The nearest pair is first (the longest common prefix
+    of the addresses), then the fastest. Pairs that are as good as the first take `turn`s, so that links spread over ports.
     """
     found: list[tuple[int, float, int, int]] = []
     for here, port in enumerate(mine):
@@ -258,7 +258,7 @@ def memlock_fault(nbytes: int, status: Path = Path("/proc/self/status")) -> str 
 
 
 def memlock_note() -> str | None:
-    """What is to be known of the limit beforehand; None if there is none for this process."""
+    """What to tell about the limit beforehand; None: it does not apply to this process."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if memlock_fault(2**40) is None:
         return None
@@ -274,7 +274,7 @@ def memlock_text(nbytes: int, limit: int) -> str:
 
 
 def is_of_limit(fault: str) -> bool:
-    """Whether that is what `memlock_text` says: a mistake of set-up, to be warned of."""
+    """Whether the fault is of `memlock_text`: a mistake of set-up, which deserves a warning."""
     return "RLIMIT_MEMLOCK" in fault
 
 
@@ -296,7 +296,7 @@ def registration_fault(error: OSError, nbytes: int) -> str:
 
 
 class Move(NamedTuple):
-    """So many bytes from a registered address there to one here."""
+    """Bytes to read from a registered address at the source to one here."""
 
     here: int
     here_key: int
@@ -306,7 +306,7 @@ class Move(NamedTuple):
 
 
 def cut(moves: Iterable[Move], piece_bytes: int = PIECE_BYTES) -> Iterator[Move]:
-    """What one work request each reads: neighbours, at both ends and under the same keys, as one; at most `piece_bytes`."""
+    """The same reads, a work request each, of at most `piece_bytes`. Neighbours under the same keys are one."""
     for move in _joined(moves):
         for offset in range(0, move.nbytes, piece_bytes):
             size = min(piece_bytes, move.nbytes - offset)

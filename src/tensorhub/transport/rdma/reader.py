@@ -1,19 +1,19 @@
 """The rdma transport: a reader's device reads the source's memory by itself, over a reliable connection of queue pairs.
 
-The conversation is that of the other one-sided transports: the reader asks where chunks lie, over the two workers' own
-connection, reads them, and names them if the generation word, read after them, is as it must be (`rdma.reads`). The
-queue pair is set up over that connection too, and lives as long. Before anything is asked for, the reader reads the source's
-nonce through it, in a packet as large as any: that it is the right process, and that the way is whole.
+The reader asks where chunks lie, as by other one-sided transports, and reads them. It names them if the generation word,
+read after them, is right (`rdma.reads`). The queue pair is set up over the two workers' own connection, and lives as long as
+that. First of all the reader reads the source's nonce through the queue pair, in a packet of full size. This shows that it
+is the right process, and that packets of that size get through.
 
-Connection and queue pair are kept together for the next version after a read that ended in order (`peers`): the source is
-then asked for the new registration with the same end of the queue pair. After any failure, both go.
+After a read that ended in order, connection and queue pair are kept together for the next version (`peers`). The source is
+then asked for the new registration with the same end of the queue pair. After a failure, both are closed.
 
-A destination on a GPU is written by the device itself where that reaches it, and through a few registered buffers on the
-host where it does not: the GPU copies what is proved out of one while the others are filled. So may a source's bytes be
-(`rdma.owner`), which then come in pieces that follow one another, as over tcp.
+If the device reaches the destination's GPU, it writes there. If not, reads land in a few registered buffers on the host, and
+the GPU copies what is proved out of one buffer while others are filled. A source's bytes may be staged in the same way
+(`rdma.owner`), and then come in consecutive pieces, as over tcp.
 
-Everything that the source says is hostile: its addresses and keys are only ever read from, into the destination's own
-registered memory, with the lengths of the reader's own manifest.
+Everything that the source says is hostile. The reader only ever reads from its addresses, under its keys, into the
+destination's own registered memory, with the lengths of its own manifest.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ NOT_OFFERED = "its memory is not to be read by RDMA"
 
 
 class _Part(NamedTuple):
-    """Of one chunk, as much as is read at a time: all of it, unless one end is staged."""
+    """The part of a chunk that is read at a time: all of it, unless one end is staged."""
 
     chunk: int
     digest: int
@@ -223,7 +223,7 @@ class RdmaChannel:
         return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
 
     def _read_some(self, started: float) -> tuple[Lacking | None, float]:
-        """Go on until chunks are proved, or some are lacking, or nothing is asked for; and since when bytes come."""
+        """Read until chunks are proved, or the source lacks some, or nothing is left. Also says when bytes began to come."""
         first_byte, until, done = started, time.monotonic() + self._stall_timeout_s, -1
         while True:
             if self._cutter.is_cut:
@@ -273,14 +273,14 @@ class RdmaChannel:
                 raise ProtocolError(f"a Locate is answered with {type(message).__name__}")
 
     def _locate(self, part: _Part) -> None:
-        """Have that read, in parts that have room where they land."""
+        """Note where that is to be read, in parts that fit where they land."""
         room = part.nbytes if self._pinned is None else self._pinned.staging.piece_bytes
         for start in range(0, part.nbytes, room) if part.nbytes else (0,):
             size, offset, there = min(room, part.nbytes - start), part.offset + start, part.there + start
             self._located.append(part._replace(offset=offset, nbytes=size, there=there))
 
     def _locate_piece(self, request: int, piece: PieceStaged) -> None:
-        """The next bytes of what is coming are there."""
+        """A piece is staged: the next bytes of the chunks that are coming."""
         self._pieces += 1
         if self._pieces > PIECES_MAX:
             raise ProtocolError(f"more than {PIECES_MAX} pieces are staged, and not taken")
@@ -310,7 +310,7 @@ class RdmaChannel:
         return bool(self._buffers) if self._pinned is not None else self._proved_bytes() < WINDOW_BYTES
 
     def _add_group(self) -> None:
-        """Have the next parts read, under one word: one at least, then up to GROUP_BYTES."""
+        """Begin to read the next parts, under one word: at least one, and further ones up to GROUP_BYTES."""
         word, room = self._located[0].word, GROUP_BYTES
         if self._pinned is not None:
             room = min(room, self._pinned.staging.piece_bytes)
@@ -328,7 +328,7 @@ class RdmaChannel:
         self._reads.add(chunks, moves, word, self._right.generation, landed._replace(taken=taken))
 
     def _moves(self, parts: Sequence[_Part]) -> tuple[list[Move], _Landed]:
-        """What reads these parts, and what is to be done then."""
+        """The moves that read these parts, and what to do when they are proved."""
         device, destination = self._link.queue.device, self._destination
         moves: list[Move] = []
         if self._pinned is None:
@@ -347,14 +347,14 @@ class RdmaChannel:
         return moves, _Landed(buffer, copies, ())
 
     def _keys_of(self, address: int, nbytes: int) -> Keys:
-        """Of the destination. ReadFailure: that part of it cannot be registered, of which a first one could be."""
+        """The destination's keys there. ReadFailure: this part cannot be registered, although the first one could be."""
         try:
             return self._link.queue.device.keys(self._destination, address, nbytes)
         except OSError as error:
             raise ReadFailure("lost", f"the memory to read into: {error.strerror}") from error
 
     def _land(self, groups: Sequence[Group]) -> None:
-        """These are proved: their chunks can be named when they are where they belong. StateError: the GPU has failed."""
+        """These groups are proved: bring their chunks to where they belong. StateError: the GPU has failed."""
         for group in groups:
             landed: _Landed = group.tag
             for request in landed.taken:
@@ -369,7 +369,7 @@ class RdmaChannel:
             self._destination.device.settle()
 
     def _take(self, bytes_max: int) -> list[tuple[int, int]]:
-        """Proved chunks: one, and then up to `bytes_max`."""
+        """Proved chunks: at least one, and further ones up to `bytes_max`."""
         taken: list[tuple[int, int]] = []
         while self._proved:
             bytes_max -= self._proved[0][2]

@@ -1,14 +1,14 @@
-"""What one reader has under way on one queue pair: groups of chunks, each with a look at the source's generation word.
+"""A reader's running reads on one queue pair: groups of chunks, each with a look at the source's generation word.
 
 Theory of operation
 -------------------
-A *group* is some chunks and then, as its last work request, a read of the source's generation word. That one is *fenced*: it
-begins when the reads before it have completed, so that the word is looked at when the bytes have arrived (R3). The order in
-which a queue pair answers reads would not be enough: a device may have several of them on its way to the memory at a time.
-A word that is as it must be proves the whole group; each group's lands in a slot of its own, zeroed before.
+A *group* is some chunks and, as its last work request, a read of the source's generation word. That request is *fenced*: it
+begins when the reads before it have completed, so that the word is read after the bytes have arrived (R3). A queue pair
+answers reads in order, but that would not be enough, because a device may fetch for several of them at a time. If the word
+is right, it proves the whole group. Each group's word lands in a slot of its own, which is zeroed before.
 
-Requests are posted as far as the queue takes them, WINDOW_BYTES at a time, the next group's behind the last one's, so that
-the wire never waits for this process; only every SIGNAL_EVERY-th and each group's last one are told of when they are done.
+Requests are posted as far as the queue takes them, up to WINDOW_BYTES, one group right behind the other, so that the wire
+never waits for this process. The device reports the completion of each SIGNAL_EVERY-th request and of each group's last one.
 
 Responsible for order, room and what a completion proves. Not responsible for waiting, nor for what is to be read.
 """
@@ -24,7 +24,7 @@ from tensorhub.transport.base import ReadFailure
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.rdma.ports import Move, cut, failure_of
 
-WINDOW_BYTES = 16 * 2**20  # under way: what a fast network brings while a chunk is digested
+WINDOW_BYTES = 16 * 2**20  # of running reads: what a fast network brings while a chunk is digested
 SIGNAL_EVERY = 8  # work requests: room in the queue comes back in such portions
 CALL_WORKS = 16  # posted by one call
 

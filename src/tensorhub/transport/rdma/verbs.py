@@ -1,16 +1,18 @@
 """Devices, registered memory and queue pairs, by pyverbs.
 
 A worker's `Fabric` opens each device when it is first needed, and keeps it until the worker ends: a context, a protection
-domain, and the memory that was registered with it. Memory is registered once, a span of at most SPAN_BYTES at a time, when
-it is first read from or into: pyverbs keeps the GIL meanwhile (some 0.2 ms a MiB), so that spans are short. It is known by
-the object that says where it is, never by its address, since an address may come to be other memory's; it is deregistered
-when it is released, or with the last reference to that object. A GPU's memory is registered as a dma-buf, or by its address,
-which is for drivers that know a GPU's addresses (peer memory).
+domain, and the memory that was registered with it.
 
-A reader's queue pair lets nobody in; a source's can only be read through, and only where memory is registered. Nothing of a
-source runs while it is read.
+Memory is registered once, when it is first read from or into, a span of at most SPAN_BYTES at a time. Spans are short
+because pyverbs keeps the GIL while it registers (some 0.2 ms per MiB). Registered memory is known by the object that says
+where it is, never by its address, which may later belong to other memory. It is deregistered when it is released, or with
+the last reference to that object. A GPU's memory is registered as a dma-buf, or by its address, which works with drivers
+that know a GPU's addresses (peer memory).
 
-What pyverbs raises becomes an OSError here. Its SGE and SendWR are not freed by themselves, and crash if closed twice.
+A reader's queue pair lets nobody in. A source's queue pair can only be read through, and only where memory is registered.
+Nothing of a source runs while it is read.
+
+pyverbs' errors become OSErrors here. Its SGE and SendWR are not freed by themselves, and crash if they are closed twice.
 Responsible for handles of the device and their order. Not responsible for which port or byte is meant.
 """
 
@@ -244,7 +246,7 @@ class Device:
         return f"<Device {self.name}, {len(self._memories)} memories>"
 
     def keys(self, memory: Spanned, address: int, nbytes: int) -> Keys:
-        """Those of a part of that memory. OSError: it cannot be registered."""
+        """The keys of a part of that memory. OSError: it cannot be registered."""
         with self.lock:
             if memory not in self._memories:
                 self._memories[memory] = Registered(self.domain, memory)
@@ -263,7 +265,7 @@ class Device:
         return Landing(self, nbytes)
 
     def release(self, memory: Spanned) -> None:
-        """Deregister it. What is in flight into it or out of it must have ended, or does not count."""
+        """Deregister it. Reads into it or out of it must have ended, or they fail."""
         with self.lock:
             registered = self._memories.pop(memory, None)
             if registered is not None:
@@ -374,7 +376,7 @@ class Queue:
         return 0 if self.is_reader else int(verbs().enums.IBV_ACCESS_REMOTE_READ)
 
     def connect(self, theirs: QueueCard) -> None:
-        """Make it one with the other end. The kernel may look for the way there for a second, and pyverbs keeps the GIL."""
+        """Connect to the other end. The kernel may look for a route for a second; pyverbs keeps the GIL meanwhile."""
         v = verbs()
         with _named(f"{self.port} does not get through to {gid_text(theirs.gid)}"):
             attributes = v.qp.QPAttr(port_num=self.port.number)
@@ -392,13 +394,13 @@ class Queue:
             self._pair.to_rts(attributes)
 
     def fail(self) -> None:
-        """Have everything that is under way on it fail, at both ends."""
+        """Let every running request fail, at both ends."""
         v = verbs()
         with _named("ibv_modify_qp"):
             self._pair.modify(v.qp.QPAttr(qp_state=v.enums.IBV_QPS_ERR), v.enums.IBV_QP_STATE)
 
     def close(self) -> None:
-        """Take it apart: from now on nothing is read through it, or written by it. A second call does nothing."""
+        """Take it apart: nothing is read through it, or written by it, afterwards. A second call does nothing."""
         while self._open:
             self._open.pop().close()
 
@@ -435,8 +437,8 @@ class ReaderQueue(Queue):
             super().close()
 
     def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None:
-        """Have these read, numbered from `first`. Those that are `signaled` are told of when they are done, and with them
-        all before; those that are `fenced` begin when all before are done. OSError.
+        """Start these reads, numbered from `first`. The completion of a `signaled` one is reported, and means that all
+        before it are done. A `fenced` one begins when all before it are done. OSError.
         """
         v = verbs()
         opened: list[Any] = []

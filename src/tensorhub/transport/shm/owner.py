@@ -1,4 +1,4 @@
-"""The owner's side of shm: it hands over the descriptors of the memory in which a registration is, if that can be shared."""
+"""The owner's side of shm: it hands over the descriptors of the shared memory in which a registration lies."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ class ShmTransport(ConnectedTransport):
         return ShmOwner()
 
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
-        """Map what is to be read. A registration stays where it is until its end, so what is mapped of it is used again if
-        that has been all that was read.
+        """Map what is to be read. A registration's memory does not move, so its mappings are used again, unless a read has
+        met a place that they lack.
         """
         key = (client.peer.address, client.right.incarnation, client.right.registration)
         source = self._sources.find(key, lambda known: not known.is_short)

@@ -1,8 +1,8 @@
 """Memory that other processes of this host can map: memfds, tensors in them, and their mappings at a reader.
 
-A *segment* is one memfd. It is sealed when it is made, so that its size never changes and whoever maps it never meets a
-SIGBUS; its blocks are allocated at once, so that a lack of memory is an error of whoever asks for it, and not a death later.
-Its seals also let nobody write to it but by this process' own mapping, whoever has its descriptor.
+A *segment* is one memfd. It is sealed when it is made, so its size never changes, and a reader of a mapping never meets a
+SIGBUS. All its blocks are allocated at once, so a lack of memory is an error when the segment is made, and does not end the
+process later. Because of the seals, only this process' own mapping can write to it, whoever has the descriptor.
 
 Responsible for segments and for tensors in them. Not responsible for who may map what, nor for when bytes may be read there.
 """
@@ -35,7 +35,7 @@ _F_SEAL_FUTURE_WRITE = 16  # Linux 5.1
 
 
 class Segment:
-    """Shared memory that this process has made, zeroed; it lives as long as anybody here refers to it.
+    """Shared memory that this process has made, zeroed. It lives as long as something here refers to it.
 
     Raises StateError: the kernel has no memfds, or there is no memory.
     """
@@ -91,7 +91,7 @@ _made: weakref.WeakSet[Segment] = weakref.WeakSet()
 
 
 def segments_of(places: Iterable[tuple[int, int]]) -> tuple[Segment, ...] | None:
-    """Those segments of this process in which these (address, bytes) lie; None if any of them lies in none."""
+    """This process' segments in which these (address, bytes) lie. None: a place lies in none."""
     with _lock:
         made = tuple(_made)
     found = {_containing(made, address, nbytes) for address, nbytes in places}
@@ -109,7 +109,7 @@ class MappedSegment:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Takes no hold of the descriptor. What it is of was made by somebody else: it may be anything."""
+        """The caller keeps the descriptor. It comes from somebody else, so it may be of anything."""
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
                 raise StateError("a segment's size is not sealed: whoever maps it could be killed by whoever shrinks it")

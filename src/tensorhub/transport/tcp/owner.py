@@ -1,7 +1,7 @@
-"""The owner's side of tcp: the chunks themselves, over the reader's connection.
+"""The owner's side of tcp: it sends chunks over the reader's connection.
 
-A large chunk whose digest is not known yet is sent in pieces, each digested just before, and its digest is said behind the
-bytes.
+A large chunk whose digest is not known yet is sent in pieces. Each piece is digested right before it is sent, and the digest
+follows the bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, Serv
 from tensorhub.transport.staging import Place, Staging
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, StreamingDigests, cut
 
-SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
-LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
+SEND_BYTES = 16 * 2**20  # of one send call, once digests are known; a fence may have to wait for that call
+LOCAL_SEND_BYTES = 64 * 2**20  # within a host, which takes some 20 ms; beside a busy Python thread a call costs 5 ms more
 
 
 DIALECT = Dialect("tcp", from_reader={}, from_owner={})
@@ -61,7 +61,7 @@ class TcpSession:
         """Nothing was set up."""
 
     def _goes_alone(self, access: Access, memory: ChunkMemory) -> bool:
-        """Whether it is one large chunk, whose digest is not known and can be made as it is sent."""
+        """Whether this is one large chunk whose digest is not known, and can be made while the chunk is sent."""
         return (
             len(access.chunks) == 1
             and access.digests[0] is None
@@ -81,13 +81,13 @@ class TcpSession:
         return self._staging
 
     def _send_staged(self, staging: Staging, places: Sequence[Place]) -> None:
-        """Send what is on a GPU: the next piece is copied to the host while one is sent."""
+        """Send bytes of a GPU: one piece is sent while the next one is copied to the host."""
         with closing(staging.outgoing(places)) as pieces:
             for piece in pieces:
                 self._connection.send_payload([piece])
 
     def _send_one(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""
+        """Send a large chunk in pieces, and digest each right before it is sent, so that memory is read once."""
         (chunk,) = access.chunks
         view = memory.buffer(chunk)
         digests = StreamingDigests([(chunk, view)])

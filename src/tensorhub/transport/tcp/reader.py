@@ -1,6 +1,6 @@
-"""The tcp transport's channel: the bytes come over the reader's own connection to the owner's lane.
+"""The tcp transport: the owner sends the bytes over the reader's connection.
 
-Responsible for taking exactly the chunks that were asked for. Not responsible for digests or books.
+Responsible for receiving exactly the chunks that were asked for. Not responsible for digests or books.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TcpChannel:
         self._connection = client.connection
         self._destination = destination
         self._staging: Staging | None = None
-        self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame, not received yet; None: comes behind
+        self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame; digest None: it follows
 
     def __repr__(self) -> str:
         return f"<TcpChannel, {self._client!r}>"
@@ -94,7 +94,7 @@ class TcpChannel:
         return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
 
     def _receive_staged(self, group: Sequence[tuple[int, int | None]], device: Device) -> None:
-        """Receive what goes to a GPU: one piece is copied there while the next is received."""
+        """Receive bytes for a GPU: one piece is copied there while the next one is received."""
         if self._staging is None:
             self._staging = Staging(device)
         destination = self._destination
@@ -104,7 +104,7 @@ class TcpChannel:
                 self._connection.receive_into([piece])
 
     def _next_group(self, bytes_max: int) -> list[tuple[int, int | None]]:
-        """Take the next chunks of the present frame: one at least, then up to `bytes_max`."""
+        """Take the next chunks of the present frame: at least one, and further ones up to `bytes_max`."""
         group: list[tuple[int, int | None]] = []
         while self._coming:
             bytes_max -= self._destination.sizes[self._coming[0][0]]
