@@ -78,7 +78,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(rdma, "fault_here", lambda: None)
+    monkeypatch.setattr(rdma, "order_fault", lambda: None)
     monkeypatch.delenv(rdma.PORTS_VARIABLE, raising=False)
     return Machine(tmp_path)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +37,13 @@ class Header(NamedTuple):
 
 def _private(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def order_fault() -> str | None:
+    """Why a word proves nothing on this kind of machine; None if it does."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+    return None
 
 
 class GenerationWords:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensorhub.transport.generation_words import NONCE_BYTES, WORD_BYTES, Header
+from tensorhub.transport.generation_words import NONCE_BYTES, WORD_BYTES, Header, order_fault
 from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, Piece
 
 _PR_SET_PTRACER = 0x59616D61
@@ -64,8 +63,8 @@ def _readv(pid: int, here: int, here_count: int, there: int, there_count: int) -
 
 def fault_here() -> str | None:
     """Why this process cannot read another one's memory at all, and what to do; None if it can."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+    if (fault := order_fault()) is not None:
+        return fault
     if not hasattr(_libc, "process_vm_readv"):
         return "this C library has no process_vm_readv"
     seen, told = ctypes.c_uint64(), ctypes.c_uint64(1)

@@ -13,10 +13,8 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import platform
 import re
 import resource
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from tensorhub.errors import StateError, TransportUnavailable
 from tensorhub.transport.base import ReadFailure, Reason
+from tensorhub.transport.generation_words import order_fault
 from tensorhub.transport.rdma.messages import GID_BYTES, PORTS_MAX, RdmaPort
 
 PIECE_BYTES = 2**20  # of one work request
@@ -85,7 +84,7 @@ def usable_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = N
 
     Raises TransportUnavailable, which says what is in the way of each.
     """
-    if (fault := fault_here()) is not None:
+    if (fault := order_fault()) is not None:
         raise TransportUnavailable(fault)
     ports = find_ports(wanted if wanted is not None else os.environ.get(PORTS_VARIABLE) or None, sysfs, nodes)
     usable = tuple(port for port in ports if not port.fault)
@@ -94,15 +93,6 @@ def usable_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = N
     if not usable:
         raise TransportUnavailable("; ".join(f"{port.device}:{port.number}: {port.fault}" for port in ports))
     return usable[:PORTS_MAX]
-
-
-def fault_here() -> str | None:
-    """Why RDMA is refused on this kind of machine; None if it is not. See `generation_words`: only where the processor keeps
-    stores in order does a plain store of the word come before all later writes.
-    """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
-    return None
 
 
 def _listed(directory: Path) -> list[str]:

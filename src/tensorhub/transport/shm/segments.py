@@ -13,7 +13,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import platform
 import re
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 from tensorhub.errors import InvalidType, StateError, shown
 from tensorhub.memory.tensors import bytes_at
+from tensorhub.transport.generation_words import order_fault
 
 ALIGNMENT = 64  # of each tensor in its segment: a cache line, and more than any dtype wants
 _SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
@@ -71,8 +71,8 @@ class Segment:
 
 def fault_here() -> str | None:
     """Why memory cannot be shared here, and what to do; None if it can."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+    if (fault := order_fault()) is not None:
+        return fault
     try:
         Segment(mmap.PAGESIZE)
     except StateError as error:
