@@ -27,7 +27,8 @@ from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
-from tensorhub.runtime.worker.fill import ProgressListener
+from tensorhub.runtime.worker.calling import ProgressListener
+from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
 from tensorhub.types import (
     LATEST,
@@ -241,7 +242,7 @@ def joining(
 class Hub(Unpicklable):
     """A worker's view of its cluster. Made by `connect`. `async with hub:` closes it at the end."""
 
-    def __init__(self, worker: ports.WorkerPort, thread: ports.ThreadPort) -> None:
+    def __init__(self, worker: CallersWorker, thread: ports.ThreadPort) -> None:
         self._worker = worker
         self._thread = thread
         weakref.finalize(self, thread.dropped).atexit = False
@@ -508,7 +509,7 @@ async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | N
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
 
 
-def _check_full(worker: ports.WorkerPort, call: str) -> None:
+def _check_full(worker: CallersWorker, call: str) -> None:
     """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
     if worker.read_only:
         raise read_only_refusal(call)

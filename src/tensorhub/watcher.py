@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Self
 from tensorhub.errors import LeaseLost
 from tensorhub.opening import Unpicklable, wrong_use
 from tensorhub.runtime.loop_thread import Waiter
-from tensorhub.runtime.worker.ports import ThreadPort, WorkerPort
+from tensorhub.runtime.worker.ports import ThreadPort
+from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.types import VersionInfo
 
 
@@ -19,7 +20,7 @@ class Watcher(Unpicklable):
     Raises LeaseLost once if the coordinator loses its state; iterate again for what the new cluster has.
     """
 
-    def __init__(self, worker: WorkerPort, thread: ThreadPort, model: str, keeps: object) -> None:
+    def __init__(self, worker: CallersWorker, thread: ThreadPort, model: str, keeps: object) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps
         self._wakeup = thread.mode.waiter()

@@ -13,7 +13,8 @@ from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, Sta
 from tensorhub.memory.tensors import CallersMemory
 from tensorhub.opening import Block, Unpicklable
 from tensorhub.runtime.worker.calling import CallersHandle
-from tensorhub.runtime.worker.ports import ThreadPort, WorkerPort
+from tensorhub.runtime.worker.ports import ThreadPort
+from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.types import (
     LATEST,
     FetchReport,
@@ -38,7 +39,7 @@ class Weights(Unpicklable):
     """
 
     def __init__(
-        self, handle: CallersHandle, memory: CallersMemory, worker: WorkerPort, thread: ThreadPort, *, keeps: object
+        self, handle: CallersHandle, memory: CallersMemory, worker: CallersWorker, thread: ThreadPort, *, keeps: object
     ) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps

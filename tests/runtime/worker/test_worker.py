@@ -110,9 +110,10 @@ async def joined(options: Options = OPTIONS) -> AsyncIterator[tuple[Worker, Wire
 
 
 async def registered(worker: Worker, group: str | None = None, content: int | None = 1) -> Handle:
-    return await worker.register(
-        "m", RegisteredMemory(tensors(content)), group=group, rank=0, world_size=1, spot=False, timeout_s=60
-    )
+    memory = RegisteredMemory(tensors(content))
+    handle = await worker.register("m", memory, group=group, rank=0, world_size=1, spot=False, timeout_s=60)
+    assert isinstance(handle, Handle)
+    return handle
 
 
 async def states(worker: Worker) -> list[str]:

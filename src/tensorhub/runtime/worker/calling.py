@@ -7,7 +7,10 @@ that, and a simulated handle in a simulation. Lives in the worker runtime's loop
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import anyio
 
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import ErrorInfo
@@ -18,6 +21,7 @@ from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 
 HookRequest = Callable[[VersionInfo], None]  # has the caller run before_write
+ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
 Report = Callable[[], FetchReport]  # of a fill that has ended well, asked for at once
 
 
@@ -28,6 +32,8 @@ class CallersHandle(ABC):
         self.interpreter = interpreter
         self.stream_sync = stream_sync
         self.call_ended: Callable[[], None] = lambda: None
+        self.registered = anyio.Event()  # the coordinator has taken it, or refused it
+        self.registration_error: Exception | None = None
 
     @property
     def member(self) -> Member:
@@ -40,6 +46,18 @@ class CallersHandle(ABC):
     @abstractmethod
     async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+
+    @abstractmethod
+    async def end_call(self, error: Exception) -> None:
+        """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
+
+    @abstractmethod
+    def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something beside this handle, as long as it runs."""
+
+    def show_progress(self, listener: ProgressListener | None) -> None:
+        """Call it as the next fill gets on, if that can be told."""
+        return
 
     @abstractmethod
     def hook_returned(self, error: Exception | None) -> None:

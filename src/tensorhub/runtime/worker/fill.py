@@ -29,6 +29,7 @@ from tensorhub.runtime.data.copying import copy_chunks
 from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
+from tensorhub.runtime.worker.calling import ProgressListener
 from tensorhub.runtime.worker.coordinator_client import MessageSink
 from tensorhub.runtime.worker.mapped_memory import MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
@@ -42,8 +43,6 @@ PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it i
 TENSORS_NAMED_MAX = 5  # in an error
 
 log = get_logger("tensorhub.worker")
-
-ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
 
 
 @dataclass(slots=True)

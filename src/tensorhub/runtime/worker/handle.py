@@ -27,15 +27,14 @@ from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
-from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
+from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, ProgressListener, Report
 from tensorhub.runtime.worker.coordinator_client import MessageSink
-from tensorhub.runtime.worker.fill import Filler, ProgressListener
+from tensorhub.runtime.worker.fill import Filler
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import (
     ContentId,
-    FetchReport,
     HandleState,
     OpKind,
     RegistrationId,
@@ -76,8 +75,6 @@ class Handle(CallersHandle):
         self._writes = Writes(member, memory, owner)
         super().__init__(Interpreter(member, self._writes.written, page_bytes), StreamSync(memory.device))
         self.memory = memory
-        self.registered = anyio.Event()
-        self.registration_error: Exception | None = None
         self._registration = RegistrationId(member.shard.registration)
         self._owner = owner
         self._link = link
@@ -115,15 +112,8 @@ class Handle(CallersHandle):
             make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)
             self._digests = await anyio.to_thread.run_sync(make)
 
-    async def fetch(
-        self,
-        call: calls.FillCall,
-        timeout_s: float,
-        hook: HookRequest | None = None,
-        progress: ProgressListener | None = None,
-    ) -> tuple[VersionInfo, FetchReport]:
-        self._filler.progress = progress
-        return await super().fetch(call, timeout_s, hook)
+    def show_progress(self, listener: ProgressListener | None) -> None:
+        self._filler.progress = listener
 
     async def run_call(self, call: calls.Call, timeout_s: float) -> None:
         """One that only `worker.host_copies` makes."""

@@ -1,8 +1,8 @@
-"""What the public classes need of the library's other side: a worker, its host copies, and a thread to call.
+"""What the public classes need of the library's other side: host copies, and a thread to call.
 
-`runtime.worker.worker`, `runtime.worker.host_copies` and `runtime.loop_thread` implement these protocols. So does a
-simulation, on which the same `Hub` and `Weights` stand. The public classes use nothing that is not in a protocol here, or
-in `runtime.worker.calling.CallersHandle`.
+`runtime.worker.host_copies` and `runtime.loop_thread` implement these protocols. So does a simulation, on which the same
+`Hub` and `Weights` stand. The public classes use nothing that is not in a protocol here, in
+`runtime.worker.calling.CallersHandle`, or in `runtime.worker.registering.CallersWorker`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from tensorhub.memory.tensors import Memory
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle
-from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
-from tensorhub.runtime.worker.fill import ProgressListener
-from tensorhub.runtime.worker.pins import Pins
-from tensorhub.runtime.worker.version_watches import VersionWatches
-from tensorhub.types import FetchReport, Options, Selector, VersionInfo
+from tensorhub.types import FetchReport, Selector, VersionInfo
 
 T = TypeVar("T")
 
@@ -32,52 +27,6 @@ class HostCopiesPort(Protocol):
         """Close a handle with the host copies that end with it."""
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport: ...
-
-
-class WorkerPort(Protocol):
-    """One worker of one cluster."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def options(self) -> Options: ...
-
-    @property
-    def read_only(self) -> bool: ...
-
-    @property
-    def version_watches(self) -> VersionWatches: ...
-
-    @property
-    def coordinator(self) -> CoordinatorClient: ...
-
-    @property
-    def pins(self) -> Pins: ...
-
-    @property
-    def copies(self) -> HostCopiesPort: ...
-
-    def timeout_s(self, timeout: float | None) -> float:
-        """The seconds that a call has: those given, or the default. Raises StateError."""
-
-    async def register(
-        self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
-    ) -> CallersHandle: ...
-
-    def drop_handle(self, handle: CallersHandle) -> None:
-        """Its caller has not got it."""
-
-    async def fetch(
-        self,
-        model: str,
-        selector: Selector,
-        memory: Memory,
-        *,
-        rank: int,
-        timeout_s: float,
-        progress: ProgressListener | None,
-    ) -> tuple[VersionInfo, FetchReport]: ...
 
 
 class ThreadPort(Protocol):

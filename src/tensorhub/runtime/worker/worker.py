@@ -21,14 +21,13 @@ import anyio.abc
 import anyio.to_thread
 
 from tensorhub import messages
-from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import (
     CoordinatorUnavailable,
     StateError,
     TensorHubError,
 )
 from tensorhub.logs import get_logger
-from tensorhub.manifest import Manifest, build_manifest
+from tensorhub.manifest import Manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
@@ -40,17 +39,14 @@ from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.digest_reporter import DigestReporter
-from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.runtime.worker.pins import Pins
-from tensorhub.runtime.worker.prefetcher import Prefetcher
+from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.transport import sockets, unix
 from tensorhub.types import (
-    READ_ONLY,
     Endpoint,
-    FetchReport,
     HandleState,
     Incarnation,
     Location,
@@ -58,12 +54,8 @@ from tensorhub.types import (
     Options,
     Purpose,
     RegistrationId,
-    Selector,
-    VersionInfo,
-    as_timeout_s,
     parse_address,
 )
-from tensorhub.worker.calls import FillCall
 from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
@@ -73,8 +65,10 @@ from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
 log = get_logger("tensorhub.worker")
 
 
-class Worker:
+class Worker(CallersWorker):
     """One worker of one cluster. `await run(ready)` stays connected until cancelled or `close` is called."""
+
+    copies: HostCopyRunner
 
     def __init__(
         self,
@@ -93,7 +87,7 @@ class Worker:
         self.location = location
         self.options = options
         self._secrets = secrets_accepted
-        self._prefetch = prefetch  # each new version, for the handles that follow their model
+        self.prefetches = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
         self.channels = Channels(secrets_accepted, options, location, transports)
         self.channels.become(self.incarnation)
@@ -105,7 +99,7 @@ class Worker:
         self._owner = SharedOwner(self.channels.sides())
         self._digest_reporter = DigestReporter(self._tell_made)
         self._owner.on_made = self._digest_reporter.made
-        self.router = Router[Handle](self._numbers)
+        self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._found_copies = LocalCopies()
         self.copies = HostCopyRunner(self)
@@ -113,7 +107,6 @@ class Worker:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
         self._time_moved = anyio.Event()
-        self.read_only = False  # its token is, as far as the coordinator has said
         self._tasks: anyio.abc.TaskGroup
         self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
         self._serving = anyio.CancelScope()
@@ -122,10 +115,6 @@ class Worker:
         online = "online" if self.link.online else "offline"
         token = " read-only" if self.read_only else ""
         return f"<Worker {self.name} {self.incarnation[:8]} {online}{token} handles={len(self.router.handles)}>"
-
-    def timeout_s(self, timeout: float | None) -> float:
-        """The seconds that a call has: those given, or the default. Raises StateError."""
-        return as_timeout_s(timeout, self.options.op_timeout_s)
 
     # --------------------------------------------------------------------------------------------- life
 
@@ -175,7 +164,8 @@ class Worker:
             if parting.hand_over:
                 with anyio.move_on_after(parting.within_s * 0.7):
                     await self._hand_over(parting)
-            await self._leave(parting)
+            await self.close_handles(self.router.handles.values(), parting)
+            await self.link.close(messages.Leave("closed"))
         self.pins.tasks = None
         self._closed.set()
 
@@ -235,17 +225,6 @@ class Worker:
             async with anyio.create_task_group() as tasks:
                 for handle in handles:
                     tasks.start_soon(close, handle)
-
-    async def _leave(self, parting: Parting) -> None:
-        async with anyio.create_task_group() as tasks:
-            for handle in list(self.router.handles.values()):
-                tasks.start_soon(self._close_quietly, handle, parting)
-        await self.link.close(messages.Leave("closed"))
-
-    async def _close_quietly(self, handle: Handle, parting: Parting) -> None:
-        await handle.end_call(StateError(f"{parting.reason} while the call was running"))
-        with contextlib.suppress(TensorHubError):
-            await handle.close(parting.within_s / 5 if parting.hand_over else parting.within_s / 2, abandon=True)
 
     # --------------------------------------------------------------------------------------------- the link
 
@@ -333,99 +312,16 @@ class Worker:
 
     # --------------------------------------------------------------------------------------------- registering
 
-    async def register(
-        self,
-        model: str,
-        memory: Memory,
-        *,
-        group: str | None,
-        rank: int,
-        world_size: int,
-        spot: bool,
-        timeout_s: float,
-    ) -> Handle:
-        """Take memory into use, in place, and tell the coordinator of it."""
-        layout_id = f"world/{world_size}"
-        digest = self.options.digest if self.options.integrity else "none"
-        if memory.device is not None and digest not in ("xxh3-64", "none"):
-            raise StateError(
-                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on {memory.device.name}: "
-                "register host tensors, or use 'xxh3-64'"
-            )
-        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
-        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
-        shard = Shard(
-            registration=secrets.token_hex(12),
-            model=model,
-            group=group if group is not None else self._fresh_group(),
-            rank=rank,
-            world_size=world_size,
-            spot=spot,
-            layout_id=layout_id,
-            manifest=manifest,
-            number=rank,
-        )
-        before = self.router.rank_at(model, shard.group, rank)
-        if before is not None and before.member.state is HandleState.CLOSED:
-            self.router.leave(before.member.shard)  # its caller has heard so, though its memory is still being given back
-        self.router.check_free(model, shard.group, rank)
-        handle = self.start_handle(shard, memory)
-        try:
-            with anyio.move_on_after(timeout_s):
-                await handle.registered.wait()
-            if not handle.registered.is_set():
-                raise CoordinatorUnavailable(f"register {model!r}: the coordinator did not answer within {timeout_s:g} s")
-            if handle.registration_error is not None:
-                raise handle.registration_error
-        except BaseException:
-            self.drop_handle(handle)
-            raise
-        if self._prefetch:
-            handle.follow(Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run)
-        return handle
-
-    async def fetch(
-        self,
-        model: str,
-        selector: Selector,
-        memory: Memory,
-        *,
-        rank: int,
-        timeout_s: float,
-        progress: ProgressListener | None,
-    ) -> tuple[VersionInfo, FetchReport]:
-        """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
-        self.version_watches.report_loss(model)
-        apart = READ_ONLY if self.read_only else ""
-        shard = Shard(
-            registration=apart + secrets.token_hex(12),
-            model=model,
-            group=apart + self._fresh_group(),
-            rank=0,
-            world_size=1,
-            spot=True,
-            layout_id="",
-            manifest=None,
-            number=rank,
-        )
-        handle = self.start_handle(shard, memory)
-        try:
-            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s, progress=progress)
-            self.version_watches.heard_of(model)
-            return found
-        except TensorHubError as error:
-            error.memory = "intact"  # what was torn is nobody's
-            raise
-        finally:
-            self.drop_handle(handle)
-
     def callers(self) -> list[Handle]:
         """The handles of its callers that are not closed."""
         shards = ((handle, handle.member.shard) for handle in self.router.handles.values())
         used = [handle for handle, shard in shards if shard.serves and shard.purpose is Purpose.USE]
         return [handle for handle in used if handle.member.state is not HandleState.CLOSED]
 
-    def _fresh_group(self) -> str:
+    def new_registration(self) -> str:
+        return secrets.token_hex(12)
+
+    def fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
 
     def start_handle(self, shard: Shard, memory: Memory) -> Handle:

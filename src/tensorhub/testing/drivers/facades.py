@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
@@ -18,23 +19,19 @@ from typing import Any, Self, TypeVar
 import anyio
 
 from tensorhub.errors import (
-    CoordinatorUnavailable,
     StateError,
-    TensorHubError,
 )
-from tensorhub.manifest import Digest, build_manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import Announce, FromWorker, Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
 from tensorhub.runtime.worker.coordinator_client import Answer, CoordinatorClient
-from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Arguments, Pins
-from tensorhub.runtime.worker.prefetcher import Prefetcher
+from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches
-from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
+from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker, WorkerCrashed
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
@@ -43,20 +40,18 @@ from tensorhub.types import (
     FetchReport,
     HandleState,
     Location,
-    OpKind,
     Options,
     Selector,
     VersionInfo,
-    as_timeout_s,
 )
 from tensorhub.worker.calls import (
     Action,
     Call,
     CloseCall,
-    FillCall,
     Finish,
 )
 from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Router
 
 T = TypeVar("T")
 
@@ -170,10 +165,10 @@ class Tasks:
 class HandleFacade(CallersHandle):
     """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated handle."""
 
-    def __init__(self, cluster: HostedCluster, simulated: TensorHandle) -> None:
+    def __init__(self, cluster: HostedCluster, simulated: TensorHandle, tasks: Tasks) -> None:
         super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
         self.simulated = simulated
-        self.has_answer = anyio.Event()  # the coordinator has taken it, or refused it
+        self._tasks = tasks
         self._cluster = cluster
         self._hook: HookRequest | None = None
         self._ended = anyio.Event()  # a call; replaced then
@@ -182,7 +177,8 @@ class HandleFacade(CallersHandle):
     # -- what it is told
 
     def answered(self) -> None:
-        self.has_answer.set()
+        self.registration_error = self.simulated.registration_error
+        self.registered.set()
 
     def hook_called(self, version: VersionInfo) -> None:
         if self._hook is not None:
@@ -195,13 +191,20 @@ class HandleFacade(CallersHandle):
     def let_go(self) -> None:
         """No call will end any more."""
         self._wake()
-        self.has_answer.set()
+        try:
+            self._cluster.check_running(self.simulated.worker)
+        except (StateError, WorkerCrashed) as error:
+            self.registration_error = error
+        self.registered.set()
 
     def _wake(self) -> None:
         self._ended.set()
         self._ended = anyio.Event()
 
     # -- its calls
+
+    def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks.start_soon(task)
 
     async def _before_publish(self, timeout_s: float) -> None:
         """Its cells need nothing."""
@@ -307,10 +310,10 @@ class HostCopiesFacade:
             event.set()
 
 
-class WorkerFacade:
-    """See `runtime.worker.worker.Worker`, as far as `Hub` uses it."""
+class WorkerFacade(CallersWorker):
+    """What `Hub` stands on: a simulated worker. Its cells are tensors in place, and have one sort of digest."""
 
-    read_only = False  # nobody is without the full token
+    copies: HostCopiesFacade
 
     @classmethod
     def join(cls, cluster: HostedCluster, name: str, location: Location, options: Options, *, prefetch: bool) -> Self:
@@ -325,8 +328,8 @@ class WorkerFacade:
         self.worker = worker
         self.thread = CallersLoop(cluster, worker, self.close)
         self.name = worker.name
-        self.options = options
-        self._prefetch = prefetch
+        self.options = replace(options, digest="xxh3-64", pack_bytes=0)
+        self.prefetches = prefetch
         self._groups = count(1)
         self._idents = count(1)
         self.welcome_came = anyio.Event()
@@ -336,16 +339,13 @@ class WorkerFacade:
         self.pins = Pins(self.coordinator, options.op_timeout_s)
         self.pins.tasks = self.tasks
         self.copies = HostCopiesFacade(self)
-        self.callers: list[HandleFacade] = []
+        self.router: Router[Any] = worker.router
 
     def __repr__(self) -> str:
-        return f"<simulated {self.worker!r} handles={len(self.callers)}>"
+        return f"<simulated {self.worker!r} handles={len(self.worker.handles)}>"
 
     def _new_id(self) -> str:
         return f"{self.worker.incarnation}-{next(self._idents)}"
-
-    def timeout_s(self, timeout: float | None) -> float:
-        return as_timeout_s(timeout, self.options.op_timeout_s)
 
     # -- as a line, see `questions.MessageSink`
 
@@ -360,90 +360,34 @@ class WorkerFacade:
 
     # -- registering
 
-    async def register(
-        self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
-    ) -> HandleFacade:
-        digest: Digest = "xxh3-64" if self.options.integrity else "none"  # a cell's is the same, whatever it is called
-        layout = f"world/{world_size}"
-        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout, metadata=memory.metadata)
-        group = group if group is not None else self._fresh_group()
-        self.worker.router.check_free(model, group, rank)
-        ident = f"r{next(self.cluster.registrations)}"
-        shard = Shard(ident, model, group, rank, world_size, spot, layout, manifest, rank)
-        caller = HandleFacade(self.cluster, self.worker.take_memory(shard, memory))
-        self.callers.append(caller)
-        try:
-            await self._answer(caller, timeout_s)
-        except BaseException:
-            self.drop_handle(caller)
-            raise
-        if self._prefetch:
-            follower = Prefetcher(caller, self.version_watches, self.copies, self.options.op_timeout_s)
-            self.tasks.start_soon(follower.run)
-        return caller
+    def new_registration(self) -> str:
+        return f"r{next(self.cluster.registrations)}"
 
-    async def _answer(self, caller: HandleFacade, timeout_s: float) -> None:
-        with anyio.move_on_after(timeout_s):
-            await caller.has_answer.wait()
-        self.cluster.check_running(self.worker)
-        handle = caller.simulated
-        if handle.registration_error is not None:
-            raise handle.registration_error
-        if not handle.registered:
-            model = handle.shard.model
-            raise CoordinatorUnavailable(f"register {model!r}: the coordinator did not answer within {timeout_s:g} s")
-
-    def _fresh_group(self) -> str:
+    def fresh_group(self) -> str:
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
+    def start_handle(self, shard: Shard, memory: Memory) -> HandleFacade:
+        return HandleFacade(self.cluster, self.worker.take_memory(shard, memory), self.tasks)
+
     def drop_handle(self, handle: CallersHandle) -> None:
-        self.callers = [caller for caller in self.callers if caller is not handle]
         if self.worker.alive and not self.cluster.is_over:
             self.worker.drop_memory(_simulated(handle))
-
-    async def fetch(
-        self,
-        model: str,
-        selector: Selector,
-        memory: Memory,
-        *,
-        rank: int,
-        timeout_s: float,
-        progress: ProgressListener | None = None,
-    ) -> tuple[VersionInfo, FetchReport]:
-        self.version_watches.report_loss(model)
-        ident = f"r{next(self.cluster.registrations)}"
-        shard = Shard(ident, model, self._fresh_group(), 0, 1, True, "", None, rank)
-        caller = HandleFacade(self.cluster, self.worker.take_memory(shard, memory))
-        try:
-            found = await caller.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
-        except TensorHubError as error:
-            error.memory = "intact"  # what was torn is nobody's
-            raise
-        self.version_watches.heard_of(model)
-        return found
 
     # -- its end
 
     async def close(self) -> None:
         """Close every handle and say goodbye. Bounded in time."""
         if self.worker.alive and not self.cluster.is_over:
+            own = (handle for handle in self.worker.handles if isinstance(handle, TensorHandle) and handle.shard.serves)
             with anyio.move_on_after(CLOSE_S, shield=True):
-                async with anyio.create_task_group() as tasks:
-                    for caller in list(self.callers):
-                        tasks.start_soon(partial(self._close_quietly, caller))
+                facades = [handle.listener for handle in own if isinstance(handle.listener, HandleFacade)]
+                await self.close_handles(facades, Parting(CLOSE_S))
             self.cluster.sync()
         if self.worker.alive and not self.cluster.is_over:
             self.worker.say(Leave("closed"))
             self.worker.leave()
         self.thread.has_ended = True
         self.tasks.cancel()
-
-    async def _close_quietly(self, caller: HandleFacade) -> None:
-        await caller.end_call(StateError("the hub was closed while the call was running"))
-        if self.worker.alive and not self.cluster.is_over:
-            with contextlib.suppress(TensorHubError):
-                await caller.close(CLOSE_S / 2, abandon=True)
 
     # -- what it hears of the worker
 

@@ -1,0 +1,144 @@
+"""What callers do with a worker: they register memory, fetch into memory, and close.
+
+`Hub` stands on `CallersWorker`. Not responsible for how a handle is run, nor for connections: `runtime.worker.worker` does
+that, and a simulated worker in a simulation. Lives in the worker runtime's loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import anyio
+
+from tensorhub.compaction.layout import pack_tiny
+from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
+from tensorhub.manifest import build_manifest
+from tensorhub.memory.tensors import Memory
+from tensorhub.runtime.ending import Parting
+from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.pins import Pins
+from tensorhub.runtime.worker.ports import HostCopiesPort
+from tensorhub.runtime.worker.prefetcher import Prefetcher
+from tensorhub.runtime.worker.version_watches import VersionWatches
+from tensorhub.types import READ_ONLY, FetchReport, HandleState, OpKind, Options, Selector, VersionInfo, as_timeout_s
+from tensorhub.worker.calls import FillCall
+from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Router
+
+
+class CallersWorker(ABC):
+    """One worker of one cluster."""
+
+    name: str
+    options: Options
+    read_only = False  # its token is, as far as the coordinator has said
+    prefetches: bool  # each new version, for the handles that follow their model
+    version_watches: VersionWatches
+    coordinator: CoordinatorClient
+    pins: Pins
+    copies: HostCopiesPort
+    router: Router[Any]  # of its handles, of any kind
+
+    @abstractmethod
+    def start_handle(self, shard: Shard, memory: Memory) -> CallersHandle:
+        """Take memory into use, and tell the coordinator of it."""
+
+    @abstractmethod
+    def drop_handle(self, handle: CallersHandle) -> None:
+        """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
+
+    @abstractmethod
+    def new_registration(self) -> str:
+        """An id that no registration ever had."""
+
+    @abstractmethod
+    def fresh_group(self) -> str:
+        """A name that no group ever had."""
+
+    def timeout_s(self, timeout: float | None) -> float:
+        """The seconds that a call has: those given, or the default. Raises StateError."""
+        return as_timeout_s(timeout, self.options.op_timeout_s)
+
+    async def register(
+        self,
+        model: str,
+        memory: Memory,
+        *,
+        group: str | None,
+        rank: int,
+        world_size: int,
+        spot: bool,
+        timeout_s: float,
+    ) -> CallersHandle:
+        """Take memory into use, in place, and tell the coordinator of it."""
+        layout_id = f"world/{world_size}"
+        digest = self.options.digest if self.options.integrity else "none"
+        if memory.device is not None and digest not in ("xxh3-64", "none"):
+            raise StateError(
+                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on {memory.device.name}: "
+                "register host tensors, or use 'xxh3-64'"
+            )
+        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
+        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
+        group = group if group is not None else self.fresh_group()
+        before = self.router.rank_at(model, group, rank)
+        if before is not None and before.member.state is HandleState.CLOSED:
+            self.router.leave(before.member.shard)  # its caller has heard so, though its memory is still being given back
+        self.router.check_free(model, group, rank)
+        shard = Shard(self.new_registration(), model, group, rank, world_size, spot, layout_id, manifest, rank)
+        handle = self.start_handle(shard, memory)
+        try:
+            with anyio.move_on_after(timeout_s):
+                await handle.registered.wait()
+            if not handle.registered.is_set():
+                raise CoordinatorUnavailable(f"register {model!r}: the coordinator did not answer within {timeout_s:g} s")
+            if handle.registration_error is not None:
+                raise handle.registration_error
+        except BaseException:
+            self.drop_handle(handle)
+            raise
+        if self.prefetches:
+            handle.follow(Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run)
+        return handle
+
+    async def fetch(
+        self,
+        model: str,
+        selector: Selector,
+        memory: Memory,
+        *,
+        rank: int,
+        timeout_s: float,
+        progress: ProgressListener | None,
+    ) -> tuple[VersionInfo, FetchReport]:
+        """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
+        self.version_watches.report_loss(model)
+        apart = READ_ONLY if self.read_only else ""
+        group = apart + self.fresh_group()
+        handle = self.start_handle(Shard(apart + self.new_registration(), model, group, 0, 1, True, "", None, rank), memory)
+        handle.show_progress(progress)
+        try:
+            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            self.version_watches.heard_of(model)
+            return found
+        except TensorHubError as error:
+            error.memory = "intact"  # what was torn is nobody's
+            raise
+        finally:
+            self.drop_handle(handle)
+
+    async def close_handles(self, handles: Iterable[CallersHandle], parting: Parting) -> None:
+        """End their calls and close them, whatever is lost with them."""
+        async with anyio.create_task_group() as tasks:
+            for handle in list(handles):
+                tasks.start_soon(self._close_quietly, handle, parting)
+
+    @staticmethod
+    async def _close_quietly(handle: CallersHandle, parting: Parting) -> None:
+        await handle.end_call(StateError(f"{parting.reason} while the call was running"))
+        with contextlib.suppress(TensorHubError):
+            await handle.close(parting.within_s / 5 if parting.hand_over else parting.within_s / 2, abandon=True)
