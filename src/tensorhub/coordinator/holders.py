@@ -76,13 +76,13 @@ class Holders(Generic[H]):
             self.sources += counts[1] - before[1]
             self.live_sources += counts[2] - before[2]
         mine, other = (self._stranded, self._fed) if is_stranded else (self._fed, self._stranded)
+        is_new = holding not in self._fed and (not is_stranded or holding not in self._stranded)
         other.drop(holding)
         if standing is None:
             mine.drop(holding)
             return False
-        is_new = holding not in mine
         mine.put(holding, standing)
-        return is_new or counts != before
+        return is_new or counts > before
 
     def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:
         """What it counts as; how it stands among those that can be read, and among those that lack a source."""
