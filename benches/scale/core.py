@@ -14,11 +14,13 @@ import json
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from math import log2
 from pathlib import Path
+from statistics import fmean
 
+from benches.comparison.facts import facts
 from benches.scale.thin import ThinWorker, make_manifest
 from tensorhub.coordinator.actions import CloseSession, Persist, Send
 from tensorhub.coordinator.core import Coordinator
@@ -48,15 +50,15 @@ class Steps:
     """What steps have cost, by what they took."""
 
     count: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
-    longest: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    longest_s: dict[str, float] = field(default_factory=dict)
     collector_s: float = 0.0
 
     def add(self, name: str, seconds: float, collector_s: float) -> None:
         own = seconds - collector_s
         self.count[name] += 1
-        self.seconds[name] += own
-        self.longest[name] = max(self.longest[name], own)
+        self.seconds[name] = self.seconds.get(name, 0.0) + own
+        self.longest_s[name] = max(self.longest_s.get(name, 0.0), own)
         self.collector_s += collector_s
 
     @property
@@ -159,75 +161,93 @@ class Core:
         return self.steps
 
 
-def measure(workers: int, group: int, versions: int, manifest_bytes: int, *, wait_first: bool) -> dict[str, object]:
-    core = Core(workers, group, manifest_bytes)
+@dataclass(frozen=True)
+class Row:
+    """One size's figures: CPU times of the coordinator's steps, without the collector's."""
+
+    workers: int
+    ranks: int  # of a group
+    versions: int
+    connecting: Steps
+    filling: Steps
+
+    @property
+    def us_per_worker_version(self) -> float:
+        return self.filling.total_s / self.workers / self.versions * 1e6
+
+    @property
+    def longest(self) -> str:
+        """What the longest step took."""
+        return max(self.filling.longest_s, key=lambda name: self.filling.longest_s[name])
+
+    def __str__(self) -> str:
+        steps, events = self.filling, self.filling.count.total()
+        return (
+            f"{self.workers:>8}{self.ranks:>6}{self.connecting.total_s / self.workers * 1e6:>12.0f}"
+            f"{self.us_per_worker_version:>12.0f}{steps.total_s / events * 1e6:>10.1f}{steps.total_s:>9.2f}"
+            f"{steps.collector_s:>13.2f}{steps.longest_s[self.longest] * 1e3:>12.1f}  {self.longest}"
+        )
+
+    def by_event(self) -> str:
+        steps = self.filling
+        return "\n".join(
+            f"    {name:<16}{steps.count[name]:>8}{steps.seconds[name] / steps.count[name] * 1e6:>10.1f} us"
+            f"{steps.longest_s[name] * 1e3:>10.2f} ms at most"
+            for name in sorted(steps.count)
+        )
+
+
+HEAD = (
+    f"{'workers':>8}{'ranks':>6}{'connect us':>12}{'version us':>12}{'event us':>10}{'all s':>9}"
+    f"{'collector s':>13}{'longest ms':>12}"
+)
+
+
+def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, *, wait_first: bool) -> Row:
+    """`versions` of them, one after the other, each filled by all workers at once."""
+    core = Core(workers, ranks, manifest_bytes)
     connecting = core.measured(core.connect)
 
     def publish_and_fill() -> None:
         for number in range(1, versions + 1):
             core.version(number, wait_first=wait_first and number > 1)
 
-    steps = core.measured(publish_and_fill)
+    filling = core.measured(publish_and_fill)
     core.coordinator.check_invariants()
-    events = sum(steps.count.values())
-    longest = max(steps.longest, key=lambda name: steps.longest[name])
-    return {
-        "workers": workers,
-        "group": group,
-        "events": events,
-        "connecting_us": connecting.total_s / workers * 1e6,
-        "us_per_worker_version": steps.total_s / workers / versions * 1e6,
-        "us_per_event": steps.total_s / events * 1e6,
-        "longest_ms": steps.longest[longest] * 1e3,
-        "longest_of": longest,
-        "collector_us_per_worker_version": steps.collector_s / workers / versions * 1e6,
-        "by_event_us": {name: steps.seconds[name] / steps.count[name] * 1e6 for name in sorted(steps.count)},
-        "longest_by_event_ms": {name: steps.longest[name] * 1e3 for name in sorted(steps.count)},
-        "counts": dict(sorted(steps.count.items())),
-    }
+    return Row(workers, ranks, versions, connecting, filling)
 
 
-def slope(rows: list[dict[str, object]]) -> float | None:
-    """The least-squares slope of log cost on log workers."""
-    points = [(log2(row["workers"]), log2(row["us_per_worker_version"])) for row in rows]  # type: ignore[arg-type]
-    if len(points) < 2:
-        return None
-    mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+def slope(rows: Sequence[Row]) -> float:
+    """How cost per worker and version grows with workers: the least-squares slope, log on log."""
+    points = [(log2(row.workers), log2(row.us_per_worker_version)) for row in rows]
+    mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benches scale core", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benches scale", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 8], help="ranks of a group")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="of a group")
     parser.add_argument("--versions", type=int, default=2)
     parser.add_argument("--manifest", type=int, default=100_000, metavar="BYTES")
     parser.add_argument("--wait-first", action="store_true", help="readers ask before the second version is published")
     parser.add_argument("--verbose", action="store_true", help="cost by kind of event")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    rows = []
-    print(f"{'workers':>8}{'group':>6}{'us/worker/version':>19}{'us/event':>10}{'longest ms':>12}  of{'collector us':>18}")
-    for group in options.groups:
-        mine = []
+    rows: list[Row] = []
+    print(HEAD)
+    for ranks in options.ranks:
+        mine: list[Row] = []
         for workers in options.workers:
-            row = measure(workers, group, options.versions, options.manifest, wait_first=options.wait_first)
-            mine.append(row)
-            print(
-                f"{workers:>8}{group:>6}{row['us_per_worker_version']:>19.0f}{row['us_per_event']:>10.1f}"
-                f"{row['longest_ms']:>12.1f}  {row['longest_of']:<14}{row['collector_us_per_worker_version']:>6.0f}",
-                flush=True,
-            )
+            mine.append(measure(workers, ranks, options.versions, options.manifest, wait_first=options.wait_first))
+            print(mine[-1], flush=True)
             if options.verbose:
-                for name, cost in row["by_event_us"].items():  # type: ignore[attr-defined]
-                    longest = row["longest_by_event_ms"][name]  # type: ignore[index]
-                    print(f"    {name:<16}{row['counts'][name]:>8}{cost:>10.1f} us{longest:>10.2f} ms")  # type: ignore[index]
-        grows = slope(mine)
-        if grows is not None:
-            print(f"   group {group}: cost per worker and version grows as workers ** {grows:.2f}")
+                print(mine[-1].by_event())
+        if len(mine) > 1:
+            print(f"   with groups of {ranks}, the cost per worker and version grows as workers ** {slope(mine):.2f}")
         rows += mine
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps({"facts": facts(), "rows": [asdict(row) for row in rows]}, indent=1))
     return 0
 
 

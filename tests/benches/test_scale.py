@@ -1,0 +1,28 @@
+"""The load generator: thin workers fill every version, alone and in groups, and the figures are of what was done."""
+
+from __future__ import annotations
+
+import pytest
+
+from benches.scale.core import Row, Steps, measure, slope
+from benches.scale.thin import REPORTS
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("wait_first", [False, True])
+def test_everybody_fills_every_version(ranks: int, wait_first: bool) -> None:
+    row = measure(8, ranks, 3, 1000, wait_first=wait_first)
+    assert row.filling.count["Prepared"] == row.filling.count["Fill"] == 8 * 3
+    assert row.filling.count["Progress"] == 8 * 3 * REPORTS
+    assert row.filling.count["ReadyToWrite"] == 8 * 2  # the first version overwrites nothing
+    assert row.connecting.count["Register"] == 8 + ranks
+    assert f"{8:>8}{ranks:>6}" in str(row)
+    assert "Prepared" in row.by_event()
+
+
+def test_the_slope_is_that_of_the_logarithms() -> None:
+    def row(workers: int, seconds: float) -> Row:
+        return Row(workers, 1, 1, Steps(), Steps(seconds={"Fill": seconds}))
+
+    assert slope([row(n, n * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(0.0)
+    assert slope([row(n, n**2 * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(1.0)
