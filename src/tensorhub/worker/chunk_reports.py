@@ -44,5 +44,5 @@ class There(Protocol):
 
 def tell_chunks(owner: There, question: TellChunks) -> ChunksThere:
     """Which chunks of that memory may be read."""
-    place = RegistrationId(question.registration), question.generation
-    return ChunksThere(*place, *owner.there(*place, 8 * THERE_BYTES_MAX))
+    memory = RegistrationId(question.registration), question.generation
+    return ChunksThere(*memory, *owner.there(*memory, 8 * THERE_BYTES_MAX))

@@ -101,9 +101,9 @@ class Router(Generic[H]):
 
     def leave(self, shard: Shard) -> None:
         """It goes: its rank is free at once, also where its end takes time."""
-        place = shard.model, shard.group, shard.rank
-        if self._at.get(place) == shard.registration:
-            del self._at[place]
+        name = shard.model, shard.group, shard.rank
+        if self._at.get(name) == shard.registration:
+            del self._at[name]
 
     def remove(self, shard: Shard) -> None:
         """It is no more, and nobody waits for its answers."""
@@ -157,7 +157,7 @@ class Router(Generic[H]):
                 return self._tell(self.rank_at(key.model, key.group, message.rank), message)
             case messages.EpochChanged():
                 group = message.model, message.group
-                return [Deliver(self.handles[there], message) for place, there in self._at.items() if place[:2] == group]
+                return [Deliver(self.handles[there], message) for name, there in self._at.items() if name[:2] == group]
             case messages.DigestAgain():
                 handle = self.handles.get(message.registration)
                 missing = messages.DigestedAgain(message.inquiry, message.registration, None)

@@ -1,8 +1,8 @@
 """What `tensorhub.Hub` and `tensorhub.Weights` stand on, in a simulation: the worker's shell, its handles', and no thread.
 
-The public classes themselves are used, so that signatures, checks of arguments and the order of what `mutate` does cannot
-differ; so are the runtime's questions, pins, news and prefetcher, which only wait and send. Here is what
-`runtime.worker.worker`, `runtime.worker.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual
+The public classes themselves are used, so signatures, checks of arguments and the order of what `mutate` does cannot differ.
+So are the runtime's `CoordinatorClient`, `Pins`, `VersionWatches` and `Prefetcher`, which only wait and send. This module is
+what `runtime.worker.worker`, `runtime.worker.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual
 time.
 """
 
@@ -347,7 +347,7 @@ class WorkerFacade(CallersWorker):
     def _new_id(self) -> str:
         return f"{self.worker.incarnation}-{next(self._idents)}"
 
-    # -- as a line, see `questions.MessageSink`
+    # -- as a connection, see `coordinator_client.MessageSink`
 
     @property
     def online(self) -> bool:
