@@ -48,7 +48,7 @@ from tensorhub.worker.registration_session import Shard
 log = get_logger("tensorhub.worker")
 
 
-class CopiesWorker(Protocol):
+class HostingWorker(Protocol):
     """What the copies need of their worker."""
 
     options: Options
@@ -86,7 +86,7 @@ class _CopysCall:
 class HostCopyRunner:
     """`tasks`: the worker's, while it runs. Its handles have this as their room, see `HostRoom`."""
 
-    def __init__(self, worker: CopiesWorker) -> None:
+    def __init__(self, worker: HostingWorker) -> None:
         self._worker = worker
         options = worker.options
         self.machine = HostCopies(options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12))

@@ -25,7 +25,7 @@ from tensorhub.testing.sim.host_copies import CopiesWorld, CopyRequest, SimHostC
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.ports import WorkerPort
+from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
 from tensorhub.types import (
@@ -89,7 +89,7 @@ class CallRecord(JudgedCall):
         return self.version.version
 
 
-class HandleWorker(WorkerPort, Protocol):
+class HandleWorker(SimWorkerPort, Protocol):
     """The worker that has it."""
 
     link: Link | None

@@ -15,7 +15,7 @@ from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, Mani
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
-from tensorhub.testing.sim.ports import HandlePort, WorkerPort, WorldPort
+from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort, WorldPort
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import Say
 from tensorhub.worker.host_copies import HostCopies
@@ -74,7 +74,7 @@ class CopiesWorld(WorldPort, Protocol):
         return
 
 
-class CopiesWorker(WorkerPort, Protocol):
+class CopiesWorker(SimWorkerPort, Protocol):
     """The worker that they are in."""
 
     host_bytes: int

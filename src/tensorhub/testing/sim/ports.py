@@ -15,7 +15,7 @@ from tensorhub.types import FetchReport, RegistrationId
 from tensorhub.worker.calls import Action, Call
 
 
-class WorkerPort(JudgedWorker, Protocol):
+class SimWorkerPort(JudgedWorker, Protocol):
     """A worker process."""
 
     def say(self, message: FromWorker) -> None:
@@ -29,7 +29,7 @@ class HandlePort(JudgedHandle, Protocol):
     is_stopping: bool  # it was given up: it is no more once nobody reads it
 
     @property
-    def worker(self) -> WorkerPort: ...
+    def worker(self) -> SimWorkerPort: ...
 
     def call(self, call: Call, timeout_s: float = 60.0) -> JudgedCall:
         """Begin a call; raises StateError where the handle's state forbids it."""
