@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from tensorhub.digests import pack, runs_of
-from tensorhub.messages import DIGEST_RUNS_MAX, DIGESTS_BYTES_MAX, THERE_BYTES_MAX, ChunksThere, Digests, TellChunks
+from tensorhub.digests import pack, root_of, runs_of, unpack
+from tensorhub.messages import DIGEST_RUNS_MAX, DIGESTS_BYTES_MAX, THERE_BYTES_MAX, ChunksThere, Digests, Origin, TellChunks
 from tensorhub.types import RegistrationId
+from tensorhub.worker.calls import CompareDigests
 
 
 def tell(
@@ -46,3 +47,21 @@ def tell_chunks(owner: There, question: TellChunks) -> ChunksThere:
     """Which chunks of that memory may be read."""
     memory = RegistrationId(question.registration), question.generation
     return ChunksThere(*memory, *owner.there(*memory, 8 * THERE_BYTES_MAX))
+
+
+def root_of_all(width: int, digests: Sequence[int | None]) -> bytes:
+    """The root of all chunks' digests; empty where some chunk has none, or none are made (`width` 0)."""
+    known = [digest for digest in digests if digest is not None]
+    return root_of(pack(known, width)) if width and len(known) == len(digests) else b""
+
+
+def compare(
+    question: CompareDigests, width: int, digests: Sequence[int | None], origin_of: Callable[[int], Origin | None]
+) -> tuple[list[tuple[int, int, Origin | None]], int]:
+    """Which chunks are not as was published, each with its published digest and its origin; and the first chunk of which
+    nothing was said. `digests`: those that the chunks have, of that width in bytes.
+    """
+    published = unpack(question.digests, width)
+    pairs = enumerate(zip(published, digests[question.first :], strict=False), question.first)
+    wrong = [(chunk, must, origin_of(chunk)) for chunk, (must, digest) in pairs if digest not in (must, None)]
+    return wrong, question.first + len(published)

@@ -16,7 +16,6 @@ import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
-from tensorhub.digests import pack, root_of, unpack
 from tensorhub.errors import TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
@@ -36,6 +35,7 @@ from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import ContentId, LeaseId, RegistrationId
 from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
+from tensorhub.worker.chunk_reports import compare, root_of_all
 from tensorhub.worker.member import Member
 
 LONG_LIST = 2**14  # of digests: their root is made in a thread
@@ -145,12 +145,9 @@ class Filler:
     async def _root(self, target: RegistrationId, generation: int) -> bytes:
         """Of the digests of all that is there; empty, where not every chunk is there with one."""
         listed = self._owner.listed(target, generation)
-        if listed is None or not listed[0] or None in listed[1]:
-            return b""
-        width, digests = listed[0], [digest for digest in listed[1] if digest is not None]
-        if len(digests) < LONG_LIST:
-            return root_of(pack(digests, width))
-        return await anyio.to_thread.run_sync(lambda: root_of(pack(digests, width)))
+        if listed is None or len(listed[1]) < LONG_LIST:
+            return b"" if listed is None else root_of_all(*listed)
+        return await anyio.to_thread.run_sync(root_of_all, *listed)
 
     async def compare(self, action: CompareDigests) -> None:
         """See `CompareDigests`."""
@@ -158,18 +155,11 @@ class Filler:
         listed = self._owner.listed(target, action.generation)
         if listed is None or not listed[0]:
             return
-        width, digests = listed
-        published = unpack(action.digests, width)
-        wrong = [
-            (chunk, must, self._owner.origin(target, action.generation, chunk))
-            for chunk, (must, digest) in enumerate(zip(published, digests[action.first :], strict=False), action.first)
-            if digest not in (must, None)
-        ]
+        wrong, following = compare(action, *listed, partial(self._owner.origin, target, action.generation))
         if wrong:
             log.warning("not_as_published", registration=self._registration, chunks=len(wrong), first=wrong[0][0])
             revoke = partial(self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong])
             await anyio.to_thread.run_sync(revoke)
-        following = action.first + len(published)
         self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
 
     async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:

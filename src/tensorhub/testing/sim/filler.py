@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
 from dataclasses import replace
+from functools import partial
 
 from tensorhub.accesses import Access
-from tensorhub.digests import pack, root_of, unpack
+from tensorhub.digests import WIDTHS
 from tensorhub.messages import Origin
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, StartPull
+from tensorhub.worker.chunk_reports import compare, root_of_all
 
 
 class SimFiller:
@@ -121,9 +123,7 @@ class SimFiller:
     def root(self, start: StartPull | CopyLocally) -> bytes:
         """Of the digests of all that is there; empty, where not every chunk is there with one."""
         digests = self._handle.worker.owner.digests(self._target(staged=start.staged)[0], start.generation)
-        if start.manifest.digest == "none" or digests is None or None in digests:
-            return b""
-        return root_of(pack([digest for digest in digests if digest is not None], 8))
+        return b"" if digests is None else root_of_all(WIDTHS[start.manifest.digest], digests)
 
     def compare(self, action: CompareDigests) -> None:
         """Find what is not as was published; nobody reads it any more."""
@@ -132,19 +132,13 @@ class SimFiller:
         digests = owner.digests(target, generation)
         if digests is None:
             return
-        published = unpack(action.digests, 8)
-        wrong = [
-            (chunk, must, owner.origin(target, generation, chunk))
-            for chunk, (must, digest) in enumerate(zip(published, digests[action.first :], strict=False), action.first)
-            if digest not in (must, None)
-        ]
+        wrong, following = compare(action, 8, digests, partial(owner.origin, target, generation))
         chunks = [chunk for chunk, _, _ in wrong]
         inside = owner.revoke(target, generation, chunks)
         handle.shut_readers(inside)
         self._world.verified.revoked(target, chunks)
         if wrong:
             self._world.took("not as published")
-        following = action.first + len(published)
         handle.apply(handle.member.compared(generation, following, wrong, self._world.now))
 
     # -- as lanes see it

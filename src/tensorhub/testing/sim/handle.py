@@ -36,29 +36,7 @@ from tensorhub.types import (
     Purpose,
     RegistrationId,
 )
-from tensorhub.worker.calls import (
-    Action,
-    AddPullSource,
-    Call,
-    CallHook,
-    CompareDigests,
-    CopyLocally,
-    DropPullSource,
-    EndPrefetch,
-    Fence,
-    Finish,
-    FreeMemory,
-    FreePrefetch,
-    FreeStaging,
-    OpenGeneration,
-    RegistrationConfirmed,
-    RegistrationFailed,
-    ReopenGeneration,
-    Say,
-    StartPull,
-    StopPull,
-    staging_of,
-)
+from tensorhub.worker import calls
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
@@ -118,7 +96,7 @@ class HandleWorld(LaneWorld, CopiesWorld, Protocol):
         """Its before_write runs."""
         return
 
-    def fence_begun(self, handle: HandleShell, fence: Fence) -> None:
+    def fence_begun(self, handle: HandleShell, fence: calls.Fence) -> None:
         """It is tried from now on."""
         return
 
@@ -138,7 +116,7 @@ class HandleShell:
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
         self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
-        self.hooks: deque[CallHook] = deque()
+        self.hooks: deque[calls.CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
         self.serving: dict[SimLane, None] = {}  # of others, which read this memory
         self.access: tuple[Access, str] | None = None  # one that no fence can end, and what it read in the cell at first
@@ -166,7 +144,7 @@ class HandleShell:
         )
         self.interpreter = Interpreter(self.member, self.written_tensors)
         self.todo = self.interpreter.todo
-        self.staging_id = RegistrationId(staging_of(shard.registration))
+        self.staging_id = RegistrationId(calls.staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
         self.filler = SimFiller(cluster, self, lambda: cluster.chunks_offered(self))
 
@@ -198,7 +176,7 @@ class HandleShell:
 
     # -- what a user does
 
-    def call(self, call: Call, timeout_s: float = 60.0) -> CallRecord:
+    def call(self, call: calls.Call, timeout_s: float = 60.0) -> CallRecord:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster = self.cluster
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
@@ -279,7 +257,7 @@ class HandleShell:
     def fence_waits_until(self) -> float | None:
         """Until when its next action, a fence, has to wait for an access; None: there is no such wait."""
         fence = self.todo[0] if self.todo else None
-        if not isinstance(fence, Fence) or self.fencing_since is None or self.worker.owner.is_quiet(self.id):
+        if not isinstance(fence, calls.Fence) or self.fencing_since is None or self.worker.owner.is_quiet(self.id):
             return None
         if self.access is None or self.is_read:
             return None  # readers are cut off
@@ -292,16 +270,16 @@ class HandleShell:
 
     def can_do_next(self) -> bool:
         """Whether its next action can be carried out, or gone on with, now."""
-        if self.todo and isinstance(self.todo[0], CompareDigests) and self.access is not None:
+        if self.todo and isinstance(self.todo[0], calls.CompareDigests) and self.access is not None:
             return False  # what is wrong may be what is accessed
-        if self.room is not None and not self.room.done and not any(isinstance(each, StopPull) for each in self.todo):
+        if self.room is not None and not self.room.done and not any(isinstance(each, calls.StopPull) for each in self.todo):
             return False
         until = self.fence_waits_until()
         return bool(self.todo) and (until is None or until <= self.cluster.now)
 
     # -- what its shell does
 
-    def apply(self, actions: list[Action]) -> None:
+    def apply(self, actions: list[calls.Action]) -> None:
         """Queue what the member wants done. Nobody does it where the registration was given up."""
         if self.is_stopping:
             return
@@ -314,12 +292,12 @@ class HandleShell:
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
         action = self.todo[0]
-        if isinstance(action, Fence):
+        if isinstance(action, calls.Fence):
             self._fence(action)
             return
-        if isinstance(action, StartPull | CopyLocally) and action.staged and not self._has_room(action):
+        if isinstance(action, calls.StartPull | calls.CopyLocally) and action.staged and not self._has_room(action):
             return
-        if isinstance(action, StopPull):
+        if isinstance(action, calls.StopPull):
             if self.pull is not None:
                 self.pull.stop()
                 if not self.pull.ended:
@@ -330,14 +308,14 @@ class HandleShell:
         self.todo.popleft()
         self._do(action)
 
-    def _has_room(self, action: StartPull | CopyLocally) -> bool:
+    def _has_room(self, action: calls.StartPull | calls.CopyLocally) -> bool:
         """Whether what is to be staged has its room now. It is waited for; where there is none, the fill hears why."""
         if self.staging is not None:
             return True
         if self.room is None:
             self.room = self.worker.copies.make_room(self.staging_id, Purpose.USE, action.manifest.nbytes)
             self.room.ends = lambda: self.apply([])
-        stops = any(isinstance(each, StopPull) for each in self.todo)
+        stops = any(isinstance(each, calls.StopPull) for each in self.todo)
         if stops and not self.room.done:
             self.worker.copies.cancel(self.room)
         if not self.room.done:
@@ -353,16 +331,16 @@ class HandleShell:
             self.apply(self.member.pull_failed(error, self.cluster.now))
         return False
 
-    def _has_memory(self, action: OpenGeneration | StartPull | CopyLocally) -> bool:
+    def _has_memory(self, action: calls.OpenGeneration | calls.StartPull | calls.CopyLocally) -> bool:
         """Whether there is memory for what is to be in it: of a host copy it is taken now."""
-        if isinstance(action, OpenGeneration):
+        if isinstance(action, calls.OpenGeneration):
             self.unopened = None
         if self.shard.medium is Medium.HOST and self.unopened is None:
             try:
                 self.worker.copies.take(self.id, action.manifest.nbytes, self.shard.purpose)
             except StateError as error:
                 self.unopened = error
-        if self.unopened is not None and not isinstance(action, OpenGeneration):
+        if self.unopened is not None and not isinstance(action, calls.OpenGeneration):
             self.apply(self.member.pull_failed(self.unopened, self.cluster.now))
         return self.unopened is None
 
@@ -377,7 +355,7 @@ class HandleShell:
         if self.last_call is not None and not self.last_call.done:
             self.last_call.done, self.last_call.error = True, self.interpreter.give_up().error
             self.worker.copies.call_ended(self, self.last_call)
-        self.todo.extend((StopPull(), Fence(self.generation)))
+        self.todo.extend((calls.StopPull(), calls.Fence(self.generation)))
         self.cluster.handle_moved(self)
 
     def report_of(self, record: JudgedCall) -> FetchReport:
@@ -385,10 +363,10 @@ class HandleShell:
         assert record.version is not None
         return FetchReport(record.version.version, record.changed)
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: calls.Action) -> None:
         owner = self.worker.owner
         match action:
-            case Say():
+            case calls.Say():
                 if isinstance(action.message, Publish):
                     self.cluster.guarantees.contents.promise(action.message.key, self.shard.rank, self.cells)
                 if (
@@ -398,7 +376,7 @@ class HandleShell:
                 ):
                     self.last_call.votes = (*self.last_call.votes, action.message.key)
                 self.worker.say(action.message)
-            case OpenGeneration():
+            case calls.OpenGeneration():
                 if not self._has_memory(action):
                     return
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
@@ -407,60 +385,60 @@ class HandleShell:
                 self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
-            case ReopenGeneration():
+            case calls.ReopenGeneration():
                 if self.unopened is None:
                     owner.reopen(self.id, action.generation)
                 self.generation = action.generation
-            case CallHook():
+            case calls.CallHook():
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
-            case StartPull() | CopyLocally() if not action.staged and not self._has_memory(action):
+            case calls.StartPull() | calls.CopyLocally() if not action.staged and not self._has_memory(action):
                 pass
-            case StartPull():
+            case calls.StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action), self.cluster.new_lane)
                 if self.pull.over:
                     self.pull_done(action)
-            case CompareDigests():
+            case calls.CompareDigests():
                 self.filler.compare(action)
-            case CopyLocally():
+            case calls.CopyLocally():
                 copied = self.filler.copy(action)
                 self.apply(self.member.copied(copied, self.cluster.now, self.filler.root(action)))
-            case AddPullSource():
+            case calls.AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
-            case DropPullSource():
+            case calls.DropPullSource():
                 if self.pull is not None and not self.pull.ended:
                     self.pull.drop(action.lease)
                     self.apply(self.member.source_failed(action.lease, "dropped", "", self.cluster.now))
-            case RegistrationConfirmed():
+            case calls.RegistrationConfirmed():
                 self.registered = True
                 self.worker.copies.answered(self, None)
-            case RegistrationFailed():
+            case calls.RegistrationFailed():
                 self.registration_error = action.error
                 self.worker.copies.answered(self, action.error)
                 if not self.registered:
                     self.worker.router.leave(self.shard)
-            case Finish():
+            case calls.Finish():
                 self._finish(action)
-            case EndPrefetch():
+            case calls.EndPrefetch():
                 self.worker.copies.end_prefetch(self)
-            case FreePrefetch():
+            case calls.FreePrefetch():
                 self.worker.copies.free_prefetch(self)
-            case FreeStaging():
+            case calls.FreeStaging():
                 owner.close(self.staging_id)
                 owner.forget(self.staging_id)
                 self.staging = None
                 self.worker.copies.free(self.staging_id)
-            case FreeMemory():
+            case calls.FreeMemory():
                 owner.forget(self.id)
                 self.cluster.verified.forget(self.id)
                 self.worker.copies.free(self.id)
-            case Fence() | StopPull():
+            case calls.Fence() | calls.StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:
                 assert_never(action)
 
-    def pull_done(self, start: StartPull) -> None:
+    def pull_done(self, start: calls.StartPull) -> None:
         """All that was wanted is there."""
         self.apply(self.member.pull_done(self.cluster.now, self.filler.root(start)))
 
@@ -501,7 +479,7 @@ class HandleShell:
         """Names of tensors that their owner has written since they were published, or filled."""
         return []
 
-    def _fence(self, action: Fence) -> None:
+    def _fence(self, action: calls.Fence) -> None:
         """Let nobody in; shut readers out that do not leave by themselves; then say that it stands, or cannot."""
         now, owner = self.cluster.now, self.worker.owner
         owner.close(self.id)
@@ -528,7 +506,7 @@ class HandleShell:
             self.fencing_since = None
             self.apply(self.member.fence_failed(action.generation, now))
 
-    def _finish(self, action: Finish) -> None:
+    def _finish(self, action: calls.Finish) -> None:
         record = self.last_call
         assert record is not None
         assert not record.done, f"{self.name}: {action} without a call"

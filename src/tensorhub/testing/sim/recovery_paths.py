@@ -4,48 +4,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from tensorhub.messages import (
-    Abandon,
-    AddSource,
-    ChunksThere,
-    CopyRefused,
-    CutReader,
-    DigestedAgain,
-    Dismissed,
-    DropCopy,
-    DropSource,
-    EpochChanged,
-    Fill,
-    FromCoordinator,
-    FromWorker,
-    MakeCopy,
-    Outcome,
-    ReadFailed,
-    Refused,
-    Register,
-    Registered,
-    Resolve,
-    RetainedAck,
-    Revoked,
-    Rollback,
-    Welcome,
-)
+from tensorhub import messages
 
 PATHS: dict[type, str] = {
-    AddSource: "another source granted",
-    ChunksThere: "partial copy asked what it has",
-    CutReader: "lost reader cut off",
-    Dismissed: "dismissed, comes back as a new incarnation",
-    DropSource: "reader moved",
-    EpochChanged: "membership epoch changed",
-    RetainedAck: "retention acknowledged",
-    MakeCopy: "handed over",
-    CopyRefused: "copy refused",
-    DropCopy: "copy dropped",
-    Revoked: "ordered out",
-    Resolve: "outcome asked for",
-    Rollback: "rolled back",
-    Abandon: "operation abandoned by a rank",
+    messages.AddSource: "another source granted",
+    messages.ChunksThere: "partial copy asked what it has",
+    messages.CutReader: "lost reader cut off",
+    messages.Dismissed: "dismissed, comes back as a new incarnation",
+    messages.DropSource: "reader moved",
+    messages.EpochChanged: "membership epoch changed",
+    messages.RetainedAck: "retention acknowledged",
+    messages.MakeCopy: "handed over",
+    messages.CopyRefused: "copy refused",
+    messages.DropCopy: "copy dropped",
+    messages.Revoked: "ordered out",
+    messages.Resolve: "outcome asked for",
+    messages.Rollback: "rolled back",
+    messages.Abandon: "operation abandoned by a rank",
 }
 
 READ_FAILURES = ("corrupt", "dropped", "lost", "refused", "stalled", "unreachable")
@@ -80,24 +55,24 @@ RECOVERY_PATHS: Final = (
 )
 
 
-def path_of(message: FromWorker | FromCoordinator) -> str:
+def path_of(message: messages.FromWorker | messages.FromCoordinator) -> str:
     """Its name, or nothing."""
     match message:
-        case Register(held=held) if held is not None:
+        case messages.Register(held=held) if held is not None:
             return "re-announced"
-        case Registered(keep=False):
+        case messages.Registered(keep=False):
             return "re-announced in vain"
-        case ReadFailed():
+        case messages.ReadFailed():
             return f"read failed: {message.reason}"
-        case Outcome(committed=False):
+        case messages.Outcome(committed=False):
             return "operation aborted"
-        case Welcome(known=True):
+        case messages.Welcome(known=True):
             return "connected again"
-        case Fill(resume=resume) if resume is not None:
+        case messages.Fill(resume=resume) if resume is not None:
             return "fill goes on under a new coordinator"
-        case DigestedAgain(changed=changed) if changed is not None:
+        case messages.DigestedAgain(changed=changed) if changed is not None:
             return "owner at fault: quarantined" if changed else "owner not at fault"
-        case Refused():
+        case messages.Refused():
             return f"refused: {message.error.kind}"
         case _:
             return PATHS.get(type(message), "")

@@ -8,40 +8,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Protocol, assert_never
 
+from tensorhub import messages
 from tensorhub.coordinator import Retention
 from tensorhub.errors import GroupAborted, TensorHubError
 from tensorhub.manifest import Manifest
-from tensorhub.messages import (
-    Announce,
-    CopyRefused,
-    CutReader,
-    DigestAgain,
-    Dismissed,
-    Done,
-    DropCopy,
-    ErrorInfo,
-    FromCoordinator,
-    FromWorker,
-    Heartbeat,
-    Join,
-    LeaveGranted,
-    MakeCopy,
-    Outcome,
-    Pin,
-    ReaderCut,
-    Refused,
-    Register,
-    Registered,
-    Retain,
-    Revoked,
-    Rollback,
-    Start,
-    TellChunks,
-    ToRank,
-    Unpin,
-    Welcome,
-    Write,
-)
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.handle import CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
@@ -112,7 +82,7 @@ class SimHandle(HandleShell):
 
     def refuse(self, reason: str = "the body raised") -> CallRecord:
         """Do not make the next group call."""
-        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
+        return self.call(RefuseCall(messages.ErrorInfo.of(GroupAborted(reason))), 60.0)
 
 
 class WorkerWorld(HandleWorld, Protocol):
@@ -177,7 +147,7 @@ class SimWorker:
         self.router = Router[SimHandle](cluster.numbers)
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
         self._asked_unpins: dict[int, str] = {}  # by request
-        self.rollbacks: dict[int, Rollback] = {}  # by request: those that were said, and not answered
+        self.rollbacks: dict[int, messages.Rollback] = {}  # by request: those that were said, and not answered
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -237,7 +207,7 @@ class SimWorker:
         assert self.alive
         assert self.link is None
         self.link = self.cluster.new_link(self)
-        self.say(Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
+        self.say(messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
     def disconnect(self) -> None:
         """The connection breaks; what was on its way is lost, and the coordinator will notice some time."""
@@ -284,10 +254,10 @@ class SimWorker:
         for pin in self.pins:
             self.cluster.guarantees.history.unpinned(pin)
 
-    def say(self, message: FromWorker) -> None:
+    def say(self, message: messages.FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
         if self.link is not None:
-            if isinstance(message, Register) and message.held is not None and not message.held.voted:
+            if isinstance(message, messages.Register) and message.held is not None and not message.held.voted:
                 self._said_held[message.request] = message.held.content_id
                 asker = self.router.asker(message.request)
                 if asker is not None:
@@ -298,9 +268,9 @@ class SimWorker:
 
     def beat(self) -> None:
         """Renew the lease."""
-        self.say(Heartbeat(0))
+        self.say(messages.Heartbeat(0))
 
-    def heard_soon(self) -> list[FromCoordinator | None]:
+    def heard_soon(self) -> list[messages.FromCoordinator | None]:
         """What is on its way here."""
         return list(self.link.down) if self.link is not None else []
 
@@ -311,7 +281,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         ident = ident or f"rollback{request}"
         self.cluster.guarantees.retained.asks(request, ident)
-        self.rollbacks[request] = Rollback(request, ident, model, to)
+        self.rollbacks[request] = messages.Rollback(request, ident, model, to)
         self.say(self.rollbacks[request])
         return request
 
@@ -320,7 +290,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if self.link is not None:
             self.cluster.guarantees.retained.asks(request, Retention(model, latest))
-        self.say(Retain(request, model, latest))
+        self.say(messages.Retain(request, model, latest))
         return request
 
     def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
@@ -330,7 +300,7 @@ class SimWorker:
             pin = f"pin{request}"
             self.cluster.guarantees.retained.asks(request, pin)
         self.pins[pin] = (model, version)
-        self.say(Pin(request, pin, model, version))
+        self.say(messages.Pin(request, pin, model, version))
         return pin, request
 
     def unpin(self, pin: str) -> int:
@@ -340,18 +310,18 @@ class SimWorker:
         self.unpinned[pin] = model
         self._asked_unpins[request] = pin
         self.cluster.guarantees.history.unpinned(pin)
-        self.say(Unpin(request, pin, model))
+        self.say(messages.Unpin(request, pin, model))
         return request
 
     # -- what it hears
 
-    def granted(self, message: LeaveGranted) -> None:
+    def granted(self, message: messages.LeaveGranted) -> None:
         """That is about to be told to one of its handles."""
         handle = self.router.asker(message.request)
         if handle is not None:
             self.cluster.guarantees.retained.granted(handle)
 
-    def known(self, message: Registered) -> None:
+    def known(self, message: messages.Registered) -> None:
         """That is about to be told to one of its handles: what it has announced as held counts from now on."""
         handle, content_id = self.router.asker(message.request), self._said_held.pop(message.request, None)
         if handle is not None:
@@ -359,59 +329,63 @@ class SimWorker:
         if handle is not None and content_id is not None and message.keep:
             self.cluster.guarantees.retained.stays(handle, content_id)
 
-    def hear(self, message: FromCoordinator) -> None:
+    def hear(self, message: messages.FromCoordinator) -> None:
         """Carry out what it is to whom it concerns."""
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             self._welcomed(message)
-        elif isinstance(message, Dismissed):
+        elif isinstance(message, messages.Dismissed):
             self._dismissed(message)
         for routed in self.router.route(message):
             match routed:
                 case Deliver():
                     self._tell(routed.handle, routed.message)
                 case Examine(handle=handle, question=question):
-                    if isinstance(question, DigestAgain):
+                    if isinstance(question, messages.DigestAgain):
                         handle.digest_again(question)
                     else:
                         handle.tell_digests(question)
-                case MakeCopy() if self.copies_refused:
+                case messages.MakeCopy() if self.copies_refused:
                     self.copies_refused -= 1
-                    self.say(CopyRefused(routed.copy, "not here"))
-                case MakeCopy():
+                    self.say(messages.CopyRefused(routed.copy, "not here"))
+                case messages.MakeCopy():
                     self.copies.ordered(routed)
                 case Answered():
                     self._answered(routed.message)
                 case Reply():
                     self.say(routed.message)
-                case Announce():
+                case messages.Announce():
                     self._announced(routed)
-                case CutReader():
+                case messages.CutReader():
                     self._cut(routed)
-                case TellChunks():
+                case messages.TellChunks():
                     self.say(tell_chunks(self.owner, routed))
-                case DropCopy():
+                case messages.DropCopy():
                     self.copies.dropped(routed)
                 case _:
                     assert_never(routed)
 
-    def _announced(self, message: Announce) -> None:
+    def _announced(self, message: messages.Announce) -> None:
         """Which version is the newest: users of this worker look for themselves (`process`)."""
 
-    def _tell(self, handle: SimHandle, message: ToRank) -> None:
+    def _tell(self, handle: SimHandle, message: messages.ToRank) -> None:
         guarantees, record = self.cluster.guarantees, handle.last_call
-        if record is not None and not record.done and isinstance(message, LeaveGranted | Write | Start):
+        if (
+            record is not None
+            and not record.done
+            and isinstance(message, messages.LeaveGranted | messages.Write | messages.Start)
+        ):
             record.granted = True
-            if isinstance(message, LeaveGranted):
+            if isinstance(message, messages.LeaveGranted):
                 guarantees.retained.let_go(handle)
-        if record is not None and isinstance(message, Outcome) and message.key == record.key:
+        if record is not None and isinstance(message, messages.Outcome) and message.key == record.key:
             record.committed = message.committed
-        if isinstance(message, Outcome) and handle.member._memory.doubt == message.key:
+        if isinstance(message, messages.Outcome) and handle.member._memory.doubt == message.key:
             guarantees.resolved(handle, message)
-        if isinstance(message, Revoked) and handle.lied == message.content_id:
+        if isinstance(message, messages.Revoked) and handle.lied == message.content_id:
             guarantees.retained.lost(handle)  # the coordinator has found out
         handle.apply(handle.member.receive(message, self.cluster.now))
 
-    def _welcomed(self, message: Welcome) -> None:
+    def _welcomed(self, message: messages.Welcome) -> None:
         if self.link is None:
             return
         self.link.welcomed = True
@@ -433,7 +407,7 @@ class SimWorker:
         for pin, (model, version) in list(self.pins.items()):
             self.pin(version, model, pin)
 
-    def _dismissed(self, message: Dismissed) -> None:
+    def _dismissed(self, message: messages.Dismissed) -> None:
         """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
         self.dismissals.append(message.reason)
         self.lives += 1
@@ -442,21 +416,21 @@ class SimWorker:
             for lane in list(handle.serving):
                 self.cluster.lane_shut(lane)
 
-    def _cut(self, message: CutReader) -> None:
+    def _cut(self, message: messages.CutReader) -> None:
         """Serve that reader no more on the connections that it has."""
         self.cut.add(message.lease)
         for handle in self.handles:
             for lane in [lane for lane in handle.serving if lane.incarnation == message.reader]:
                 self.cluster.lane_shut(lane)
-        self.say(ReaderCut(message.lease))
+        self.say(messages.ReaderCut(message.lease))
 
     def _answered(self, message: Answer) -> None:
         self.copies.heard(message)
-        if not isinstance(message, Done | Refused):
+        if not isinstance(message, messages.Done | messages.Refused):
             return  # which only the runtime's questions ask for
-        request, refused = message.request, isinstance(message, Refused)
+        request, refused = message.request, isinstance(message, messages.Refused)
         self.cluster.guarantees.history.answered(self, message)
-        self.answers[request] = message.error.error() if isinstance(message, Refused) else None
+        self.answers[request] = message.error.error() if isinstance(message, messages.Refused) else None
         rollback = self.rollbacks.pop(request, None)
         if rollback is not None and not refused:
             self.cluster.rolled_back(rollback.to)
