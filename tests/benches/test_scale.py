@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
+from benches.scale import server
 from benches.scale.core import Row, Steps, measure, slope
 from benches.scale.thin import REPORTS
 
@@ -26,3 +28,11 @@ def test_the_slope_is_that_of_the_logarithms() -> None:
 
     assert slope([row(n, n * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(0.0)
     assert slope([row(n, n**2 * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_over_sockets_everybody_is_assigned_a_source_and_nobody_is_lost() -> None:
+    row = anyio.run(server.measure, 16, 2, 2, 1000, 10.0)
+    assert len(row.assigned_ms) == 16 * 2
+    assert row.lost == 0
+    assert str(row).split()[0] == "16"

@@ -131,7 +131,8 @@ class CoordinatorServer:
         self._sessions_minted = 0
         self._unrecorded: list[Persist] = []
         self._record_wanted = anyio.Event()
-        self._deadline_moved = anyio.Event()
+        self._wakes_at = math.inf  # when time is let pass for the core
+        self._is_sooner = anyio.Event()  # it wants that earlier
         self._strangers_max, self._sessions_max = shares(options.sessions_max)
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
@@ -218,7 +219,9 @@ class CoordinatorServer:
                 case CloseSession():
                     log.info("session_closed", session=action.session, reason=action.reason)
                     self._close(action.session)
-        self._deadline_moved.set()
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline < self._wakes_at:
+            self._is_sooner.set()
 
     def _send(self, number: int, message: FromCoordinator | None) -> None:
         session = self._sessions.get(number)
@@ -242,16 +245,18 @@ class CoordinatorServer:
             self._send(number, None)
 
     async def _keep_time(self) -> None:
+        """Let time pass for the core when it wants that. Most deadlines are moved on before they come: this is no business
+        of most events, and what wakes too early looks when to wake next.
+        """
         while True:
-            self._deadline_moved = anyio.Event()
             deadline = self._core.next_deadline()
-            if deadline is None:
-                await self._deadline_moved.wait()
-                continue
-            with anyio.move_on_after(max(0.0, deadline - clock.now())):
-                await self._deadline_moved.wait()
-            if clock.now() >= deadline:
+            if deadline is not None and deadline <= clock.now():
                 self._step(Tick())
+                await anyio.lowlevel.checkpoint()
+                continue
+            self._is_sooner, self._wakes_at = anyio.Event(), math.inf if deadline is None else deadline
+            with anyio.move_on_after(self._wakes_at - clock.now()):
+                await self._is_sooner.wait()
 
     async def _keep_records(self) -> None:
         """Write what has gathered, in one transaction; then say so."""
@@ -365,6 +370,7 @@ class CoordinatorServer:
             else:
                 await session.wait_taken(ANSWERS_UNREAD_MAX)
                 self._step(Received(number, message))
+            del message  # it may be large, and nothing else may come for a while
             heard += 1
             if heard >= MESSAGES_PER_TURN or clock.now() - since > TURN_S:
                 await anyio.lowlevel.checkpoint()
