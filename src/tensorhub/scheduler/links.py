@@ -20,6 +20,7 @@ Responsible for what is believed. Not responsible for what follows from it (`cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -61,6 +62,8 @@ class Links:
 
     def __init__(self) -> None:
         self._votes: tuple[dict[str, _Vote], ...] = tuple({} for _ in Distance)  # by voter, the oldest first; VOTES_MAX each
+        self._rates: tuple[float, ...] = ()  # as of the last vote, until the oldest of them all is too old
+        self._until = -math.inf
 
     def heard(self, voter: str, apart: Distance, nbytes: int, seconds: float, sharers: int | None, now: float) -> None:
         """So many bytes came to `voter` in so many seconds, over a link that at most `sharers` readers shared. None: it
@@ -75,6 +78,7 @@ class Links:
         before = self.rates(now)[apart] if vote is None or vote.said_at + VOTE_S <= now else vote.bytes_per_s
         if sharers is None and least <= before:
             return  # this says nothing new, and must not keep an old vote alive
+        self._until = -math.inf
         votes.pop(voter, None)
         votes[voter] = _Vote(min(max(before, least), most), now)
         if len(votes) > VOTES_MAX:
@@ -85,6 +89,12 @@ class Links:
 
         If a smaller distance of the network turned out slower than assumed, the rates assumed for larger ones shrink alike.
         """
+        if now >= self._until:
+            ends = (vote.said_at + VOTE_S for votes in self._votes for vote in votes.values())
+            self._rates, self._until = self._counted(now), min((end for end in ends if end > now), default=math.inf)
+        return self._rates
+
+    def _counted(self, now: float) -> tuple[float, ...]:
         rates: list[float] = []
         nearer, scale = RATE_MAX, 1.0
         for apart, votes, supposed in zip(Distance, self._votes, SUPPOSED_BYTES_PER_S, strict=True):
