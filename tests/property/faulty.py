@@ -209,7 +209,7 @@ class FaultyCluster(StepwiseCluster):
             self._watch(handle)
 
     def _keep_connected(self, worker: SimWorker) -> None:
-        """As `process.TimedWorker`: give up a connection in which nothing comes back, and make one where there is none."""
+        """As `TimedWorker`: give up a connection in which nothing comes back, and make one where there is none."""
         link = worker.link
         assert link is None or isinstance(link, TimedLink)
         if link is not None:

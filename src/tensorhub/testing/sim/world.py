@@ -1,9 +1,9 @@
 """A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
 
-`World` is what there is and what each step does: the coordinator with its store, workers, connections. It asks, in the
-methods under "what follows", that something happen later. `StepwiseCluster` lets the caller decide when: every step that
-could happen now is a `Choice`; who drives it picks one: in turn (`run`), one by one (`do`), or Hypothesis.
-`SimulatedCluster` has a clock, latencies and faults instead.
+`World` is what there is: the coordinator with its store, workers and connections. It knows what each step does, and asks
+that something happen later: these are the methods of the protocols that it inherits. A driver answers them. It decides when
+that happens. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a clock, latencies and
+faults.
 """
 
 from __future__ import annotations

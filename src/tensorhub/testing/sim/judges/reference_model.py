@@ -11,7 +11,7 @@ Moments are counted, not timed: each begin and each end is a tick, and moment `t
 moment changes at an *edge*, so only edges are looked at.
 
 Independent of the coordinator's and the worker's code. Not responsible for what memory holds (`guarantees`), nor for
-whether what must stay does (`retained`): it says only what must.
+whether what must stay does (`retention`): it says only what must.
 """
 
 from __future__ import annotations
