@@ -78,6 +78,7 @@ class ThinWorker:
     key: OpKey | None = None  # of the call that is under way
     leases: dict[str, None] = field(default_factory=dict)
     reports: int = -1  # of the fill that is under way; -1: it may not write yet
+    publishes: bool = False
     held: int | None = None  # the newest version that it has
 
     @property
@@ -116,9 +117,8 @@ class ThinWorker:
 
     def publish(self, version: int) -> Iterator[FromWorker]:
         self.generation += 1
-        key = self._next_key()
-        yield Publish(key, self.rank, self.registration, version, self.generation, TIMEOUT_S)
-        yield Digests(self.registration, self.generation, CHUNKS, ((0, CHUNKS),), DIGESTS, True)
+        self.publishes = True
+        yield Publish(self._next_key(), self.rank, self.registration, version, self.generation, TIMEOUT_S)
 
     def unpublish(self) -> LeaveRequest:
         return LeaveRequest(2, self.registration, self.generation, TIMEOUT_S, abandon=False, closes=False, hurry=False)
@@ -179,6 +179,8 @@ class ThinWorker:
                     raise AssertionError(f"{self.group}/{self.rank}: {message.error}")
                 self.key, self.held = None, message.version.version
                 self.sequence = message.key.sequence + 1
+                if self.publishes:
+                    yield Digests(self.registration, self.generation, CHUNKS, ((0, CHUNKS),), DIGESTS, True)
                 if message.retained is not None:
                     yield RetainedAck(self.registration, message.version.content_id, True, message.retained)
             case SetRetained():

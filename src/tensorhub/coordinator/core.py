@@ -346,10 +346,11 @@ class Coordinator(Stateful[CoordinatorState]):
         """
         cluster, left = self.cluster, limits.STIRRED_PER_STEP
         while queue := cluster.stirred or cluster.stirred_guests:
-            if not left or (len(queue) > left and not is_their_turn):
+            if left <= 0 or (len(queue) > left and not is_their_turn):
                 cluster.timers.set("stirred", "", cluster.now)
                 return
             for key in list(islice(queue, left)):
-                cluster.changed_operations[key] = queue.pop(key)
-                left -= 1
+                if left > 0:
+                    operation = cluster.changed_operations[key] = queue.pop(key)
+                    left -= len(operation.parts)
             self._settle()
