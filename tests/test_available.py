@@ -112,7 +112,7 @@ async def test_a_worker_says_which_chunks_a_partial_copy_has() -> None:
             weights = await c.hubs[1].register("m", tensors())
 
             async def ask(generation: int) -> ChunksThere:
-                with patch.object(worker, "say", said.append):
+                with patch.object(worker.link, "say", said.append):
                     worker.received(TellChunks(handle_of(weights).member.shard.registration, generation))
                 answer = said.pop()
                 assert isinstance(answer, ChunksThere)

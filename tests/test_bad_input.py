@@ -28,6 +28,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.hub import Hub
+from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.types import Location, Options, VersionInfo, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, nothing_left, tensors, worker_of
@@ -82,7 +83,7 @@ def answering(answer: bytes) -> Iterator[str]:
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a TensorHub peer: .*HTTP/1.1.*check the address"),
         (
             PREFACE[:-1] + b"\x09",
-            "speaks version 9 of the protocol, this side version 3: upgrade the TensorHub on this side",
+            f"speaks version 9 of the protocol, this side version {PROTOCOL_VERSION}: upgrade the TensorHub on this side",
         ),
         (PREFACE + b"\xff\xff\xff\xff", "4294967295 bytes"),
         (PREFACE + b"\x00\x00\x00\x03abc", "."),
