@@ -103,3 +103,31 @@ def test_a_change_and_a_choice_cost_the_same_among_many(sources_per_host: int) -
         return calls.count
 
     assert cost(8192) <= 1.3 * cost(128)
+
+
+def test_each_source_that_is_refused_costs_a_few_looks() -> None:
+    """A reader whom a thousand sources have failed kept a coordinator busy for a tenth of a second with each message."""
+
+    def cost(refused: int) -> int:
+        sources = Sources[int]()
+        for number in range(1024):
+            at = Location("s", f"r{number // 128}", f"h{number // 8}")
+            sources.put(number, Standing(at, frozenset({"tcp"}), 0, number % 5, number))
+        met: set[int] = set()
+
+        def refuses(source: int) -> bool:
+            met.add(source)
+            return len(met) <= refused
+
+        calls = Calls()
+        sys.setprofile(calls)
+        try:
+            at = Location("s", "r0", "h0")
+            found = sources.best(at, frozenset({"tcp"}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, refuses)
+        finally:
+            sys.setprofile(None)
+        assert (found is None) == (refused == 1024)
+        assert len(met) == min(refused + 1, 1024)
+        return calls.count
+
+    assert cost(1024) - cost(0) < 10 * 1024

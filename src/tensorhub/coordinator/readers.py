@@ -6,7 +6,7 @@ a reader has no source (`operations`), nor for when a source may leave (`withdra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
@@ -120,6 +120,7 @@ class Readers:
         read = [lease.holding for lease in part.leases.values() if not lease.dropping]
         neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
         found = [neighbour] if neighbour is not None and neighbour not in read else []
+        rates = self._cluster.links.rates(self._cluster.now)
         while len(read) + len(found) < PATCHES_MAX:
             passed = [neighbour, mine, *read, *found]
             refuses = lambda h, passed=passed: h in passed or not self._reachable(h, part)  # noqa: E731
@@ -127,7 +128,7 @@ class Readers:
             candidates = [h for h in best if h is not None]
             if not candidates:
                 break
-            found.append(min(candidates, key=lambda h: self._estimate(h, part, version)))
+            found.append(min(candidates, key=lambda h: _estimate(h, part, version, rates)))
         return found
 
     @staticmethod
@@ -169,7 +170,8 @@ class Readers:
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
             there = version.holdings[part.shard]
             failed = [h for h in theirs if h in there and not (h.is_stranded or refuses(h))]
-            order = lambda h: (part.failures[h.member.worker.incarnation], self._estimate(h, part, version))  # noqa: E731
+            rates = self._cluster.links.rates(self._cluster.now)
+            order = lambda h: (part.failures[h.member.worker.incarnation], _estimate(h, part, version, rates))  # noqa: E731
             found = min(failed, key=order, default=None)
         return found
 
@@ -180,15 +182,6 @@ class Readers:
         there, reader = version.holdings[part.shard], part.member.worker
         rates = self._cluster.links.rates(self._cluster.now)
         return there.best(reader.location, reader.transports, _wanted(there), rates, refuses, stranded=stranded)
-
-    def _estimate(self, holding: Holding, part: RankPart, version: Version) -> tuple[float, int]:
-        """When it would have everything from there; the newest comes first of equals."""
-        reader, worker = part.member.worker, holding.member.worker
-        # Who copies out of its memory shares nothing of it with its other readers.
-        readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
-        apart, rates = distance(reader.location, worker.location), self._cluster.links.rates(self._cluster.now)
-        wanted = _wanted(version.holdings[part.shard])
-        return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
 
     def finds_source(self, part: RankPart, version: Version) -> bool:
         """Whether there is a source for this reader now."""
@@ -518,6 +511,15 @@ class Readers:
 def _wanted(there: Holders[Holding]) -> Wanted:
     """What a reader of that shard reads. (The grid is the publisher's; others count their own, and a copy none.)"""
     return Wanted(there.nbytes, there.nbytes / max(1, there.chunks))
+
+
+def _estimate(holding: Holding, part: RankPart, version: Version, rates: Sequence[float]) -> tuple[float, int]:
+    """When it would have everything from there; the newest comes first of equals."""
+    reader, worker = part.member.worker, holding.member.worker
+    # Who copies out of its memory shares nothing of it with its other readers.
+    readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
+    apart, wanted = distance(reader.location, worker.location), _wanted(version.holdings[part.shard])
+    return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
 
 
 def _filled_by(holding: Holding) -> set[Holding]:

@@ -7,7 +7,8 @@ sources, the others of their children, by the best source of each. A reader's ca
 along the way from its host to the root, each without the child that was looked at already.
 
 A change costs a few insertions in sorted lists, a choice a few looks. Neither grows with the number of sources, but for the
-number of different counts of readers, which is small.
+number of different counts of readers, which is small. Where the reader refuses the best ones, the next ones are looked at in
+order, so that a reader whom many sources have failed looks at each of them once.
 
 Responsible for the order. Not responsible for who is a source, nor for who must not be read by a certain reader: the caller
 says so of the few that are met (`refuses`).
@@ -18,7 +19,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from heapq import heappop, heappush
+from itertools import count
+from typing import Generic, NamedTuple, TypeVar
 
 from tensorhub.scheduler.choice import Wanted, finish_s
 from tensorhub.scheduler.links import Distance
@@ -47,7 +50,7 @@ class _Node(Generic[T]):
     def __init__(self, parent: _Node[T] | None) -> None:
         self.parent = parent
         self.children: dict[str, _Node[T]] = {}
-        self.first: dict[int, list[tuple[int, int, _Node[T] | T]]] = {}
+        self.first: dict[int, _Entries[T]] = {}
 
     def child(self, name: str) -> _Node[T]:
         found = self.children.get(name)
@@ -75,6 +78,18 @@ class _Node(Generic[T]):
 
 def _rank(entry: tuple[int, int, object]) -> Rank:
     return entry[:2]
+
+
+_Entries = list[tuple[int, int, _Node[T] | T]]
+
+
+class _Way(NamedTuple, Generic[T]):
+    """To the sources of one list: how far away they are, and how many share each."""
+
+    apart: Distance
+    readers: int
+    shared: int  # readers who share its uplink
+    nearer: _Node[T] | None  # what another list has
 
 
 class Sources(Generic[T]):
@@ -134,24 +149,36 @@ class Sources(Generic[T]):
         refuses: Callable[[T], bool],
     ) -> T | None:
         """The source at which this reader would be done first, of those that it does not refuse and reaches over one of
-        its `transports`; the newest of equals. None if there is none.
+        its `transports`; the newest of equals. None if there is none. Nothing may change meanwhile.
         """
-        aside: dict[T, Standing] = {}
-        try:
-            while True:
-                found = min(self._candidates(reader, transports, wanted, rates), key=_order, default=None)
-                if found is None or not refuses(found[2]):
-                    return None if found is None else found[2]
-                aside[found[2]] = self._standing[found[2]]
-                self.drop(found[2])
-        finally:
-            for source, standing in aside.items():
-                self.put(source, standing)
+        return next((each for each in self._in_order(reader, transports, wanted, rates) if not refuses(each)), None)
 
-    def _candidates(
-        self, reader: Location, transports: frozenset[str], wanted: Wanted, rates: Sequence[float]
-    ) -> Iterator[tuple[float, int, T]]:
-        """The best of each distance and number of readers: when it would be done, how new it is, and what it is."""
+    def _in_order(self, reader: Location, transports: frozenset[str], wanted: Wanted, rates: Sequence[float]) -> Iterator[T]:
+        """All that it reaches, the best first. Each takes a look at a few entries when it is asked for."""
+        ahead: list[tuple[float, int, int, _Entries[T], int, _Way[T]]] = []  # a heap, of the next entry of each list
+        looks = count()  # so that nothing else is compared
+
+        def enter(entries: _Entries[T], place: int, way: _Way[T]) -> None:
+            if place < len(entries) and entries[place][2] is way.nearer:
+                place += 1
+            if place < len(entries):
+                depth, newness, _ = entries[place]
+                finish = finish_s(way.apart, way.shared, depth, wanted, rates)
+                heappush(ahead, (finish, newness, next(looks), entries, place, way))
+
+        for entries, way in self._ways(reader, transports):
+            enter(entries, 0, way)
+        while ahead:
+            *_, entries, place, way = heappop(ahead)
+            what = entries[place][2]
+            if isinstance(what, _Node):
+                enter(what.first[way.readers], 0, way)
+            else:
+                yield what
+            enter(entries, place + 1, way)
+
+    def _ways(self, reader: Location, transports: frozenset[str]) -> Iterator[tuple[_Entries[T], _Way[T]]]:
+        """The lists in which all that it reaches are: one for each distance and number of readers."""
         for theirs, root in self._roots.items():
             common = theirs & transports
             if not common:
@@ -161,8 +188,8 @@ class Sources(Generic[T]):
             rack = site.children.get(reader.rack) if site is not None else None
             host = rack.children.get(reader.host) if rack is not None else None
             if host is not None:
-                for readers, there in host.first.items():
-                    yield _candidate(there[0], Distance.HOST, 0 if shares_memory else readers, readers, wanted, rates)
+                for readers, entries in host.first.items():
+                    yield entries, _Way(Distance.HOST, readers, 0 if shares_memory else readers, None)
             if common <= SAME_HOST_TRANSPORTS:
                 continue
             for node, nearer, apart in (
@@ -170,23 +197,5 @@ class Sources(Generic[T]):
                 (site, rack, Distance.SITE),
                 (root, site, Distance.FAR),
             ):
-                for readers, there in node.first.items() if node is not None else ():
-                    entry = there[0]
-                    if entry[2] is nearer:
-                        if len(there) == 1:
-                            continue
-                        entry = there[1]
-                    yield _candidate(entry, apart, readers, readers, wanted, rates)
-
-
-def _candidate(
-    entry: tuple[int, int, _Node[T] | T], apart: Distance, shared: int, readers: int, wanted: Wanted, rates: Sequence[float]
-) -> tuple[float, int, T]:
-    depth, newness, what = entry
-    while isinstance(what, _Node):
-        what = what.first[readers][0][2]
-    return finish_s(apart, shared, depth, wanted, rates), newness, what
-
-
-def _order(candidate: tuple[float, int, object]) -> tuple[float, int]:
-    return candidate[:2]
+                for readers, entries in node.first.items() if node is not None else ():
+                    yield entries, _Way(apart, readers, readers, nearer)
