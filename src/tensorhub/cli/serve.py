@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import anyio
 import typer
@@ -14,6 +14,8 @@ import typer
 import tensorhub
 from tensorhub.cli import common
 from tensorhub.types import Options
+
+_DEFAULTS: Final = Options()
 
 
 def serve(
@@ -23,8 +25,10 @@ def serve(
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,
     token_file: common.TokenFileOption = None,
-    lease_s: Annotated[float, typer.Option(help="A worker that is silent for this long is lost.")] = 10.0,
-    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for its readers.")] = 5.0,
+    lease_s: Annotated[float, typer.Option(help="A worker that is silent for this long is lost.")] = _DEFAULTS.lease_s,
+    drain_grace_s: Annotated[
+        float, typer.Option(help="How long a leaving source waits for its readers.")
+    ] = _DEFAULTS.drain_grace_s,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
