@@ -80,7 +80,7 @@ class Holders(Generic[H]):
         other.drop(holding)
         if standing is None:
             mine.drop(holding)
-            return False
+            return counts > before
         mine.put(holding, standing)
         return is_new or counts > before
 

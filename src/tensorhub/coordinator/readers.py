@@ -153,16 +153,16 @@ class Readers:
         The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
-        below: set[Holding] | None = None  # what is filled by what this part fills: to read that would be a wait cycle
+        below: set[Holding] | None = None
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
             if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
-            if part.holding is not None and part.holding.readers and not holding.complete:
-                below = _filled_by(part.holding) if below is None else below
-                return holding in below
-            return False
+            if holding.complete or part.holding is None or not part.holding.readers:
+                return False
+            below = self._below(part.holding) if below is None else below
+            return holding in below
 
         found = self._best(part, version, lambda h: h.member.worker.incarnation in part.failures or refuses(h))
         if found is None and part.failures:
@@ -174,6 +174,11 @@ class Readers:
             order = lambda h: (part.failures[h.member.worker.incarnation], _estimate(h, part, version, rates))  # noqa: E731
             found = min(failed, key=order, default=None)
         return found
+
+    @staticmethod
+    def _below(holding: Holding) -> set[Holding]:
+        """What must not be read to fill this: it is filled from this itself, and they would wait for each other."""
+        return _filled_by(holding)
 
     def _best(
         self, part: RankPart, version: Version, refuses: Callable[[Holding], bool], *, stranded: bool = False
@@ -401,9 +406,7 @@ class Readers:
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if version.abandoned or (holding.complete and not all(map(version.is_whole, version.holdings))):
-            # Its readers, also those that have not begun, may have to end, or to complete one another.
-            for bound in (*version.bound.values(), *version.guests_bound.values()):
-                self._cluster.stir(bound)
+            self._reconsider_readers(version)
         if member.holding is holding:
             member.holding = None
         member.leaving.append(holding)
@@ -411,6 +414,11 @@ class Readers:
         if replica.state is ReplicaState.READY and on_purpose:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
+
+    def _reconsider_readers(self, version: Version) -> None:
+        """Its readers, also those that have not begun, may have to end, or to complete one another."""
+        for operation in (*version.bound.values(), *version.guests_bound.values()):
+            self._cluster.stir(operation)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one. A guest is given it in its turn: there
@@ -429,6 +437,7 @@ class Readers:
         if grant is not None:
             lease.dropping = True
             self._feed(part.holding)
+            self._cluster.changed(part.operation)
             self._cluster.note(lease)
             self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
             self.tell_to_drop(lease, "the source leaves")

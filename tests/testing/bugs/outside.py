@@ -553,7 +553,7 @@ def one_rank_makes_a_replica() -> Iterator[None]:
     faults=(Fault.SLOW, Fault.CANCEL, Fault.HASTE),
 )
 def wait_cycle() -> Iterator[None]:
-    with replaced(Readers, "_reads_from", staticmethod(lambda holding, part: False)):
+    with replaced(Readers, "_below", staticmethod(lambda holding: set())):
         yield
 
 
