@@ -214,6 +214,22 @@ def test_a_staged_number_that_was_overtaken_is_not_published() -> None:
     assert cluster.coordinator.cluster.models["actor"].mark == 7
 
 
+def test_what_is_no_selector_gets_no_version() -> None:
+    """A worker's own check may be another version's: what it says must not be taken for a selector that there is."""
+    cluster, trainer, reader = trainer_and_reader()
+    cluster.handle("keeper").replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    asked = reader.replicate("oldest")
+    cluster.run()
+    with pytest.raises(VersionUnavailable, match="'oldest' is no selector that this coordinator knows") as caught:
+        _ = asked.number
+    assert not caught.value.retryable
+
+
 def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> None:
     cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")

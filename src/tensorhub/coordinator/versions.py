@@ -105,7 +105,7 @@ class Versions:
     def resolve(self, model: Model, selector: Selector, at_least: int | None) -> Version | None:
         """The visible version that a selector means; None: the call waits for it.
 
-        Raises VersionUnavailable for a number that is not visible: it fails at once.
+        Raises VersionUnavailable for a number that is not visible, and for what is no selector: it fails at once.
         """
         if isinstance(selector, int):
             version = model.versions.get(selector)
@@ -114,6 +114,8 @@ class Versions:
                     self._unknown(model, selector), retryable=model.mark is None or selector > model.mark
                 )
             return version
+        if selector not in (LATEST, PREVIOUS):
+            raise VersionUnavailable(f"{selector!r} is no selector that this coordinator knows", retryable=False)
         version = model.newest_visible(skip=0 if selector == LATEST else 1)
         if version is not None and at_least is not None and version.number < at_least:
             return None
