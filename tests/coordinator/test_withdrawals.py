@@ -66,9 +66,10 @@ def test_unpublish_moves_its_readers_to_another_source() -> None:
     assert reader.member.version == 1
 
 
-def test_unpublish_waits_for_a_reader_that_has_no_other_source_within_the_grace() -> None:
+@pytest.mark.parametrize("call", ["unpublish", "close"])
+def test_a_leave_waits_for_a_reader_that_has_no_other_source_within_the_grace(call: str) -> None:
     cluster, trainer, reader = reading()
-    asked = trainer.unpublish()
+    asked = getattr(trainer, call)()
     run_without_reads(cluster)
     assert not asked.has_ended()
     cluster.run()
