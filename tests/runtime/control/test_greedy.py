@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import tensorhub
+from tensorhub.coordinator import Event
 from tensorhub.coordinator.entities import Version
 from tensorhub.errors import StateError
 from tensorhub.hub import Hub
@@ -29,6 +31,7 @@ from tensorhub.messages import (
     ManifestReply,
     Register,
     Registered,
+    Unwatch,
 )
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
@@ -258,3 +261,34 @@ async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes
         assert server._sessions_minted == 1
         model.versions.clear()
         assert (await hub.describe("m")).model == "m"
+
+
+async def test_many_read_only_sessions_that_flood_have_one_turn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a turn for each of them, a trainer waited for all of them in each of its round trips: seconds for hundreds."""
+    steps, runs = 0, [0]
+    step = CoordinatorServer._step
+
+    def counting(self: CoordinatorServer, event: Event) -> None:
+        nonlocal steps
+        steps += 1
+        step(self, event)
+
+    async def others_turn() -> None:
+        while True:
+            before = steps
+            await anyio.lowlevel.checkpoint()
+            runs.append(steps - before)
+
+    async with serving() as server, contextlib.AsyncExitStack() as stack, anyio.create_task_group() as tasks:
+        flood = []
+        for number in range(SESSIONS):
+            messages = await joined(server, number, read_only=True)
+            flood.append(await stack.enter_async_context(messages))
+        frame = codec.encode(Unwatch("unknown"))
+        monkeypatch.setattr(CoordinatorServer, "_step", counting)
+        tasks.start_soon(others_turn)
+        for messages in flood:
+            await messages._stream.send(b"".join([messages._encoder.frame(frame) for _ in range(500)]))
+        await until(lambda: steps >= 500 * SESSIONS)
+        tasks.cancel_scope.cancel()
+    assert max(runs) <= 2 * server_module.READ_ONLY_HEARD_MAX

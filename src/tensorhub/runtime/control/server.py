@@ -73,6 +73,7 @@ LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
 TURN_S = 0.005  # or after so much time
+READ_ONLY_HEARD_MAX = 16  # messages of all read-only sessions together, in each round of turns
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
 READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes nothing says nothing long
 UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not whole or not heard yet; one frame at least
@@ -116,6 +117,7 @@ class _Kind:
     answers: Pot  # for what is long, and on its way to them
     turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
     page_turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be sent a page of digests
+    places: anyio.Semaphore | None = None  # to be heard, in each round of all sessions; None: for every one
 
 
 class CoordinatorServer:
@@ -145,6 +147,7 @@ class CoordinatorServer:
             min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max),
             Pot(max(READ_ONLY_UNDECODED_BYTES_MAX, READ_ONLY_FRAME_BYTES_MAX)),
             Pot(max(READ_ONLY_ANSWERS_BYTES_MAX, frame_bytes_max)),
+            places=anyio.Semaphore(READ_ONLY_HEARD_MAX),
         )
         self._core: Coordinator
 
@@ -369,7 +372,10 @@ class CoordinatorServer:
                 await self._answer_at_length(number, session, message, kind.turn)
             else:
                 await session.wait_taken(ANSWERS_UNREAD_MAX)
-                self._step(Received(number, message))
+                async with kind.places or contextlib.nullcontext():
+                    self._step(Received(number, message))
+                    if kind.places is not None:  # it keeps its place until everybody else has had a turn
+                        await anyio.lowlevel.checkpoint()
             del message  # it may be large, and nothing else may come for a while
             heard += 1
             if heard >= MESSAGES_PER_TURN or clock.now() - since > TURN_S:
