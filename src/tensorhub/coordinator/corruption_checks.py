@@ -1,9 +1,10 @@
 """Bytes without their digest: who is to blame (R8).
 
 A reader reports a chunk that came without its digest, and the owner digests that chunk again. If its bytes have changed, its
-holding is quarantined. If they have not, the network or the reader damages bytes: the pair is not tried again for a while,
-as after every failed read, and a reader with whom several such sources have failed is the guilty one. So a reader that lies
-costs a source one digest now and then, and costs itself its operation. All readers with the read-only token count as one.
+holding is quarantined. If they have not, the network or the reader damages bytes: this reader does not read from this source
+for a while, as after every failed read. If a reader reports several such sources, the reader is to blame. So a reader that
+lies costs a source one digest now and then, and costs itself its operation. All readers with the read-only token count as
+one.
 
 Not responsible for how operations end (`fills` says what is to blame).
 """

@@ -28,7 +28,8 @@ class Withdrawals:
     def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
         """After a lost connection the rank says under which generation it holds a version. It holds nothing else (R3).
 
-        `filling`: what its running operation fills; it does not speak of that. Returns whether it holds or fills anything.
+        `filling`: the holding that its running operation fills, which the rank does not restate. Returns whether the rank
+        holds or fills anything.
         """
         for holding in member.holdings:
             if holding is filling:

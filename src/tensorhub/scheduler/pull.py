@@ -17,10 +17,11 @@ All live sources draw from one pool, the lowest wanted chunk first: several sour
 of readers fills in the same order at every link. A lane that finds nothing for it in the pool waits until that
 changes: another lane ends, bytes are bad, or another source lacks a chunk.
 
-A source that is still filling may lack what it is asked for. It waits for it, but not long; then it says what it has
-(`lacks`), and the chunks are wanted again. From then on the source is *known*, until it brings a chunk that it did not have
-then. A known source is asked for what it has. If nothing of that is wanted, it is asked for a chunk that no other source
-is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes first.
+A source that is still filling may lack what it is asked for. Such a source waits for the chunk, but not long; then it says
+what it has (`lacks`), and the chunks are wanted again. From then on the source is *known*, until it brings a chunk that it
+did not have then. A known source is asked for what it has. If nothing of that is wanted, it is asked for a chunk that no
+other source is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes
+first.
 
 So a chunk that nobody has yet is waited for at some source, and no chunk stays bound to a source that lacks it while another
 source has it. Readers that fill from one another complete one another, whatever cycles they form (R9).

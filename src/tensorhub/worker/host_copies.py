@@ -9,8 +9,8 @@ procedure at a time makes room in the budget, by releasing copies that are outra
 that end with its handle (`Closings`).
 
 Responsible for which copies there are, and for how much memory they may take (`worker.budget`). Not responsible for what
-they hold or who reads it: each copy's `Member` is, and the coordinator, to which they are ordinary holders. Not responsible
-for memory: `take` and `freed` say when it is taken and given back. Nor for time, which is an argument.
+they hold (each copy's `Member` is), nor for who reads them (the coordinator is: to it copies are ordinary holders). Not
+responsible for memory: `take` and `freed` say when it is taken and given back. Nor for time, which is an argument.
 """
 
 from __future__ import annotations

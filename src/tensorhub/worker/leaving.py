@@ -95,7 +95,7 @@ class Leaving(ActiveCall[C]):
             self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
 
     def _free_at(self) -> float:
-        """From when on nobody's leave is asked for: with its lease this memory stops to count for retention anywhere."""
+        """When this owner may fence without a leave: once its lease is over, its memory counts for retention nowhere."""
         content, session = self._memory.content, self._context.session
         assert content is not None
         if not content.retained or self._abandon:
@@ -140,7 +140,7 @@ class Leaving(ActiveCall[C]):
     # ----------------------------------------------------------------------------------------------- given up
 
     def cancel(self, error: Exception) -> None:
-        """Who cancels waits for the coordinator only for the slack."""
+        """A cancelled call waits for the coordinator's answer no longer than the slack."""
         self._began = self._context.now
         self.deadline = min(self.deadline, self._began + DEADLINE_SLACK_S)
         if self.phase is not Phase.WITHDRAWING:

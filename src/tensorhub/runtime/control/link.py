@@ -1,8 +1,8 @@
 """A worker's connection to its coordinator: one session at a time, for as long as the worker lives.
 
 Responsible for connecting and reconnecting, for the heartbeat, for giving up a session in which nothing comes back, and for
-a bounded queue of messages to the coordinator. Not responsible for the messages: the `SessionHandler` hears those that come,
-and of the begin and the end of each session.
+a bounded queue of messages to the coordinator. Not responsible for the messages: the `SessionHandler` is given those that
+come, and is told when each session begins and ends.
 """
 
 from __future__ import annotations

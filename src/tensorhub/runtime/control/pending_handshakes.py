@@ -2,10 +2,10 @@
 
 A connection that has said nothing yet costs a descriptor, and waits. One that has spoken is *met*: it gets a task or a
 thread, and its handshake goes on. Origins take turns, and quotas count only while others wait. If places are short, the
-origin that has most of them gives one up at once to an origin that has fewer. To another connection of the same origin the
-oldest gives way only after a while, in which an honest peer proves itself. If there are too many in all, the oldest one of
-the origin that has most goes. So a flood throws itself out, others stay, and a thousand honest peers of one address are all
-met.
+origin that has most of them gives one up at once to an origin that has fewer. Within one origin the oldest connection gives
+its place up only after a while, in which an honest peer proves itself. If there are too many connections in all, the oldest
+one of the origin that has most is closed. So a flood throws itself out, others stay, and a thousand honest peers of one
+address are all met.
 
 Pure: no sockets, clock or threads.
 """

@@ -38,7 +38,7 @@ class Writes:
         self._versions = self._memory.versions()
 
     def library_wrote(self) -> None:
-        """So torch counts it: autograd kept nothing of what is there now. What the owner himself has written still shows."""
+        """Have torch count the library's write, so that autograd sees it. A write of the caller's shows all the same."""
         before = self._memory.versions()
         self._memory.count_write()
         if self._versions is not None:

@@ -2,7 +2,7 @@
 
 On trio that is `trio.testing.MockClock(autojump_threshold=0)`. asyncio has no such clock: `VirtualLoop` is a loop with one.
 `asyncio.sleep`, timeouts and `loop.time()` mean virtual seconds there. A task that waits for a thread, or for another
-process, waits really, and virtual time flies meanwhile: leave such things out of simulated code.
+process, waits in real time, and virtual time runs away meanwhile: leave such waits out of simulated code.
 """
 
 from __future__ import annotations
