@@ -24,8 +24,9 @@ class Wanted:
 
 
 def finish_s(apart: Distance, readers: int, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
-    """Seconds until a reader would be done at a source. `apart`: the distance between the two. `readers`: how many read from
-    the source already. `depth`: hops from the source to a complete copy. `rates`: bytes per second of a link, by distance.
+    """Seconds until a reader would be done at a source. `apart`: the distance between the two. `readers`: how many share
+    the source's uplink already. `depth`: hops from the source to a complete copy. `rates`: bytes per second of a link, by
+    distance.
     """
     rate = rates[apart]
     return wanted.nbytes * (readers + 1) / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)
