@@ -121,6 +121,17 @@ def test_eight_readers_that_watch_all_they_can_leave_every_model_to_trainers() -
     assert isinstance(lobby.register(100, "a"), Registered)
 
 
+def test_a_name_that_guests_wait_for_counts_as_soon_as_a_worker_retains_it() -> None:
+    lobby = Lobby()
+    lobby.guest(1)
+    lobby.asks(1, "a", "n")
+    assert lobby.core.cluster.guest_models == {"n"}
+    lobby.connect(100)
+    lobby.stores = False
+    lobby.say(100, Retain(1, "n", 2))  # the counts are checked while it is being recorded, too
+    assert not lobby.core.cluster.guest_models
+
+
 def test_models_that_only_guests_wait_for_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "MODELS_MAX", 1)
     lobby = Lobby()
