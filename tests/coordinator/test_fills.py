@@ -341,3 +341,31 @@ def test_a_rank_that_missed_more_operations_than_are_remembered_meets_the_others
     asked = [rank.replicate(timeout_s=5) for rank in (first, second)]
     cluster.advance(1)
     assert [each.number for each in asked] == [1, 1]
+
+
+def test_a_group_that_is_ready_to_write_goes_on_with_the_commit_that_brings_a_source_back() -> None:
+    """The commit is the only word of it: until then others hold the version complete, but they have not committed."""
+    cluster = StepwiseCluster()
+    trainers, early, late = (cluster.group(name, 2) for name in ("trainer", "early", "late"))
+    cluster.run()
+    for trainer in trainers:
+        trainer.publish(1)
+    cluster.run()
+    asked = [reader.replicate(hold=reader in late) for reader in (*early, *late)]
+    let_happen(cluster, but=("store", "hook"))
+    for trainer in trainers:
+        trainer.worker.crash()
+    for _ in range(8):  # until they are lost
+        cluster.advance(cluster.options.lease_s / 4, run=False)
+        let_happen(cluster, but=("store", "hook"))
+    let_happen(cluster, but=("store",))
+    version = cluster.coordinator.cluster.models["actor"].versions[1]
+    assert not version.has_live_source()
+    assert len(version.starving) == 1
+    cluster.run()
+    assert [each.number for each in asked] == [1] * 4
+
+
+def let_happen(cluster: StepwiseCluster, *, but: tuple[str, ...]) -> None:
+    while choices := [choice for choice in cluster.choices() if choice.kind not in but]:
+        cluster.do(choices[0])

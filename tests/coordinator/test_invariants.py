@@ -193,3 +193,15 @@ def test_what_a_step_breaks_is_found_by_looking_at_what_it_has_noted(monkeypatch
     for seed in range(12):
         simulate(seed)
     assert len(found) > 20, found
+
+
+def test_a_call_that_can_go_on_and_was_not_woken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = StepwiseCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    monkeypatch.setattr(Cluster, "wake", lambda *_: None)
+    trainer.publish(1)
+    with pytest.raises(InvariantBroken, match="who can go on is woken"):
+        cluster.run()

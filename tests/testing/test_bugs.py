@@ -9,12 +9,19 @@ import pytest
 from tensorhub.testing import GuaranteeBroken, run_seed
 from tests.testing.bugs import BUGS, Bug
 
-for _module in ("outside", "inside", "seen"):
+for _module in ("outside", "inside", "seen", "woken"):
     importlib.import_module(f"tests.testing.bugs.{_module}")
 
 
 def test_there_are_enough() -> None:
     assert len(BUGS) >= 30
+
+
+@pytest.mark.parametrize("planted", BUGS.values(), ids=lambda planted: planted.name)
+def test_what_it_breaks_is_still_there(planted: Bug) -> None:
+    """Also where nobody runs the seeds: whoever renames something is told at once that a bug has lost its place."""
+    with planted.enter():
+        pass
 
 
 @pytest.mark.slow

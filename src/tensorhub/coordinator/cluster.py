@@ -121,6 +121,11 @@ class Cluster:
         actions, self._actions = self._actions, []
         return actions
 
+    @property
+    def unsettled(self) -> int:
+        """How much is to be said, or to be settled, in this step."""
+        return len(self._actions) + len(self.changed_models) + len(self.changed_operations)
+
     def committed_content(self, model: str, group: str) -> str | None:
         """The content id that a group of several ranks has committed to last, or is about to; None if nothing is known."""
         for operation in self.records.values():

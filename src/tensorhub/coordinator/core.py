@@ -47,7 +47,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.visitors import Visitors
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.machine import Stateful
+from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
@@ -184,6 +184,19 @@ class Coordinator(Stateful[CoordinatorState]):
     def check_touched(self) -> None:
         """The same for what the last step has changed. This costs as much as that step, however large the cluster is."""
         invariants.check_noted(self.cluster)
+
+    def check_waits(self) -> None:
+        """Raise InvariantBroken if a call waits that can go on: nothing comes of settling it once more, or something should
+        have woken it. Not so where owners may be asked anew as time passes: about digests, and for "available". This costs
+        as much as all calls do.
+        """
+        before = self.cluster.unsettled
+        for operation in self.cluster.operations():
+            asks = operation.is_of_available or operation.awaits_agreement
+            if not asks and not self.cluster.is_stirred(operation):
+                self._operations.settle(operation)
+                if self.cluster.unsettled != before:
+                    raise InvariantBroken(f"who can go on is woken: {operation!r}. Story:\n{operation.story}")  # G7
 
     # ------------------------------------------------------------------------------------------------------ events
 

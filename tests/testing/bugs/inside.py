@@ -224,7 +224,12 @@ def fenced_lease_leaks() -> Iterator[None]:
 
 @bug("R9: a complete source's loss does not make its readers complete one another")
 def readers_not_reconsidered() -> Iterator[None]:
-    with replaced(Readers, "_reconsider_readers", nothing):
+    def leave(before: Callable[..., None], self: Any, holding: Held, why: str, **named: Any) -> None:
+        version = holding.version
+        with replaced(version, "bound", {}), replaced(version, "guests_bound", {}):
+            before(self, holding, why, **named)
+
+    with around(Readers, "leave", leave):
         yield
 
 

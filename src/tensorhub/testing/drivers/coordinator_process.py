@@ -53,6 +53,7 @@ class CoordinatorProcess:
     def stepped(self) -> None:
         """A step is over."""
         self._world.coordinator.check_touched()
+        self._world.coordinator.check_waits()
         if self._dies:
             self._dies = False
             self._faults.was_cut_short()

@@ -243,6 +243,7 @@ class World(WorkerWorld):
     def check(self) -> None:
         """Everything that holds between two steps."""
         self.coordinator.check_invariants()
+        self.coordinator.check_waits()
         for worker in self.workers.values():
             if worker.alive:
                 worker.owner.check_invariants()

@@ -1,0 +1,40 @@
+"""What a step notes, for the settling at its end, and who is woken."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.testing import StepwiseCluster
+from tensorhub.types import Options
+
+
+@pytest.mark.parametrize("stirs", [(True,), (False,), (True, False), (False, True)])
+def test_who_waits_for_a_model_is_looked_at_if_anything_of_the_step_may_concern_it(stirs: tuple[bool, ...]) -> None:
+    """A guest that goes concerns nobody; a worker that goes in the same step does."""
+    idents = count()
+    cluster = Cluster("c", 1, Options(), lambda: f"id{next(idents)}")
+    for each in stirs:
+        cluster.touch(cluster.model("m"), stirs=each)
+    assert cluster.changed_models == {"m": any(stirs)}
+
+
+def test_who_is_woken_leaves_where_it_waited_and_is_looked_at_once() -> None:
+    """However often the same is said meanwhile: a thousand that wait, and a thousand events, are no million looks."""
+    cluster = StepwiseCluster()
+    readers = [cluster.handle(f"r{number}") for number in range(3)]
+    cluster.run()
+    for reader in readers:
+        reader.replicate()
+    cluster.run()
+    books = cluster.coordinator.cluster
+    waiting = books.models["actor"].unbound
+    operations = list(waiting.values())
+    assert len(operations) == len(readers)
+    books.wake(waiting)
+    assert not waiting
+    assert list(books.stirred.values()) == operations
+    books.wake(waiting)
+    assert len(books.stirred) == len(readers)

@@ -1,0 +1,37 @@
+"""Bugs in what wakes those who wait: each call that nobody wakes costs its caller the whole deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, Model
+from tensorhub.coordinator.versions import Versions
+from tests.testing.bugs import bug, replaced
+
+
+@bug("G7: a source comes, and nobody who lacks one is woken")
+def source_wakes_nobody() -> Iterator[None]:
+    def reckon(self: Cluster, holdings: Iterable[Holding]) -> None:
+        for holding in list(holdings):
+            self.note(holding.version)
+            holding.version.reckon(holding)
+
+    with replaced(Cluster, "reckon", reckon):
+        yield
+
+
+@bug("G7: the newest version is held again, and nobody who waits for it is woken, since its number is the same")
+def version_held_again_wakes_nobody() -> Iterator[None]:
+    refresh_ = Versions.refresh
+
+    def refresh(self: Any, model: Model) -> None:
+        announced, unbound, model.unbound = model.announced, model.unbound, {}
+        refresh_(self, model)
+        model.unbound = unbound
+        if model.announced != announced:
+            self._cluster.wake(unbound)
+
+    with replaced(Versions, "refresh", refresh):
+        yield
