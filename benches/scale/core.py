@@ -22,9 +22,9 @@ from statistics import fmean
 
 from benches.comparison.facts import facts
 from benches.scale.thin import ThinWorker, make_manifest
-from tensorhub.coordinator.actions import CloseSession, Persist, Send
+from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.events import Connected, Event, Persisted, Received, Tick
+from tensorhub.coordinator.events import Connected, Event, Persisted, Received, Silent, Tick
 from tensorhub.messages import FromWorker
 from tensorhub.types import Options
 
@@ -99,6 +99,8 @@ class Core:
                     self.say(worker, worker.hear(action.message))
                 case Persist():
                     self.said.append(Persisted(action.record))
+                case LookFor():
+                    self.said.append(Silent((action.session,)))
                 case CloseSession():
                     raise AssertionError(f"session {action.session} was closed: {action.reason}")
 

@@ -134,7 +134,7 @@ def test_a_join_that_comes_late_over_a_former_connection_does_not_replace_the_ne
         cluster.coordinator.step(Connected(session, "x.1", "worker"), 0.0)
     assert answers(cluster, 78, join) == [Welcome("c", 1, 10.0, False)]
     assert answers(cluster, 77, join) == ["the same worker has a newer connection"]
-    assert answers(cluster, 78, Heartbeat(1)) == [HeartbeatAck(1)]
+    assert answers(cluster, 78, Heartbeat(1)) == [HeartbeatAck(1, cluster.now)]
 
 
 def test_a_leaving_worker_is_lost_at_once() -> None:
@@ -294,7 +294,7 @@ def test_a_lost_incarnation_is_sent_away() -> None:
     join = Join("x", Location(), (), 1, 0)
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     said = answers(cluster, 77, join, Heartbeat(3), Leave("bye"))
-    assert said[1] == HeartbeatAck(3)
+    assert said[1] == HeartbeatAck(3, cluster.now)
     assert isinstance(said[2], Dismissed)
     cluster.coordinator.step(Connected(78, "x.1", "worker"), 0.0)
     again = answers(cluster, 78, join)

@@ -355,7 +355,7 @@ def test_what_a_stopped_coordinator_reads_late_counts_only_while_the_owner_stays
         cluster.advance(0.1, run=False)
         states.append(worker.state)
     assert len(states) > 1
-    cluster.advance(5, run=False)
+    cluster.advance(7, run=False)
     assert any(isinstance(action, Fence) for action in trainer.todo)
 
 

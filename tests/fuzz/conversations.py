@@ -12,11 +12,13 @@ from tensorhub.coordinator import (
     Coordinator,
     Disconnected,
     Event,
+    LookFor,
     Persist,
     Persisted,
     PersistFailed,
     Received,
     Send,
+    Silent,
     Tick,
 )
 from tensorhub.messages import FromWorker, Join, Leave, Register, Retain, Rollback
@@ -91,6 +93,8 @@ class _Shell:
                 case CloseSession():
                     if action.session in self.sessions and self.source.byte() < 200:
                         self.disconnect(action.session)
+                case LookFor():
+                    self.step(Silent((action.session,)))
         self.coordinator.check_touched()
 
     def connect(self, incarnation: str, role: str) -> int:

@@ -117,6 +117,20 @@ def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(proc
     assert third.do("sha") == stalled.do("sha")
 
 
+def test_a_coordinator_that_is_stopped_for_longer_than_a_lease_loses_nobody(processes: ChildProcesses) -> None:
+    """SIGSTOP and SIGCONT: its workers' heartbeats lie unread, or their connections have ended meanwhile."""
+    coordinator, address = cluster(processes, lease_s=1.0)
+    trainer = trainer_with(processes, address)
+    life = trainer.do("incarnation")
+    coordinator.stop()
+    trainer.do("block", seconds=3.0)  # the fault lasts so long
+    coordinator.go_on()
+    reader = processes.worker(address, "reader", NBYTES)
+    assert reader.do("replicate")["version"] == 1
+    assert trainer.do("incarnation") == life
+    assert trainer.do("state") == ["ready", 1]
+
+
 def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processes: ChildProcesses) -> None:
     """It has nothing to send for longer than the stall timeout, and says that it lives."""
     _, address = cluster(processes)

@@ -66,7 +66,7 @@ def test_every_message_has_a_tag_of_its_own() -> None:
 
 
 def test_the_wire_form_is_what_it_was() -> None:
-    assert encode(m.Heartbeat(5)) == b"\x92\x11\x05"
+    assert encode(m.Heartbeat(5)) == b"\x93\x11\x05\xcb" + bytes(8)
     assert encode(m.Announce("a", None)) == b"\x93\x4f\xa1a\x90"
     assert encode(FILL) == raw(22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0, [], [])
 
@@ -227,10 +227,10 @@ def test_only_what_the_peer_may_say_is_accepted() -> None:
         (raw("Heartbeat", 1), "tag"),
         (raw([], 1), "tag"),
         (raw({}, 1), "tag"),
-        (raw(17), "0 fields instead of 1"),
-        (raw(17, 1, 2), "2 fields instead of 1"),
-        (raw(17, 1) + b"\x00", "1 bytes after"),
-        (b"\x92\x11", "frame ends"),
+        (raw(17), "0 fields instead of 2"),
+        (raw(17, 1, 0.0, 2), "3 fields instead of 2"),
+        (raw(17, 1, 0.0) + b"\x00", "1 bytes after"),
+        (b"\x93\x11", "frame ends"),
         (raw(33, {"a": 1}), "Watch.model"),
         (raw(33, msgpack.ExtType(1, b"x")), "Watch.model"),
         (raw(33, msgpack.Timestamp(1)), "Watch.model"),

@@ -25,7 +25,7 @@ PURE = ("coordinator", "worker", "scheduler")
 
 
 def a_worker() -> Worker:
-    return Worker("w.1", "w", Location(host="h"), (), 1, 0.0, 0)
+    return Worker("w.1", "w", Location(host="h"), (), 1, 0.0, 0.0, 0)
 
 
 def test_every_table_of_the_pure_packages_is_listed() -> None:

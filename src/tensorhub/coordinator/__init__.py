@@ -23,6 +23,7 @@ from tensorhub.coordinator.actions import (
     Durable,
     Entry,
     Forgotten,
+    LookFor,
     ModelRecord,
     Persist,
     Pinned,
@@ -40,6 +41,7 @@ from tensorhub.coordinator.events import (
     Persisted,
     PersistFailed,
     Received,
+    Silent,
     Tick,
 )
 
@@ -55,6 +57,7 @@ __all__ = [
     "Entry",
     "Event",
     "Forgotten",
+    "LookFor",
     "ModelRecord",
     "Persist",
     "PersistFailed",
@@ -65,6 +68,7 @@ __all__ = [
     "Retention",
     "Rollback",
     "Send",
+    "Silent",
     "Tick",
     "Unpinned",
 ]

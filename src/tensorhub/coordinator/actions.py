@@ -206,4 +206,15 @@ class CloseSession:
     reason: str
 
 
-Action = Send | Persist | CloseSession
+@dataclass(frozen=True, slots=True)
+class LookFor:
+    """Nothing was heard over this session for too long: say `events.Silent` if nothing of it lies unread here.
+
+    If something does, nothing need be said: it is passed on in its turn, and the core asks again.
+    """
+
+    cause: int
+    session: int
+
+
+Action = Send | Persist | CloseSession | LookFor

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
+from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, LookFor, Persist, Pinned, Send
 from tensorhub.coordinator.entities import (
     Entity,
     Holding,
@@ -30,6 +30,7 @@ from tensorhub.coordinator.entities import (
 )
 from tensorhub.coordinator.guests import Guests
 from tensorhub.coordinator.manifests import Manifests
+from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Timers
 from tensorhub.manifest import id_of
@@ -49,6 +50,9 @@ class Cluster:
         self.options = options
         self.new_id = ids
         self.now = 0.0
+        self.listens_since = (
+            0.0  # the end of the newest gap in which this coordinator did not run; its start, if there was none
+        )
         self.cause = 0  # ordinal number of the event being handled
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
@@ -100,6 +104,10 @@ class Cluster:
     def close_session(self, session: int, reason: str) -> None:
         """End this connection, once all is said."""
         self._actions.append(CloseSession(self.cause, session, reason))
+
+    def look_for(self, session: int) -> None:
+        """Ask whether anything of this session lies unread."""
+        self._actions.append(LookFor(self.cause, session))
 
     def refuse_session(self, session: int, error: TensorHubError) -> None:
         """Say why, and close it."""
@@ -286,6 +294,12 @@ class Cluster:
         """Whether somebody who may write may name this model."""
         known = name in self.models and name not in self.guest_models
         return known or len(self.models) - len(self.guest_models) < limits.MODELS_MAX
+
+    def counts_on(self, worker: Worker) -> bool:
+        """Whether the worker knows that it is counted on. It may have been cut off a lease after what it answered last was
+        said, whatever lay unread here meanwhile, and then it keeps nothing for others (R4). A timer may be late to notice.
+        """
+        return worker.state is WorkerState.LIVE and self.now < worker.answers + self.options.lease_s
 
     # -- watching
 

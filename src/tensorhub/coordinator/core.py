@@ -31,6 +31,7 @@ from tensorhub.coordinator.events import (
     Persisted,
     PersistFailed,
     Received,
+    Silent,
     Tick,
 )
 from tensorhub.coordinator.fills import Fills
@@ -50,6 +51,7 @@ from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
+GAP = 1 / 8  # of a lease: a step that is so late shows that the coordinator did not run
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
 
@@ -75,7 +77,7 @@ class Coordinator(Stateful[CoordinatorState]):
     ) -> None:
         super().__init__(CoordinatorState.RECOVERING)
         self.cluster = Cluster(cluster, epoch, options, ids)
-        self.cluster.now = now
+        self.cluster.now = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
         self._readers = Readers(self.cluster)
@@ -167,6 +169,7 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
         cluster.noted.clear()
+        self._notice_gap()
         self._run_timers()
         self._handle(event)
         self._settle()
@@ -200,6 +203,12 @@ class Coordinator(Stateful[CoordinatorState]):
 
     # ------------------------------------------------------------------------------------------------------ events
 
+    def _notice_gap(self) -> None:
+        """A step that comes long after a deadline: this coordinator was stopped, or starved, and has heard nobody."""
+        cluster, due = self.cluster, self.cluster.timers.next()
+        if due is not None and cluster.now - due > cluster.options.lease_s * GAP:
+            cluster.listens_since = cluster.now
+
     def _run_timers(self) -> None:
         """Do what is due. If very much is due, do a part of it: the rest is due at once, and has the next steps."""
         for _ in range(limits.TIMERS_PER_STEP):
@@ -212,6 +221,10 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _recovery_over(self) -> None:
         """Whoever has not come back within the first lease after a restart is lost."""
+        over_at = self.cluster.listens_since + self.cluster.options.lease_s
+        if self.cluster.now < over_at:
+            self.cluster.timers.set("recovery", "", over_at)
+            return
         self.become(CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed")
         self._retentions.recovery_over()
         for model in self.cluster.models.values():
@@ -234,6 +247,8 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._membership.disconnected(session)
             case Persisted() | PersistFailed():
                 self._written(event.record, event.reason if isinstance(event, PersistFailed) else None)
+            case Silent():
+                self._membership.silent(event.sessions)
             case Tick():
                 pass
             case _:
@@ -255,7 +270,8 @@ class Coordinator(Stateful[CoordinatorState]):
     def _receive(self, session: Session, message: messages.FromWorker) -> None:
         self._visitors.heard(session, message)
         if session.worker is not None:
-            self._membership.heard(session.worker)
+            answers = message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
+            self._membership.heard(session.worker, answers)
         if session.read_only and not access.admits(self.cluster, session, message):
             return
         if isinstance(message, messages.FromAnybody):
@@ -272,7 +288,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.Heartbeat() if session.role == "worker" and session.worker is None:
                 self.cluster.close_session(session.number, "Heartbeat before Join")
             case messages.Heartbeat():
-                self.cluster.send(session.number, messages.HeartbeatAck(message.sequence))
+                self.cluster.send(session.number, messages.HeartbeatAck(message.sequence, self.cluster.now))
             case messages.Join() if session.role == "worker" and session.worker is None:
                 self._membership.join(session, message)
             case messages.Join():

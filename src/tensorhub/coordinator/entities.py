@@ -88,7 +88,8 @@ class Worker(_Moving[WorkerState]):
     location: Location
     endpoints: tuple[Endpoint, ...]
     session: int | None  # the connection over which it can be told something
-    heard_at: float  # when its newest message arrived
+    heard_at: float  # when its newest message was heard, or the end of its connection
+    answers: float  # the newest time at which the coordinator said something that this worker has answered
     host_bytes: int  # what its copies in host memory may take; 0 if it is read-only
     read_only: bool = False  # it fetches and looks: it never holds anything for others
     origin: str = ""  # where it first came from
@@ -706,6 +707,7 @@ class Session:
     watched: set[str] = field(default_factory=set)  # models that it has asked to hear of
     heard_at: float = 0.0  # when its newest message arrived
     called_at: float = 0.0  # the same, heartbeats apart
+    welcomed_at: float = 0.0  # when its worker was welcomed: whatever it says after its Join answers that
     is_guest: bool = True  # it may change nothing, or has not joined; see `guests`
     pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
 

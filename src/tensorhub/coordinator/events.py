@@ -49,8 +49,15 @@ class PersistFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """Of these sessions, about which `actions.LookFor` asked, all that had arrived when it asked has been passed on."""
+
+    sessions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Connected | Received | Disconnected | Persisted | PersistFailed | Tick
+Event = Connected | Received | Disconnected | Persisted | PersistFailed | Silent | Tick

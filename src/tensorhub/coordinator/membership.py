@@ -5,6 +5,7 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
@@ -31,6 +32,8 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.types import Medium, Purpose
+
+LOOKS_APART = 1 / 8  # of a lease, between two looks for what lies unread
 
 
 @dataclass(eq=False, repr=False)
@@ -74,6 +77,7 @@ class Membership:
                 message.endpoints,
                 session.number,
                 cluster.now,
+                cluster.now,  # it holds nothing yet, and says what it holds only when it has heard the Welcome
                 0 if session.read_only else message.host_bytes,
                 session.read_only,
                 session.origin,
@@ -88,27 +92,36 @@ class Membership:
         worker.session = session.number
         worker.connected_at(message.endpoints)
         cluster.reckon(member.holding for member in worker.members.values() if member.holding is not None)
-        session.worker = worker
+        session.worker, session.welcomed_at = worker, cluster.now
         cluster.guests.joined(session)
         cluster.guests.away.pop(worker, None)
-        self.heard(worker)
+        self.heard(worker, worker.answers)
+        self._set_deadline(worker)
         if known:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
-        cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
-        welcome = Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known, session.read_only)
+        welcome = Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known, session.read_only, cluster.now)
         cluster.send(session.number, welcome)
         self._handovers.back(worker)
 
-    def heard(self, worker: Worker) -> None:
-        """Any message renews the lease."""
-        self._cluster.note(worker)
-        worker.heard_at = self._cluster.now
-        if worker.state is WorkerState.SUSPECT and worker.session is not None:
-            self._cluster.become(worker, WorkerState.LIVE, "heard again")
+    def heard(self, worker: Worker, answers: float) -> None:
+        """Any message renews the lease. The worker counts only while it answers what was said less than a lease ago.
+
+        `answers`: when that was said; later than now, it is taken for now.
+        """
+        cluster = self._cluster
+        cluster.note(worker)
+        worker.heard_at = cluster.now
+        worker.answers = max(worker.answers, min(answers, cluster.now))
+        answered = cluster.now < worker.answers + cluster.options.lease_s
+        if worker.state is WorkerState.SUSPECT and worker.session is not None and answered:
+            cluster.become(worker, WorkerState.LIVE, "heard again")
+            self._set_deadline(worker)
             self._touch_models(worker)
 
     def disconnected(self, session: Session) -> None:
-        """Its connection has ended, or is about to, and nothing more that comes over it counts. The lease runs on."""
+        """Its connection has ended, or is about to, and nothing more that comes over it counts. The worker has a lease from
+        now on to come back: how long the end lay unread is not its fault.
+        """
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
         cluster.timers.cancel("guest", str(session.number))
@@ -118,50 +131,89 @@ class Membership:
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
-        self._cluster.note(worker)
-        worker.session = None
-        if worker.state is WorkerState.LIVE:
-            self._cluster.become(worker, WorkerState.SUSPECT, "disconnected")
-            self._touch_models(worker)
-        cluster.timers.set("worker", worker.incarnation, worker.heard_at + cluster.options.lease_s)
+        cluster.note(worker)
+        worker.session, worker.heard_at = None, cluster.now
+        self._suspect(worker, "disconnected")
+        self._set_deadline(worker)
         if worker.read_only:
             cluster.guests.away[worker] = None
             if len(cluster.guests.away) > cluster.guests.places:
                 self.lose(next(iter(cluster.guests.away)), "too many read-only workers are away (Options.guest_share)")
 
     def lease_due(self, incarnation: str) -> None:
-        """Half a lease of silence makes a worker suspect, a whole one lost."""
-        cluster = self._cluster
-        worker = cluster.workers.get(incarnation)
+        """Half a lease of silence makes a worker suspect, a whole one lost, unless what it has said lies unread."""
+        worker = self._cluster.workers.get(incarnation)
         if worker is None:
             return
-        # The very sums that the timers are set to: a difference, rounded, could fall short of them again and again.
-        lease_s = cluster.options.lease_s
-        suspect_at, lost_at = worker.heard_at + lease_s / 2, worker.heard_at + lease_s
-        if cluster.now >= lost_at:
-            if worker.state is WorkerState.LIVE:
-                self._cluster.become(worker, WorkerState.SUSPECT, "silent")
-            self.lose(worker, f"worker {worker.name!r} was not heard of for {cluster.now - worker.heard_at:.1f} s")
-            return
-        if cluster.now >= suspect_at and worker.state is WorkerState.LIVE:
-            self._cluster.become(worker, WorkerState.SUSPECT, "silent")
-            self._touch_models(worker)
-        suspect = worker.state is WorkerState.SUSPECT
-        cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
+        if self._cluster.now >= self._suspect_at(worker):
+            self._suspect(worker, "silent")
+        self._set_deadline(worker)
+        if self._is_overdue(worker):
+            self._look_for(worker, "worker")
 
     def restate_due(self, incarnation: str) -> None:
-        """What a worker has not announced again after a lost connection, it has closed meanwhile."""
+        """What a worker has not announced again after a lost connection, it has closed meanwhile, unless it lies unread."""
         worker = self._cluster.workers.get(incarnation)
-        if worker is None or worker.session is None:
-            return
-        for member in list(worker.members.values()):
-            if member.said_in != worker.session:
-                self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
+        if worker is not None and worker.session is not None and next(_unannounced(worker), None) is not None:
+            self._look_for(worker, "restate")
+
+    def _look_for(self, worker: Worker, timer: str) -> None:
+        """No verdict is given by a timer alone on who is connected: the coordinator may be behind with reading."""
+        cluster = self._cluster
+        cluster.timers.set(timer, worker.incarnation, cluster.now + cluster.options.lease_s * LOOKS_APART)
+        if worker.session is not None:
+            cluster.look_for(worker.session)
+        else:
+            self._give_up(worker)
+
+    def silent(self, sessions: Iterable[int]) -> None:
+        """Nothing of these lay unread when that was asked. Whoever was heard since is not silent. If much ends with the
+        first of them, the others are asked about again.
+        """
+        for number in sessions:
+            if len(self._cluster.noted) >= limits.NOTED_PER_STEP:
+                return
+            session = self._cluster.sessions.get(number)
+            worker = session.worker if session is not None else None
+            if session is None or worker is None or worker.session != number:
+                continue
+            if self._is_overdue(worker):
+                self._give_up(worker)
+            elif self._cluster.now >= self._listened_since(session.welcomed_at) + self._cluster.options.lease_s:
+                for member in list(_unannounced(worker)):
+                    self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
+
+    def _give_up(self, worker: Worker) -> None:
+        self.lose(worker, f"worker {worker.name!r} was not heard of for {self._cluster.now - worker.heard_at:.1f} s")
+
+    # The very sums that timers are set to: a difference, rounded, could fall short of them again and again.
+
+    def _is_overdue(self, worker: Worker) -> bool:
+        return self._cluster.now >= self._listened_since(worker.heard_at) + self._cluster.options.lease_s
+
+    def _suspect_at(self, worker: Worker) -> float:
+        """When it counts no more, if it is not heard before."""
+        lease_s = self._cluster.options.lease_s
+        return min(self._listened_since(worker.heard_at) + lease_s / 2, worker.answers + lease_s)
+
+    def _listened_since(self, when: float) -> float:
+        """Silence before the coordinator's own gap is none: nobody was listening."""
+        return max(when, self._cluster.listens_since)
+
+    def _set_deadline(self, worker: Worker) -> None:
+        is_live = worker.state is WorkerState.LIVE
+        lost_at = self._listened_since(worker.heard_at) + self._cluster.options.lease_s
+        self._cluster.timers.set("worker", worker.incarnation, self._suspect_at(worker) if is_live else lost_at)
+
+    def _suspect(self, worker: Worker, why: str) -> None:
+        """It counts no more, if it did."""
+        if worker.state is WorkerState.LIVE:
+            self._cluster.become(worker, WorkerState.SUSPECT, why)
+            self._touch_models(worker)
 
     def leave(self, worker: Worker, reason: str) -> None:
         """It closes: its lease ends now."""
-        if worker.state is WorkerState.LIVE:
-            self._cluster.become(worker, WorkerState.SUSPECT, "leaves")
+        self._suspect(worker, "leaves")
         self.lose(worker, f"worker {worker.name!r} has left: {reason}")
 
     def lose(self, worker: Worker, why: str) -> None:
@@ -442,3 +494,8 @@ class Membership:
             self._readers.settle_replica(replica)
         group.model.groups.pop(group.name, None)
         group.model.serving.pop(group.name, None)
+
+
+def _unannounced(worker: Worker) -> Iterator[Member]:
+    """Its ranks that it has not named over its present connection."""
+    return (member for member in worker.members.values() if member.said_in != worker.session)

@@ -14,7 +14,6 @@ from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
-from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 from tensorhub.types import Medium, Purpose
@@ -68,12 +67,11 @@ class Retentions:
         """
         return holding.kept and self.may_count(holding)
 
-    @staticmethod
-    def may_count(holding: Holding) -> bool:
+    def may_count(self, holding: Holding) -> bool:
         """Whether it is a source that stays. A copy in host memory stays if its worker does."""
         member = holding.member
         spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
-        return holding.is_source and not spot and member.worker.state is WorkerState.LIVE
+        return holding.is_source and not spot and self._cluster.counts_on(member.worker)
 
     def is_lost(self, version: Version) -> bool:
         """Whether some shard has no holder, and none is expected back."""

@@ -74,7 +74,11 @@ class Visitors:
         idle_at = session.called_at + limits.GUEST_IDLE_S
         if session.watched or (session.worker is not None and session.worker.members):
             idle_at = self._cluster.now + limits.GUEST_IDLE_S
-        return idle_at if session.worker is not None else min(idle_at, session.heard_at + self._cluster.options.lease_s)
+        return (
+            idle_at
+            if session.worker is not None
+            else min(idle_at, max(session.heard_at, self._cluster.listens_since) + self._cluster.options.lease_s)
+        )
 
     def watch(self, session: Session, name: str) -> None:
         """A session wants to hear of this model's newest version, now and whenever another one is the newest."""

@@ -14,6 +14,7 @@ NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requ
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """Answer to Join. `epoch`: the coordinator's. `cluster` names its durable state. `known` False: a new incarnation.
+    `said_at`: now, by the coordinator's clock; it means nothing to the worker, which repeats it in its heartbeats.
 
     `read_only`: this worker has a read-only token. It may fetch and look; everything else is refused.
     """
@@ -23,6 +24,7 @@ class Welcome:
     lease_s: Seconds
     known: bool
     read_only: bool = False
+    said_at: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,10 @@ class Dismissed:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
+    """`said_at`: as in Welcome."""
+
     sequence: U64
+    said_at: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)

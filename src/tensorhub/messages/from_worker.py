@@ -42,7 +42,13 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """`answers`: the `said_at` of the newest Welcome or HeartbeatAck that came over this connection.
+
+    So however long a heartbeat lies unread, it proves no more than that its worker was there when that was said.
+    """
+
     sequence: U64
+    answers: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)

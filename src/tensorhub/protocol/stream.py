@@ -10,11 +10,13 @@ Raises ProtocolError, AuthenticationFailed, OperationTimeout (handshake) and Con
 from __future__ import annotations
 
 import contextlib
+import select
+import socket
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import anyio
-from anyio.abc import ByteStream
+from anyio.abc import ByteStream, SocketAttribute
 
 from tensorhub.errors import OperationTimeout, TensorHubError
 from tensorhub.messages import ClientHello, Message, ServerHello
@@ -47,6 +49,7 @@ class MessageStream(Generic[M]):
         self._pot: Pot | None = None  # for frames that are larger than what one read brings
         self._taken = 0  # bytes from there: for the frame that is received, or was received last
         self._torn = False  # True while, and after, a frame is sent in part
+        self.awaits_bytes = False  # True while its receiver waits for the peer: no byte that has arrived is kept here
 
     def __repr__(self) -> str:
         torn = ", torn" if self._torn else ""
@@ -155,12 +158,30 @@ class MessageStream(Generic[M]):
 
     async def _receive_bytes(self) -> bytes:
         """Some bytes, none at the end of the stream."""
+        self.awaits_bytes = True
         try:
             return await self._stream.receive(READ_BYTES_MAX)
         except anyio.EndOfStream:
             return b""
         except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
             raise ConnectionLost(f"the connection is gone: {error!r}") from error
+        finally:
+            self.awaits_bytes = False
+
+    @property
+    def readiness(self) -> int:
+        """What `poll` says of its socket now: `POLLIN` also for an end, `POLLOUT` if the peer takes what it is told. Of a
+        stream that has no socket: that nothing lies there and everything is taken, since its receiver finds what there is.
+        """
+        connection: socket.socket | None = self._stream.extra(SocketAttribute.raw_socket, None)
+        if connection is None:
+            return select.POLLOUT
+        if connection.fileno() < 0:
+            return select.POLLIN  # its end, which is to be read
+        look = select.poll()
+        look.register(connection, select.POLLIN | select.POLLOUT)
+        found = look.poll(0)
+        return found[0][1] if found else 0
 
     async def _send_bytes(self, data: bytes) -> None:
         if not data:

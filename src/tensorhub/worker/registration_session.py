@@ -15,9 +15,9 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import Medium, OpKey, Purpose
 
-# Of a lease. What was said before the end of a session may be heard late, where the network or a stopped coordinator held it
-# up: just before a lease is over at worst, and then it counts for another half. The rest is for clocks that do not agree.
-LEASE_MARGIN = 0.5 + 0.1
+# Of a lease. However late something is heard that was said before the end of a session, the coordinator counts on its worker
+# for no longer than a lease after it said itself what the worker has answered. The margin is for clocks that do not agree.
+LEASE_MARGIN = 0.6
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_ans
             while left:
                 sequence += 1
                 await messages.send(Heartbeat(sequence))
-                assert await messages.receive() == HeartbeatAck(sequence)
+                ack = await messages.receive()
+                assert isinstance(ack, HeartbeatAck)
+                assert ack.sequence == sequence
                 beats += 1
 
     monkeypatch.setattr(views, "describe", counting)

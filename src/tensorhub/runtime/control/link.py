@@ -18,7 +18,17 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, StateError, TensorHubError
 from tensorhub.logs import get_logger
-from tensorhub.messages import NO_REQUEST, Dismissed, FromCoordinator, FromWorker, Heartbeat, Join, Refused, Welcome
+from tensorhub.messages import (
+    NO_REQUEST,
+    Dismissed,
+    FromCoordinator,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Refused,
+    Welcome,
+)
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -80,6 +90,7 @@ class CoordinatorLink:
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
         self.lease_s = options.lease_s  # the coordinator's, once it has welcomed this worker
+        self._answers = 0.0  # when the coordinator said the newest Welcome or HeartbeatAck of this session, by its own clock
         self._unanswered = 0  # heartbeats since anything was heard in this session
         self._closing = False
 
@@ -191,7 +202,7 @@ class CoordinatorLink:
                 async for message in messages:
                     self._unanswered = 0
                     if isinstance(message, Welcome):
-                        self.lease_s = message.lease_s
+                        self.lease_s, self._answers = message.lease_s, message.said_at
                         self._outbox = outbox
                         welcomed.set()
                         self.welcome_came.set()
@@ -206,6 +217,8 @@ class CoordinatorLink:
                         refusal = message.error.error()
                         self.refusal = str(refusal)
                         raise refusal
+                    elif isinstance(message, HeartbeatAck):
+                        self._answers = message.said_at
                     else:
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()
@@ -240,4 +253,4 @@ class CoordinatorLink:
             self._unanswered += 1
             if self._unanswered > BEATS_PER_LEASE:
                 raise ConnectionLost(f"nothing was heard for {self.lease_s:g} s")
-            self.say(Heartbeat(sequence))
+            self.say(Heartbeat(sequence, self._answers))

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import math
 import secrets
+import select
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,11 +33,13 @@ from tensorhub.coordinator import (
     Coordinator,
     Disconnected,
     Event,
+    LookFor,
     Persist,
     Persisted,
     PersistFailed,
     Received,
     Send,
+    Silent,
     Tick,
 )
 from tensorhub.errors import ProtocolError, StateError, TensorHubError
@@ -73,6 +76,8 @@ LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
 TURN_S = 0.005  # or after so much time
+TURNS_TO_CORE = 4  # of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait
+SILENT_PER_STEP = 64  # sessions; each may end a worker
 READ_ONLY_HEARD_MAX = 16  # messages of all read-only sessions together, in each round of turns
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
 READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes nothing says nothing long
@@ -90,12 +95,17 @@ log = get_logger("tensorhub.coordinator")
 class _Session:
     """One authenticated connection, and what is still to be said over it."""
 
+    messages: MessageStream[FromWorker]
     outbox: MemoryObjectSendStream[FromCoordinator | None]
     secret: bytes  # by which its peer has proved itself, or to which its read-only one belongs
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     moved: anyio.Event = field(default_factory=anyio.Event)  # see `wait_moved`
     is_ending: bool = False  # its last words are being said
     unread: int = 0  # messages that the peer has not taken, the one that is on its way included
+
+    def is_deaf(self) -> bool:
+        """Whether it is the peer that does not take what it is told."""
+        return self.unread > 0 and not self.messages.readiness & select.POLLOUT
 
     async def wait_taken(self, unread_max: int) -> None:
         """Until there are at most so many of those."""
@@ -133,6 +143,8 @@ class CoordinatorServer:
         self._sessions_minted = 0
         self._unrecorded: list[Persist] = []
         self._record_wanted = anyio.Event()
+        self._asked: list[int] = []  # sessions of which the core asks whether anything lies unread
+        self._look_wanted = anyio.Event()
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
         self._strangers_max, self._sessions_max = shares(options.sessions_max)
@@ -177,6 +189,7 @@ class CoordinatorServer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_time)
             tasks.start_soon(self._keep_records)
+            tasks.start_soon(self._keep_looking)
             if isinstance(self._secrets, TokenFile):
                 tasks.start_soon(self._keep_access)
             log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
@@ -222,6 +235,9 @@ class CoordinatorServer:
                 case CloseSession():
                     log.info("session_closed", session=action.session, reason=action.reason)
                     self._close(action.session)
+                case LookFor():
+                    self._asked.append(action.session)
+                    self._look_wanted.set()
         deadline = self._core.next_deadline()
         if deadline is not None and deadline < self._wakes_at:
             self._is_sooner.set()
@@ -280,6 +296,31 @@ class CoordinatorServer:
             else:
                 for action in batch:
                     self._step(Persisted(action.record))
+
+    async def _keep_looking(self) -> None:
+        """Tell the core which of the sessions that it asks about are silent: nothing of them lies in the kernel, and what
+        was between the kernel and the core when the kernel was asked has been passed on since. A session that is not heard,
+        because its peer does not take what it is told, is silent as well.
+        """
+        while True:
+            await self._look_wanted.wait()
+            self._look_wanted = anyio.Event()
+            asked, self._asked = self._asked, []
+            quiet = [number for number in asked if self._has_nothing_unread(number)]
+            for _ in range(TURNS_TO_CORE):
+                await anyio.lowlevel.checkpoint()
+            for first in range(0, len(quiet), SILENT_PER_STEP):
+                silent = [number for number in quiet[first : first + SILENT_PER_STEP] if self._waits_for_peer(number)]
+                self._step(Silent(tuple(silent)))
+                await anyio.lowlevel.checkpoint()
+
+    def _has_nothing_unread(self, number: int) -> bool:
+        session = self._sessions.get(number)
+        return session is not None and (not session.messages.readiness & ~select.POLLOUT or session.is_deaf())
+
+    def _waits_for_peer(self, number: int) -> bool:
+        session = self._sessions.get(number)
+        return session is not None and (session.messages.awaits_bytes or session.is_deaf())
 
     async def _keep_access(self) -> None:
         """End the sessions of tokens that are no longer accepted, also of peers that only listen. A peer that has another
@@ -343,7 +384,7 @@ class CoordinatorServer:
         self._sessions_minted += 1
         number = self._sessions_minted
         outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)
-        session = self._sessions[number] = _Session(outbox, handshake.secret)
+        session = self._sessions[number] = _Session(messages, outbox, handshake.secret)
         messages.limit_received(FIRST_FRAME_BYTES_MAX)
         if handshake.peer.role == "worker":
             session.scope.deadline = clock.now() + self._options.connect_timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tensorhub.coordinator import Connected, Disconnected, Received
+from tensorhub.coordinator import Connected, Disconnected, Received, Silent
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
 from tensorhub.runtime.control.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
@@ -187,6 +187,14 @@ class ControlNetwork:
         elif isinstance(message, Rollback):
             self._faults.rolls_back()
         self._world.step(Received(link.session, message))
+
+    def looked_for(self, session: int) -> None:
+        """The coordinator asks what of this session lies unread: it will have been passed on after all that happens now."""
+        timeline = self._timeline
+        timeline.at(timeline.now, timeline.coordinator, self._looked, session)
+
+    def _looked(self, session: int) -> None:
+        self._world.step(Silent((session,)))
 
     def hung_up(self, worker: SimWorker, link: TimedLink) -> None:
         """The worker's end is gone: the coordinator will notice, after what is on its way; if it can."""

@@ -131,6 +131,9 @@ class TimedCluster(World):
     def gets_out(self, actions: list[Action]) -> list[Action]:
         return self.process.gets_out(actions)
 
+    def looked_for(self, session: int) -> None:
+        self.control_network.looked_for(session)
+
     def to_be_stored(self, persist: Persist) -> None:
         self.process.to_be_stored(persist)
 

@@ -133,6 +133,7 @@ class SimWorker:
         self.handles: list[SimHandle] = []
         self.found_copies = LocalCopies()
         self.link: Link | None = None
+        self.coordinators_time = 0.0  # when it said the newest Welcome or HeartbeatAck that came here
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut_off_at = float("-inf")  # when it has last lost a connection over which it was heard
@@ -268,7 +269,7 @@ class SimWorker:
 
     def beat(self) -> None:
         """Renew the lease."""
-        self.say(messages.Heartbeat(0))
+        self.say(messages.Heartbeat(0, self.coordinators_time))
 
     def heard_soon(self) -> list[messages.FromCoordinator | None]:
         """What is on its way here."""
@@ -331,6 +332,8 @@ class SimWorker:
 
     def hear(self, message: messages.FromCoordinator) -> None:
         """Carry out what it is to whom it concerns."""
+        if isinstance(message, messages.Welcome | messages.HeartbeatAck):
+            self.coordinators_time = message.said_at
         if isinstance(message, messages.Welcome):
             self._welcomed(message)
         elif isinstance(message, messages.Dismissed):

@@ -20,10 +20,12 @@ from tensorhub.coordinator import (
     Durable,
     Entry,
     Event,
+    LookFor,
     Persist,
     Received,
     Rollback,
     Send,
+    Silent,
     Tick,
 )
 from tensorhub.manifest import Manifest
@@ -171,6 +173,7 @@ class World(WorkerWorld):
             self.guarantees.heard(event.message)
         if former:
             self.step(Tick())  # so that all that follows is this event's
+        asked = list[int]()
         for action in self.gets_out(self.coordinator.step(event, self.now)):
             if former:
                 demand(self._is_reply(action, event), f"incarnations: {action} follows of what came too late: {event}")
@@ -186,8 +189,12 @@ class World(WorkerWorld):
                     self.guarantees.decided(action.entry)
                     self.unstored[action.record] = action
                     self.to_be_stored(action)
+                case LookFor():
+                    asked.append(action.session)
                 case _:
                     assert_never(action)
+        for session in asked:
+            self.looked_for(session)
 
     def _check_said(self, said: Send, event: Event) -> None:
         """What the coordinator must not say before it is so."""
@@ -290,6 +297,10 @@ class World(WorkerWorld):
 
     def said_down(self, worker: SimWorker, link: Link) -> None:
         """The last of `link.down` is on its way."""
+
+    def looked_for(self, session: int) -> None:
+        """The coordinator asks what of this session lies unread: nothing, since it reads what comes at once."""
+        self.step(Silent((session,)))
 
     def to_be_stored(self, persist: Persist) -> None:
         """The coordinator wants this recorded."""
