@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from tensorhub.coordinator import Tick, limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import Options
@@ -38,3 +39,21 @@ def test_who_is_woken_leaves_where_it_waited_and_is_looked_at_once() -> None:
     assert list(books.stirred.values()) == operations
     books.wake(waiting)
     assert len(books.stirred) == len(readers)
+
+
+def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of many ranks takes as long as so many groups of one."""
+    monkeypatch.setattr(limits, "STIRRED_PER_STEP", 4)
+    cluster = StepwiseCluster()
+    ranks = [rank for name in "abc" for rank in cluster.group(name, 2)]
+    cluster.run()
+    for rank in ranks:
+        rank.replicate()
+    cluster.run()
+    books = cluster.coordinator.cluster
+    books.wake(books.models["actor"].unbound)
+    left = []
+    while books.stirred:
+        cluster.step(Tick())
+        left.append(len(books.stirred))
+    assert left == [1, 0]
