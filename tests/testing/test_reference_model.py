@@ -349,6 +349,13 @@ def test_after_a_rollback_the_newest_may_be_one_that_nobody_remembers() -> None:
     users.model.announced("hub", None)
 
 
+def test_what_nobody_remembers_may_be_newer_than_what_was_heard_last() -> None:
+    users = Callers(1, 2, 3)
+    users.model.announced("hub", info(1))
+    users.rollback(2)
+    users.model.announced("hub", None)
+
+
 # -- what must stay
 
 

@@ -188,7 +188,10 @@ class ReferenceModel:
 
         def is_newest(t: int) -> bool:  # a rollback alone makes an older one the newest, or one that nobody remembers
             rollbacks = [each for each in self._rollbacks if each.began <= t]
-            if number < last and not any(each.to < last and each.ended > then for each in rollbacks):
+            back = [each for each in rollbacks if each.ended > then and each.to < last]
+            if version is None:  # what nobody remembers may be newer than all that this listener has heard of
+                back += [each for each in rollbacks if each.began > then]
+            if number < last and not back:
                 return False
             if version is None:
                 return bool(rollbacks) or not any(self._all_there(t))
