@@ -31,6 +31,7 @@ from tensorhub.messages import (
     FromCoordinator,
     FromWorker,
     Heartbeat,
+    HeartbeatAck,
     LeaveGranted,
     Outcome,
     Registered,
@@ -79,6 +80,7 @@ class Connected:
         self.done = anyio.Event()
         self.fenced = anyio.Event()
         self.lost = False
+        self._answers = 0.0  # when the coordinator has said what came last
         self._messages: MessageStream[FromCoordinator]
 
     async def run(self, host: str, port: int, lease_s: float, dialling: anyio.Semaphore) -> None:
@@ -99,6 +101,8 @@ class Connected:
         if isinstance(message, Start | Write | AddSource) and self.worker.leases == {} and self.assigned_at is None:
             grants = (message.grant,) if isinstance(message, AddSource) else message.grants
             self.assigned_at = time.perf_counter() if grants else None
+        if isinstance(message, Welcome | HeartbeatAck):
+            self._answers = message.said_at
         await self.say(self.worker.hear(message))
         match message:
             case Welcome():
@@ -118,7 +122,7 @@ class Connected:
         while True:
             await anyio.sleep(lease_s / BEATS_PER_LEASE)
             sequence += 1
-            await self._messages.send(Heartbeat(sequence))
+            await self._messages.send(Heartbeat(sequence, self._answers))
 
     async def say(self, messages: Iterable[FromWorker]) -> None:
         for message in messages:

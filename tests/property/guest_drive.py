@@ -273,7 +273,7 @@ class GuestDrive:
         """With heartbeats; and every step for which it is time."""
         self.lobby.now += seconds
         for session in (*self.guests.values(), *self.trainers):
-            self.lobby.step(Received(session, Heartbeat(1)))
+            self.lobby.step(Received(session, Heartbeat(1, self.lobby.now)))
         self.lobby.step(Tick())
         self.lobby.ticks()
         self.drop_who_was_dismissed()
