@@ -37,6 +37,7 @@ async def test_who_waits_for_a_name_that_nobody_knows_is_told_at_once(call: str,
         assert len(told) == 1
         assert "'acctor'" in told[0]
         assert call in told[0]
+        assert "up_to_s='no limit'" in told[0] or call in ("wait_for", "watch")
         tasks.cancel_scope.cancel()
 
 

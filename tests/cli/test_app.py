@@ -1,5 +1,6 @@
 """The command line's own options."""
 
+import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,6 +16,22 @@ def test_version() -> None:
     program = "import sys; from tensorhub.cli import main; sys.argv = ['tensorhub', '--version']; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"tensorhub {tensorhub.__version__}\n"), done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_cannot_be_printed_is_an_error_in_one_line(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tensorhub", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env=environment,
+        )
+    assert done.stderr == "error: output: stdout cannot be written: No space left on device\n"
+    assert done.returncode == 1
 
 
 COMMANDS = ("serve", "demo", "status", "publish", "fetch", "seed", "simulate", "doctor", "bench", "token")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tensorhub.types import (
     VersionView,
     WorkerView,
 )
-from tests.cli.processes import line_with, run, started
+from tests.cli.processes import PROGRAM, line_with, run, started
 
 MODEL = ModelInfo(
     "actor",
@@ -151,5 +152,9 @@ def test_an_empty_coordinator() -> None:
         done = run("status", "--address", address, "--json")
         assert (done.returncode, json.loads(done.stdout), done.stderr) == (0, [], "")
         assert run("status", "--address", address).stdout == "no model is registered\n"
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([*PROGRAM, "status", "--address", address], stdout=full, stderr=subprocess.PIPE, text=True)
+        text = "error: output: stdout cannot be written: No space left on device\n"
+        assert (done.returncode, done.stderr) == (1, text)
         with started("status", "--address", address, "--watch", "--interval-s", "0.1", "--json") as watching:
             assert [line_with("", watching.stdout) for _ in range(3)] == ["[]\n"] * 3

@@ -7,6 +7,7 @@ Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and wha
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib
 import logging
@@ -49,6 +50,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 WIDE = 1000  # of a line that nobody's terminal wraps
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a file takes no more
 _PREFIXES = "kMGTP"
 _SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
 
@@ -223,6 +225,23 @@ def run(
     except Exception as error:
         code = report(error)
     raise typer.Exit(0 if code == TERMINATED and sigterm_is_ordinary() else code)
+
+
+@contextlib.contextmanager
+def checking_output() -> Iterator[None]:
+    """What a command prints has to arrive, however the command ends: else that is its error, in one line like any other."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _UNWRITTEN or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter's end would try the rest again
+        with contextlib.suppress(OSError):
+            print(f"error: output: stdout cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        raise SystemExit(FAILED) from None
 
 
 def report(error: BaseException) -> int:

@@ -46,6 +46,7 @@ from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.transport import sockets, unix
 from tensorhub.types import (
+    FOREVER_S,
     Endpoint,
     HandleState,
     Incarnation,
@@ -366,7 +367,8 @@ class Worker(CallersWorker):
             is_new = await self.coordinator.nothing_published(model, min(timeout_s, self.options.op_timeout_s))
             if is_new and handle.interpreter.is_busy:
                 hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
-                log.warning("call_waits", model=model, call=kind.value, up_to_s=timeout_s, hint=hint)
+                up_to_s = round(timeout_s, 1) if timeout_s < FOREVER_S / 2 else "no limit"
+                log.warning("call_waits", model=model, call=kind.value, up_to_s=up_to_s, hint=hint)
 
     def _mint_generation(self) -> int:
         """A generation word: the high half a nonce, the low half a counter (R3)."""
