@@ -125,7 +125,7 @@ def authentic(words: bytes, key: bytes) -> bytes:
     encoder.authenticate(key)
     done = b""
     while (end := 4 + int.from_bytes(words[:4], "big")) <= len(words) and end > 4:
-        done += encoder.frame(words[4:end])
+        done += encoder.frames(words[4:end])
         words = words[end:]
     return done + words
 

@@ -141,7 +141,7 @@ def relays(data: bytes) -> None:
 def _sealed(bodies: list[bytes], key: bytes) -> list[bytes]:
     encoder = FrameEncoder(60)
     encoder.authenticate(key)
-    return [encoder.frame(body) for body in bodies]
+    return [encoder.frames(body) for body in bodies]
 
 
 # -------------------------------------------------------------------------------------------------------------- codec

@@ -260,7 +260,7 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
                 if handshake.done:
                     frames = FrameEncoder(2**16)
                     frames.authenticate(handshake.frame_keys[0])
-                    peer.sendall(frames.frame(join))
+                    peer.sendall(frames.frames(join))
         assert watch.seconds < 3
 
 

@@ -130,8 +130,8 @@ def sealed(*bodies: bytes, key: bytes = KEY, at: int = 0) -> list[bytes]:
     encoder = FrameEncoder(MOST)
     encoder.authenticate(key)
     for _ in range(at):
-        encoder.frame(b"before")
-    return [encoder.frame(body) for body in bodies]
+        encoder.frames(b"before")
+    return [encoder.frames(body) for body in bodies]
 
 
 def opened(pieces: list[bytes], key: bytes = KEY) -> list[bytes]:
@@ -237,8 +237,8 @@ def test_a_frame_that_is_too_large_to_send_takes_no_number() -> None:
     encoder = FrameEncoder(MOST)
     encoder.authenticate(KEY)
     with pytest.raises(ProtocolError):
-        encoder.frame(bytes(MOST + 1))
-    assert [encoder.frame(b"one")] == sealed(b"one")
+        encoder.frames(bytes(MOST + 1))
+    assert [encoder.frames(b"one")] == sealed(b"one")
 
 
 # ------------------------------------------------------------------------------------------------------------ preface

@@ -19,6 +19,7 @@ from tensorhub.protocol.frames import PREFACE, FrameEncoder, frame
 from tensorhub.protocol.handshake import ClientHandshake, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.control.polled_stream import Poller
 
 MOST = 65_536
 Ends = tuple[ByteStream, ByteStream]
@@ -83,18 +84,28 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["memory", "drops", "tcp"])
+@pytest.fixture(params=["memory", "drops", "tcp", "polled"])
 async def ends(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Ends]:
-    if request.param == "tcp":
+    poller, tasks = Poller(), anyio.create_task_group()
+    await tasks.__aenter__()
+    tasks.start_soon(poller.keep)
+    if request.param in ("tcp", "polled"):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             one = socket.create_connection(listener.getsockname())
             two = listener.accept()[0]
-        found: Ends = await SocketStream.from_socket(one), await SocketStream.from_socket(two)
+        if request.param == "tcp":
+            found: Ends = await SocketStream.from_socket(one), await SocketStream.from_socket(two)
+        else:
+            one.setblocking(False)
+            two.setblocking(False)
+            found = poller.stream(one), poller.stream(two)
     else:
         found = memory_ends(1 if request.param == "drops" else 65_536)
     yield found
     for end in found:
         await end.aclose()
+    tasks.cancel_scope.cancel()
+    await tasks.__aexit__(None, None, None)
 
 
 def client(secret: bytes = b"secret") -> ClientHandshake:
@@ -207,7 +218,7 @@ async def test_frames_that_come_with_the_last_proof_are_kept(ends: Ends) -> None
                 last = theirs.data_to_send()
             encoder = FrameEncoder(MOST)
             encoder.authenticate(theirs.frame_keys[0])
-            await ends[1].send(last + encoder.frame(codec.encode(m.HeartbeatAck(1))))
+            await ends[1].send(last + encoder.frames(codec.encode(m.HeartbeatAck(1))))
         assert await worker.receive() == m.HeartbeatAck(1)
 
 

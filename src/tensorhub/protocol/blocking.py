@@ -197,7 +197,7 @@ class BlockingConnection:
         OperationTimeout if the peer took less than PACE_BYTES in `stall_timeout_s`, ConnectionLost if it is gone;
         the connection is of no more use then.
         """
-        self._send([memoryview(self._encoder.frame(codec.encode(message))), *buffers])
+        self._send([memoryview(self._encoder.frames(codec.encode(message))), *buffers])
 
     def send_payload(self, buffers: Sequence[memoryview]) -> None:
         """Send more of the bytes that follow the last message. Errors as of `send_with_payload`."""

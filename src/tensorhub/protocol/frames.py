@@ -98,10 +98,14 @@ class FrameEncoder:
         """The handshake is over: from now on frames carry macs under this key."""
         self._mac = FrameMac(key)
 
-    def frame(self, body: bytes) -> bytes:
-        """The frame that is sent next."""
-        head = _header(len(body), self._frame_bytes_max)
-        return head + body if self._mac is None else b"".join((head, body, self._mac.next(head, body)))
+    def frames(self, *bodies: bytes) -> bytes:
+        """The frames that are sent next. If one of them cannot be sent, none is."""
+        heads = [_header(len(body), self._frame_bytes_max) for body in bodies]
+        pairs = zip(heads, bodies, strict=True)
+        if self._mac is None:
+            return b"".join([part for pair in pairs for part in pair])
+        mac = self._mac
+        return b"".join([part for head, body in pairs for part in (head, body, mac.next(head, body))])
 
 
 def _header(body_bytes: int, frame_bytes_max: int) -> bytes:
@@ -115,7 +119,7 @@ def _header(body_bytes: int, frame_bytes_max: int) -> bytes:
 
 def frame(body: bytes, frame_bytes_max: int) -> bytes:
     """A frame of the handshake; ProtocolError if the peer would refuse it."""
-    return FrameEncoder(frame_bytes_max).frame(body)
+    return FrameEncoder(frame_bytes_max).frames(body)
 
 
 class FrameDecoder:
@@ -151,6 +155,8 @@ class FrameDecoder:
 
     def next_frame(self) -> bytes | None:
         """The body of the next frame, None while it is incomplete. ProtocolError if its length is refused, NotAuthentic."""
+        if not self._buffer and self._error is None:
+            return None
         self._raise_again()
         size = self._size()
         if size is None or len(self._buffer) < (whole := self._around + size):

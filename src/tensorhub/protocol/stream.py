@@ -9,6 +9,7 @@ Raises ProtocolError, AuthenticationFailed, OperationTimeout (handshake) and Con
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import select
 import socket
@@ -31,6 +32,14 @@ M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 
+class DirectStream(ByteStream):
+    """A byte stream that can also send without waiting."""
+
+    @abc.abstractmethod
+    def send_nowait(self, item: bytes) -> int:
+        """How many of these bytes it has taken; 0: it is full."""
+
+
 class MessageStream(Generic[M]):
     """A byte stream, which this object owns from now on, as a stream of messages. `incoming`: what the peer
     may say.
@@ -45,10 +54,12 @@ class MessageStream(Generic[M]):
         self._incoming = incoming
         self._decoder = FrameDecoder(frame_bytes_max)
         self._encoder = FrameEncoder(frame_bytes_max)
-        self._sending = anyio.Lock()
+        self._sending = anyio.Lock(fast_acquire=True)
         self._pot: Pot | None = None  # for frames that are larger than what one read brings
         self._taken = 0  # bytes from there: for the frame that is received, or was received last
         self._torn = False  # True while, and after, a frame is sent in part
+        self._rest = b""  # of what `send_nowait` was given; it goes before everything else
+        self.reads = 0  # of the stream, each of which has given everybody else a turn
         self.awaits_bytes = False  # True while its receiver waits for the peer: no byte that has arrived is kept here
 
     def __repr__(self) -> str:
@@ -97,17 +108,32 @@ class MessageStream(Generic[M]):
             raise
         await self._send_bytes(handshake.data_to_send())
 
-    async def send(self, message: Message) -> None:
-        """Send one message, whole, after those that other tasks are sending.
+    async def send(self, *messages: Message) -> None:
+        """Send messages, whole and at once, after those that other tasks are sending.
 
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too large.
         """
-        await self.send_encoded(codec.encode(message))
+        await self.send_encoded(*[codec.encode(message) for message in messages])
 
-    async def send_encoded(self, body: bytes) -> None:
-        """The same of a message that is encoded already."""
+    async def send_encoded(self, *bodies: bytes) -> None:
+        """The same of messages that are encoded already."""
         async with self._sending:
-            await self._send_bytes(self._encoder.frame(body))
+            rest, self._rest = self._rest, b""
+            await self._send_bytes(rest + self._encoder.frames(*bodies))
+
+    def send_nowait(self, *bodies: bytes) -> bool:
+        """Send these at once, if `can_send_nowait` and while nobody else is sending. False: the peer has not taken all of
+        them, and the rest goes with what is sent next.
+        """
+        assert isinstance(self._stream, DirectStream)
+        if self._torn:
+            raise ConnectionLost("an earlier message was sent in part only")
+        data = self._rest + self._encoder.frames(*bodies)
+        try:
+            self._rest = data[self._stream.send_nowait(data) :]
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise ConnectionLost(f"the connection is gone: {error!r}") from error
+        return not self._rest
 
     def limit_received(self, frame_bytes_max: int, pot: Pot | None = None) -> None:
         """From now on, refuse a larger frame unread. The limit of what is sent stays. `pot`: a frame that is larger than one
@@ -119,9 +145,11 @@ class MessageStream(Generic[M]):
 
     async def receive(self) -> M | None:
         """The next message, None if the peer closed between two. ProtocolError if it did so inside one, NotAuthentic."""
-        self._give_back()
+        if self._taken:
+            self._give_back()
         while (body := self._decoder.next_frame()) is None:
-            await self._take_room()
+            if self._pot is not None and not self._taken and self._decoder.is_inside_frame:
+                await self._take_room(self._pot)
             data = await self._receive_bytes()
             if not data:
                 self._decoder.receive_eof()
@@ -143,13 +171,12 @@ class MessageStream(Generic[M]):
         self._give_back()
         await self._stream.aclose()
 
-    async def _take_room(self) -> None:
+    async def _take_room(self, pot: Pot) -> None:
         """For the frame that has begun, if it is a large one."""
-        if self._pot is not None and not self._taken:
-            nbytes = self._decoder.bytes_announced
-            if nbytes > READ_BYTES_MAX:
-                await self._pot.take(nbytes)
-                self._taken = nbytes
+        nbytes = self._decoder.bytes_announced
+        if nbytes > READ_BYTES_MAX:
+            await pot.take(nbytes)
+            self._taken = nbytes
 
     def _give_back(self) -> None:
         if self._pot is not None and self._taken:
@@ -159,6 +186,7 @@ class MessageStream(Generic[M]):
     async def _receive_bytes(self) -> bytes:
         """Some bytes, none at the end of the stream."""
         self.awaits_bytes = True
+        self.reads += 1
         try:
             return await self._stream.receive(READ_BYTES_MAX)
         except anyio.EndOfStream:
@@ -167,6 +195,10 @@ class MessageStream(Generic[M]):
             raise ConnectionLost(f"the connection is gone: {error!r}") from error
         finally:
             self.awaits_bytes = False
+
+    @property
+    def can_send_nowait(self) -> bool:
+        return isinstance(self._stream, DirectStream)
 
     @property
     def readiness(self) -> int:

@@ -39,7 +39,7 @@ async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[F
 
 def say_at_once(messages: MessageStream[FromCoordinator], *words: FromWorker) -> None:
     """So that the server has no turn meanwhile."""
-    data = b"".join(messages._encoder.frame(codec.encode(word)) for word in words)
+    data = b"".join(messages._encoder.frames(codec.encode(word)) for word in words)
     assert os.write(messages._stream.extra(anyio.abc.SocketAttribute.raw_socket).fileno(), data) == len(data)
 
 

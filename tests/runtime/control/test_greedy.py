@@ -290,7 +290,7 @@ async def test_many_read_only_sessions_that_flood_have_one_turn_together(monkeyp
         monkeypatch.setattr(CoordinatorServer, "_step", counting)
         tasks.start_soon(others_turn)
         for messages in flood:
-            await messages._stream.send(b"".join([messages._encoder.frame(frame) for _ in range(500)]))
+            await messages._stream.send(b"".join([messages._encoder.frames(frame) for _ in range(500)]))
         await until(lambda: steps >= 500 * SESSIONS)
         tasks.cancel_scope.cancel()
     assert max(runs) <= 2 * server_module.READ_ONLY_HEARD_MAX

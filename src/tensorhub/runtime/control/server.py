@@ -17,7 +17,7 @@ import secrets
 import select
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.coordinator import (
     CloseSession,
@@ -42,21 +41,15 @@ from tensorhub.coordinator import (
     Silent,
     Tick,
 )
-from tensorhub.errors import ProtocolError, StateError, TensorHubError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
-    Compare,
     Describe,
-    Description,
-    ErrorInfo,
     FromCoordinator,
     FromWorker,
     GetManifest,
     Join,
-    ManifestReply,
-    Refused,
 )
-from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -67,11 +60,12 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.control.doorstep import Doorstep, Stranger
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, shares
+from tensorhub.runtime.control.polled_stream import Poller
+from tensorhub.runtime.control.session import Kind, Session, Turn
 from tensorhub.runtime.control.store import Store
 from tensorhub.transport import sockets
 from tensorhub.types import Options, format_address
 
-OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
@@ -86,48 +80,7 @@ READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, whi
 ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
 READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
 
-LongAnswer = Description | ManifestReply | Compare  # what has its room taken before it is sent
-
 log = get_logger("tensorhub.coordinator")
-
-
-@dataclass(slots=True)
-class _Session:
-    """One authenticated connection, and what is still to be said over it."""
-
-    messages: MessageStream[FromWorker]
-    outbox: MemoryObjectSendStream[FromCoordinator | None]
-    secret: bytes  # by which its peer has proved itself, or to which its read-only one belongs
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    moved: anyio.Event = field(default_factory=anyio.Event)  # see `wait_moved`
-    is_ending: bool = False  # its last words are being said
-    unread: int = 0  # messages that the peer has not taken, the one that is on its way included
-
-    def is_deaf(self) -> bool:
-        """Whether it is the peer that does not take what it is told."""
-        return self.unread > 0 and not self.messages.readiness & select.POLLOUT
-
-    async def wait_taken(self, unread_max: int) -> None:
-        """Until there are at most so many of those."""
-        while self.unread > unread_max:
-            await self.wait_moved()
-
-    async def wait_moved(self) -> None:
-        """Until another one is made ready for the peer, or is taken."""
-        self.moved = anyio.Event()
-        await self.moved.wait()
-
-
-@dataclass(slots=True)
-class _Kind:
-    """What all full sessions share, or all read-only ones: so read-only sessions never keep full ones waiting."""
-
-    frame_bytes_max: int
-    pot: Pot  # for their frames that are not whole or not heard yet
-    answers: Pot  # for what is long, and on its way to them
-    turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
-    page_turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be sent a page of digests
-    places: anyio.Semaphore | None = None  # to be heard, in each round of all sessions; None: for every one
 
 
 class CoordinatorServer:
@@ -139,7 +92,7 @@ class CoordinatorServer:
         self._secrets = secrets_accepted
         self._store = store
         self._incarnation = secrets.token_hex(16)
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, Session] = {}
         self._sessions_minted = 0
         self._unrecorded: list[Persist] = []
         self._record_wanted = anyio.Event()
@@ -147,15 +100,18 @@ class CoordinatorServer:
         self._look_wanted = anyio.Event()
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
+        self._turn: Turn
+        self._poller: Poller
+        self._now: Callable[[], float]  # of the loop that this runs on
         self._strangers_max, self._sessions_max = shares(options.sessions_max)
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
         self._shortages = Tally(log.warning, "accept_failed")
         frame_bytes_max = options.frame_bytes_max
-        self._full = _Kind(
+        self._full = Kind(
             frame_bytes_max, Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)), Pot(max(ANSWERS_BYTES_MAX, frame_bytes_max))
         )
-        self._read_only = _Kind(
+        self._read_only = Kind(
             min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max),
             Pot(max(READ_ONLY_UNDECODED_BYTES_MAX, READ_ONLY_FRAME_BYTES_MAX)),
             Pot(max(READ_ONLY_ANSWERS_BYTES_MAX, frame_bytes_max)),
@@ -178,18 +134,20 @@ class CoordinatorServer:
 
     async def _run(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
         durable = await anyio.to_thread.run_sync(self._store.read)
+        self._poller, self._turn, self._now = Poller(), Turn(), clock.of_loop()
         self._core = Coordinator(
             cluster=self._store.cluster,
             epoch=self._store.epoch,
             options=replace(self._options, sessions_max=self._sessions_max),
             ids=partial(secrets.token_hex, 12),
-            now=clock.now(),
+            now=self._now(),
             durable=durable,
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_time)
             tasks.start_soon(self._keep_records)
             tasks.start_soon(self._keep_looking)
+            tasks.start_soon(self._poller.keep)
             if isinstance(self._secrets, TokenFile):
                 tasks.start_soon(self._keep_access)
             log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
@@ -225,7 +183,7 @@ class CoordinatorServer:
 
     def _step(self, event: Event) -> None:
         """Feed one event, and do what follows. Never awaits: nothing comes between an event and its actions."""
-        for action in self._core.step(event, clock.now()):
+        for action in self._core.step(event, self._now()):
             match action:
                 case Send():
                     self._send(action.session, action.message)
@@ -244,23 +202,15 @@ class CoordinatorServer:
 
     def _send(self, number: int, message: FromCoordinator | None) -> None:
         session = self._sessions.get(number)
-        if session is None:
-            return
-        try:
-            session.outbox.send_nowait(message)
-            session.unread += 1
-        except anyio.WouldBlock:
-            log.warning("session_too_slow", session=number, messages=OUTBOX_MESSAGES_MAX)
-            session.scope.cancel()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # it is ending; Disconnected follows
+        if session is not None:
+            session.say(message)
 
     def _close(self, number: int) -> None:
         """End a session once all is said; soon, if its peer does not take what is said."""
         session = self._sessions.get(number)
         if session is not None:
             session.is_ending = True
-            session.scope.deadline = clock.now() + LAST_WORDS_S
+            session.scope.deadline = self._now() + LAST_WORDS_S
             self._send(number, None)
 
     async def _keep_time(self) -> None:
@@ -269,12 +219,12 @@ class CoordinatorServer:
         """
         while True:
             deadline = self._core.next_deadline()
-            if deadline is not None and deadline <= clock.now():
+            if deadline is not None and deadline <= self._now():
                 self._step(Tick())
                 await anyio.lowlevel.checkpoint()
                 continue
             self._is_sooner, self._wakes_at = anyio.Event(), math.inf if deadline is None else deadline
-            with anyio.move_on_after(self._wakes_at - clock.now()):
+            with anyio.move_on_after(self._wakes_at - self._now()):
                 await self._is_sooner.wait()
 
     async def _keep_records(self) -> None:
@@ -357,9 +307,13 @@ class CoordinatorServer:
         try:
             with anyio.CancelScope() as scope:
                 stranger.end = scope.cancel
-                stream = await _opened(stranger.connection)
-                if stream is not None:
-                    await self._serve(stream, stranger.origin, partial(doorstep.dismiss, stranger))
+                try:
+                    stranger.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    stream = self._poller.stream(stranger.connection)
+                except OSError:  # its peer has gone already
+                    stranger.connection.close()
+                    return
+                await self._serve(stream, stranger.origin, partial(doorstep.dismiss, stranger))
         finally:
             doorstep.dismiss(stranger)
 
@@ -383,18 +337,23 @@ class CoordinatorServer:
     async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake, origin: str) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
-        outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)
-        session = self._sessions[number] = _Session(messages, outbox, handshake.secret)
+        kind = self._read_only if handshake.read_only else self._full
+        session = Session(number, messages, handshake.secret, kind, self._options, self._turn)
+        self._sessions[number] = session
         messages.limit_received(FIRST_FRAME_BYTES_MAX)
         if handshake.peer.role == "worker":
-            session.scope.deadline = clock.now() + self._options.connect_timeout_s
+            session.scope.deadline = self._now() + self._options.connect_timeout_s
         self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only, origin))
         try:
-            with session.scope, outbox, to_say:
+            with session.scope:
                 async with anyio.create_task_group() as tasks:
-                    kind = self._read_only if handshake.read_only else self._full
-                    tasks.start_soon(self._talk, messages, to_say, session, kind, tasks.cancel_scope)
-                    await self._hear(messages, number, session, kind)
+
+                    async def talk() -> None:
+                        await session.talk()
+                        tasks.cancel_scope.cancel()
+
+                    tasks.start_soon(talk)
+                    await self._hear(session)
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
             raise group.exceptions[0] from None
@@ -402,105 +361,39 @@ class CoordinatorServer:
             del self._sessions[number]
             self._step(Disconnected(number))
 
-    async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session, kind: _Kind) -> None:
+    async def _hear(self, session: Session) -> None:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
-        heard, since = 0, clock.now()
+        messages, kind = session.messages, session.kind
+        heard, since, reads = 0, 0.0, 0
         async for message in messages:
+            if messages.reads != reads:  # everybody else has just had a turn
+                heard, since, reads = 0, self._now(), messages.reads
             if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
                 messages.limit_received(kind.frame_bytes_max, kind.pot)
             if isinstance(message, Describe | GetManifest):
-                await self._answer_at_length(number, session, message, kind.turn)
+                await self._answer_at_length(session, message)
             else:
                 await session.wait_taken(ANSWERS_UNREAD_MAX)
                 async with kind.places or contextlib.nullcontext():
-                    self._step(Received(number, message))
+                    self._step(Received(session.number, message))
                     if kind.places is not None:  # it keeps its place until everybody else has had a turn
                         await anyio.lowlevel.checkpoint()
             del message  # it may be large, and nothing else may come for a while
             heard += 1
-            if heard >= MESSAGES_PER_TURN or clock.now() - since > TURN_S:
+            if heard >= MESSAGES_PER_TURN or self._now() - since > TURN_S:
                 await anyio.lowlevel.checkpoint()
-                heard, since = 0, clock.now()
+                heard, since = 0, self._now()
 
-    async def _answer_at_length(
-        self, number: int, session: _Session, message: Describe | GetManifest, turn: anyio.Lock
-    ) -> None:
+    async def _answer_at_length(self, session: Session, message: Describe | GetManifest) -> None:
         """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
         before the next one. No peer can have many of them made and leave them here.
         """
         while True:
             await session.wait_taken(0)
-            async with turn:
+            async with session.kind.turn:
                 if session.unread == 0:  # nothing is in the way: the answer is encoded at once
-                    self._step(Received(number, message))
+                    self._step(Received(session.number, message))
                     if session.unread:
                         await session.wait_moved()
                     return
-
-    async def _talk(
-        self,
-        messages: MessageStream[FromWorker],
-        to_say: MemoryObjectReceiveStream[FromCoordinator | None],
-        session: _Session,
-        kind: _Kind,
-        scope: anyio.CancelScope,
-    ) -> None:
-        """Say what the core wants said, until it wants the session closed."""
-        async for message in to_say:
-            if message is None:
-                break
-            if isinstance(message, LongAnswer):
-                await self._say_at_length(messages, message, session, kind)
-            else:
-                session.moved.set()
-                await messages.send(message)
-            session.unread -= 1
-            session.moved.set()
-        scope.cancel()
-
-    async def _say_at_length(
-        self, messages: MessageStream[FromWorker], message: LongAnswer, session: _Session, kind: _Kind
-    ) -> None:
-        """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
-        Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
-        """
-        # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits for no more than that.
-        async with kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
-            body = _encoded(message, self._options.frame_bytes_max)
-            await kind.answers.take(len(body))
-        try:
-            session.moved.set()
-            with anyio.move_on_after(self._options.lease_s) as sending:
-                await messages.send_encoded(body)
-            if sending.cancelled_caught:
-                raise ConnectionLost(f"an answer of {len(body)} bytes was not taken within {self._options.lease_s:g} s")
-        finally:
-            kind.answers.give_back(len(body))
-
-
-def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
-    """Its body; if no frame can carry that, a refusal's."""
-    if isinstance(message, Compare):
-        return codec.encode(message)
-    try:
-        body = codec.encode(message)
-        if len(body) <= bytes_max:
-            return body
-        what = f"it has {len(body)} bytes, frames have {bytes_max} at most (Options.frame_bytes_max)"
-    except ProtocolError as error:
-        what = str(error)
-    return codec.encode(Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}"))))
-
-
-async def _opened(connection: socket.socket) -> anyio.abc.SocketStream | None:
-    """That connection, as a stream which owns it; None if its peer has gone already."""
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return await anyio.abc.SocketStream.from_socket(connection)
-    except (ValueError, OSError):
-        connection.close()
-        return None
-    except BaseException:
-        connection.close()
-        raise

@@ -1,0 +1,149 @@
+"""Byte streams over the sockets of one server, all of which one `epoll` watches.
+
+anyio's own streams tell the loop twice for each piece that arrives what to watch, and give everybody else a turn with each
+piece that is sent. With a thousand sessions that costs more than what is said. Here a socket is registered once, and is read
+and written directly. Whoever sends in a loop has to give others a turn, since `send` does so only if the kernel is full.
+
+Responsible for waiting, and for closing the sockets. Not responsible for connecting, nor for frames (`protocol.stream`).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import SocketAttribute
+
+from tensorhub.protocol.stream import DirectStream
+
+_ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_WATCHED = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET  # each change is told once
+
+
+class Poller:
+    """What wakes the streams of one loop, while `keep` runs."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._streams: dict[int, PolledStream] = {}  # by descriptor: those that are open
+
+    def __repr__(self) -> str:
+        return f"<Poller of {len(self._streams)} streams>"
+
+    async def keep(self) -> None:
+        """Wake streams until cancelled."""
+        native: Any = anyio.lowlevel.current_token().native_token
+        try:
+            if not hasattr(native, "add_reader"):
+                while True:
+                    await anyio.wait_readable(self._epoll)
+                    self._look()
+            native.add_reader(self._epoll.fileno(), self._look)  # asyncio: no task has to be woken each time
+            try:
+                await anyio.sleep_forever()
+            finally:
+                native.remove_reader(self._epoll.fileno())
+        finally:
+            self._epoll.close()
+
+    def _look(self) -> None:
+        for descriptor, events in self._epoll.poll(0):
+            self._streams[descriptor].changed(events)
+
+    def stream(self, connection: socket.socket) -> PolledStream:
+        """A connected non-blocking socket as a stream, which owns it from now on. Raises OSError; then it does not."""
+        stream = PolledStream(connection, self._forget)
+        self._epoll.register(connection, _WATCHED)
+        self._streams[connection.fileno()] = stream
+        return stream
+
+    def _forget(self, descriptor: int) -> None:
+        """Its stream is about to close it."""
+        del self._streams[descriptor]
+        if not self._epoll.closed:
+            self._epoll.unregister(descriptor)
+
+
+class PolledStream(DirectStream):
+    """One socket. One task receives and one sends at a time."""
+
+    def __init__(self, connection: socket.socket, forget: Callable[[int], object]) -> None:
+        self._connection = connection
+        self._forget = forget
+        self._has_ended = False  # the peer has ended its side, or the connection is broken: nothing more will change
+        self._may_hear = True  # bytes, or an end, may lie in the kernel
+        self._heard = anyio.Event()  # that has changed
+        self._taken = anyio.Event()  # there may be room in the kernel again
+
+    def __repr__(self) -> str:
+        return f"<PolledStream {self._connection.fileno()}>"
+
+    @property
+    def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
+        return {SocketAttribute.raw_socket: lambda: self._connection}
+
+    def changed(self, events: int) -> None:
+        """What epoll tells of the socket."""
+        if events & (select.EPOLLIN | _ENDED):
+            self._has_ended = self._has_ended or bool(events & _ENDED)
+            self._may_hear = True
+            self._heard.set()
+        if events & (select.EPOLLOUT | _ENDED):
+            self._taken.set()
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        if self._may_hear:
+            await anyio.lowlevel.checkpoint()
+        while True:
+            if self._may_hear:
+                try:
+                    data = self._connection.recv(max_bytes)
+                except BlockingIOError:
+                    data = None
+                except OSError as error:
+                    raise self._broken() from error
+                # What comes after a short read is told, unless the end was told together with it.
+                self._may_hear = self._has_ended or (data is not None and len(data) == max_bytes)
+                if data == b"":
+                    raise anyio.EndOfStream
+                if data is not None:
+                    return data
+            self._heard = anyio.Event()
+            await self._heard.wait()
+
+    def send_nowait(self, item: bytes | memoryview) -> int:
+        """How many of these bytes the kernel has taken at once."""
+        try:
+            return self._connection.send(item)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._broken() from error
+
+    async def send(self, item: bytes) -> None:
+        rest = memoryview(item)
+        while rest:
+            taken = self.send_nowait(rest)
+            if not taken:
+                self._taken = anyio.Event()
+                await self._taken.wait()
+            rest = rest[taken:]
+
+    async def send_eof(self) -> None:
+        self._connection.shutdown(socket.SHUT_WR)
+
+    async def aclose(self) -> None:
+        """Close the socket, and wake whoever waits for it. What the kernel has taken is still sent."""
+        if self._connection.fileno() >= 0:
+            self._forget(self._connection.fileno())
+            self._connection.close()
+            self._may_hear = True
+            self._heard.set()
+            self._taken.set()
+
+    def _broken(self) -> anyio.ClosedResourceError | anyio.BrokenResourceError:
+        return anyio.BrokenResourceError() if self._connection.fileno() >= 0 else anyio.ClosedResourceError()

@@ -1,0 +1,236 @@
+"""One authenticated connection of a coordinator's: what is still to be said over it, and saying that.
+
+Responsible for the bounded queue to a peer, for one send for all that has gathered there in a turn of the loop, and for the
+turns and the room of long answers. Not responsible for what is heard (`server`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from tensorhub.errors import ProtocolError, StateError, TensorHubError
+from tensorhub.logs import get_logger
+from tensorhub.messages import Announce, Compare, Description, ErrorInfo, FromCoordinator, FromWorker, ManifestReply, Refused
+from tensorhub.protocol import codec
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.pot import Pot
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.types import Options
+
+OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
+SAID_AT_ONCE_MAX = 64  # messages in one send
+SPOKEN_TO_PER_TURN = 64  # sessions; then everybody else in the loop has a turn
+
+LongAnswer = Description | ManifestReply | Compare  # what has its room taken before it is sent
+
+log = get_logger("tensorhub.coordinator")
+
+
+@dataclass(slots=True)
+class Kind:
+    """What all full sessions share, or all read-only ones: so read-only sessions never keep full ones waiting."""
+
+    frame_bytes_max: int
+    pot: Pot  # for their frames that are not whole or not heard yet
+    answers: Pot  # for what is long, and on its way to them
+    turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
+    page_turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be sent a page of digests
+    places: anyio.Semaphore | None = None  # to be heard, in each round of all sessions; None: for every one
+
+
+class Turn:
+    """What all sessions of a loop share to be spoken to. Each of those that have been told something is spoken to when
+    whoever has the loop's turn now is through. What is said to many is encoded once: its body goes into a frame of each
+    session's own.
+    """
+
+    def __init__(self) -> None:
+        native: Any = anyio.lowlevel.current_token().native_token
+        self._call_soon: Callable[[Callable[[], None]], object] = getattr(native, "call_soon", None) or native.run_sync_soon
+        self._sessions: dict[Session, None] = {}  # to speak to
+        self._message: Announce | None = None  # what was encoded last
+        self._body = b""
+
+    def __repr__(self) -> str:
+        return f"<Turn of {len(self._sessions)} sessions>"
+
+    def speaks_to(self, session: Session) -> None:
+        """Once, however often this is called before."""
+        if not self._sessions:
+            self._call_soon(self._speak)
+        self._sessions[session] = None
+
+    def _speak(self) -> None:
+        sessions = list(itertools.islice(self._sessions, SPOKEN_TO_PER_TURN))
+        for session in sessions:
+            del self._sessions[session]
+        if self._sessions:
+            self._call_soon(self._speak)
+        for session in sessions:
+            session.speak()
+
+    def encoded(self, message: FromCoordinator) -> bytes:
+        """The body of its frame."""
+        if not isinstance(message, Announce):
+            return codec.encode(message)
+        if message is not self._message:
+            self._body, self._message = codec.encode(message), message
+        return self._body
+
+
+class Session:
+    """`secret`: by which its peer has proved itself, or to which its read-only one belongs."""
+
+    def __init__(
+        self,
+        number: int,
+        messages: MessageStream[FromWorker],
+        secret: bytes,
+        kind: Kind,
+        options: Options,
+        turn: Turn,
+    ) -> None:
+        self.number = number
+        self.messages = messages
+        self.secret = secret
+        self.kind = kind
+        self.scope = anyio.CancelScope()
+        self.is_ending = False  # its last words are being said
+        self.unread = 0  # messages that the peer has not taken, those that are on their way included
+        self._options = options
+        self._turn = turn
+        self._outbox: deque[FromCoordinator | None] = deque()  # None: nothing more is said
+        self._has_words = anyio.Event()  # for `talk`
+        self._talks = False  # `talk` is at it
+        self._begun = 0  # messages that `speak` has sent in part
+        self._failure: ConnectionLost | TensorHubError | None = None  # of `speak`
+        self._moved = anyio.Event()  # see `wait_moved`
+
+    def __repr__(self) -> str:
+        return f"<Session {self.number}: {self.unread} unread{', ending' if self.is_ending else ''}>"
+
+    def is_deaf(self) -> bool:
+        """Whether it is the peer that does not take what it is told."""
+        return self.unread > 0 and not self.messages.readiness & select.POLLOUT
+
+    async def wait_taken(self, unread_max: int) -> None:
+        """Until the peer has not taken at most so many messages."""
+        while self.unread > unread_max:
+            await self.wait_moved()
+
+    async def wait_moved(self) -> None:
+        """Until another one is made ready for the peer, or is taken."""
+        self._moved = anyio.Event()
+        await self._moved.wait()
+
+    def say(self, message: FromCoordinator | None) -> None:
+        """Queue this for the peer. None: end the session when all is said."""
+        if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
+            log.warning("session_too_slow", session=self.number, messages=OUTBOX_MESSAGES_MAX)
+            self.scope.cancel()
+            return
+        self._outbox.append(message)
+        self.unread += 1
+        if not self._talks and self.messages.can_send_nowait:
+            self._turn.speaks_to(self)
+        else:
+            self._has_words.set()
+
+    def speak(self) -> None:
+        """Say at once what is queued, as far as the peer takes it. What takes time is left to `talk`."""
+        if self._talks:
+            return
+        try:
+            bodies = self._take_words()
+            if bodies and self.messages.send_nowait(*bodies):
+                self._were_said(len(bodies))
+            else:
+                self._begun = len(bodies)
+        except (ConnectionLost, TensorHubError) as error:
+            self._failure = error
+        if self._has_to_talk:
+            self._talks = True
+            self._has_words.set()
+
+    @property
+    def _has_to_talk(self) -> bool:
+        return bool(self._outbox or self._begun or self._failure)
+
+    async def talk(self) -> None:
+        """Say what is queued and `speak` has left, until the session is to end. Raises ConnectionLost, ProtocolError."""
+        while True:
+            self._talks = self._has_to_talk
+            if not self._talks:
+                self._has_words = anyio.Event()
+                await self._has_words.wait()
+                self._talks = True
+            if self._failure is not None:
+                raise self._failure
+            if (bodies := self._take_words()) or self._begun:
+                self._moved.set()
+                await self.messages.send_encoded(*bodies)
+                begun, self._begun = self._begun, 0
+                self._were_said(begun + len(bodies))
+            elif isinstance(message := self._outbox.popleft(), LongAnswer):
+                await self._say_at_length(message)
+                self._were_said(1)
+            else:
+                return
+            if self._outbox:
+                await anyio.lowlevel.checkpoint()
+
+    def _were_said(self, messages: int) -> None:
+        self.unread -= messages
+        self._moved.set()
+
+    def _take_words(self) -> list[bytes]:
+        """The next messages, up to one that is long, or the end."""
+        bodies = list[bytes]()
+        while self._outbox and len(bodies) < SAID_AT_ONCE_MAX:
+            message = self._outbox[0]
+            if message is None or isinstance(message, LongAnswer):
+                break
+            bodies.append(self._turn.encoded(message))
+            self._outbox.popleft()
+        return bodies
+
+    async def _say_at_length(self, message: LongAnswer) -> None:
+        """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
+        Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
+        """
+        # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits for no more than that.
+        async with self.kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
+            body = _encoded(message, self._options.frame_bytes_max)
+            await self.kind.answers.take(len(body))
+        try:
+            self._moved.set()
+            with anyio.move_on_after(self._options.lease_s) as sending:
+                await self.messages.send_encoded(body)
+            if sending.cancelled_caught:
+                text = f"an answer of {len(body)} bytes was not taken within {self._options.lease_s:g} s"
+                raise ConnectionLost(text)
+        finally:
+            self.kind.answers.give_back(len(body))
+
+
+def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
+    """Its body; if no frame can carry that, a refusal's."""
+    if isinstance(message, Compare):
+        return codec.encode(message)
+    try:
+        body = codec.encode(message)
+        if len(body) <= bytes_max:
+            return body
+        what = f"it has {len(body)} bytes, frames have {bytes_max} at most (Options.frame_bytes_max)"
+    except ProtocolError as error:
+        what = str(error)
+    return codec.encode(Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}"))))
