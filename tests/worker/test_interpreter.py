@@ -40,12 +40,9 @@ class Rig(NamedTuple):
         content = self.handle.member.content
         assert content is not None
         question = DigestAgain("i", self.handle.id, content.generation, 0)
-        error = self.interpreter.violation_of(question, True)
-        self.handle.apply(
-            self.handle.member.digested_again(
-                "i", content.generation, True, error, self.cluster.now, digest=b"", origin=None
-            )
-        )
+        owner = self.handle.worker.owner
+        actions, error = self.interpreter.digested_again(question, True, b"", owner, self.cluster.now)
+        self.handle.apply(actions)
         self.cluster.run()
         return str(error)
 
@@ -190,7 +187,8 @@ def test_a_second_digest_under_another_generation_is_nobodys_fault() -> None:
     content = at.handle.member.content
     assert content is not None
     for changed, generation in ((True, content.generation + 1), (False, content.generation), (None, content.generation)):
-        at.interpreter.violation_of(DigestAgain("i", at.handle.id, generation, 0), changed)
+        question = DigestAgain("i", at.handle.id, generation, 0)
+        at.interpreter.digested_again(question, changed, b"", at.handle.worker.owner, at.cluster.now)
     at.interpreter.check(UPDATE)
 
 

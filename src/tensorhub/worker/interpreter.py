@@ -19,7 +19,7 @@ from typing import Protocol
 
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import Memory as TensorState, MutabilityViolation, StateError
-from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, TellDigests
+from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, Origin, TellDigests
 from tensorhub.types import HandleState, OpKind, RegistrationId
 from tensorhub.worker.calls import Action, Call, CloseCall, Fence, FillCall, Finish, PublishCall, UnpublishCall, staging_of
 from tensorhub.worker.chunk_reports import tell
@@ -33,6 +33,12 @@ class Made(Protocol):
     """See `worker.owner`."""
 
     def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]: ...
+
+
+class Origins(Protocol):
+    """See `worker.owner`."""
+
+    def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None: ...
 
 
 class Interpreter:
@@ -156,12 +162,19 @@ class Interpreter:
 
     # ------------------------------------------------------------------------------------------------- digests
 
-    def violation_of(self, question: DigestAgain, changed: bool | None) -> MutabilityViolation:
-        """What is wrong with memory of which that was asked, if this is the answer; the next call is told."""
-        content = self.member.content
-        if changed and content is not None and content.generation == question.generation:
-            return self.guard.changed(content, question.chunk)
-        return MutabilityViolation("the memory has changed")
+    def digested_again(
+        self, question: DigestAgain, changed: bool | None, digest: bytes, owner: Origins, now: float
+    ) -> tuple[list[Action], MutabilityViolation]:
+        """The answer to that question (R8), see `Member.digested_again`; and what is wrong with memory that has changed: the
+        next call is told.
+        """
+        content, generation = self.member.content, question.generation
+        error = MutabilityViolation("the memory has changed")
+        if changed and content is not None and content.generation == generation:
+            error = self.guard.changed(content, question.chunk)
+        origin = owner.origin(self._registration, generation, question.chunk)
+        answer = self.member.digested_again
+        return answer(question.inquiry, generation, changed, error, now, digest=digest, origin=origin), error
 
     def tell_made(self, owner: Made, *, if_all: bool = False) -> tuple[list[Digests], bool]:
         """What is said of the digests that were made of what is published (`if_all`: once it is all), and whether nothing is

@@ -282,6 +282,8 @@ class Member:
 
     def pull_failed(self, error: TensorHubError, now: float) -> list[calls.Action]:
         """The pull cannot go on with any source, or there is no memory to copy or pull into."""
+        if self._memory.applying:  # it is committed: what does not arrive is torn
+            return self.copied(frozenset(), now)
         self._context.enter(now)
         if isinstance(self.running, Filling | Copying):
             self.running.pull_failed(error)

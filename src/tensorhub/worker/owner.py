@@ -338,10 +338,9 @@ class Owner:
         memory = self._memories.get(registration)
         return memory is None or memory.accesses == 0
 
-    def is_access_to(self, number: int, registration: RegistrationId) -> bool:
-        """Whether the access of this number runs, and is to this registration."""
-        access = self._running.get(number)
-        return access is not None and access.registration == registration
+    def accesses_to(self, registration: RegistrationId) -> frozenset[int]:
+        """The numbers of the accesses to this registration that run."""
+        return frozenset(number for number, access in self._running.items() if access.registration == registration)
 
     # --------------------------------------------------------------------------------------------- inspection
 

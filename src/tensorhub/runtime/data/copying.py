@@ -1,32 +1,25 @@
-"""Copying chunks from one memory of this worker to another: no network, but the same rights and the same digests.
+"""Copying the bytes of chunks from one memory of this worker to another, each with its digest at the destination.
 
-Each batch is an access at the source's owner (R3), so that a fence waits for it. Responsible for copying, and for checking
-each chunk's digest at the destination. Not responsible for which copies there are (`worker.local_copies`).
+Not responsible for what is copied from where: `worker.local_copying` decides that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access
+from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.messages import Origin
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import LocalCopy
+from tensorhub.worker.local_copying import Copier
 
 ACCESS_BYTES = 32 * 2**20  # copied before a fence gets its turn
 
 Arrived = Callable[[Sequence[tuple[int, int | None]], Origin | None], object]
-"""Hears which chunks are in the destination, with their digests, and where the source had read them, if it had: so whoever
-holds wrong bytes is found behind copies, too.
-"""
-
-
-class _Step(NamedTuple):
-    copied: dict[Origin | None, list[tuple[int, int | None]]]
-    missed: list[int]  # of what was wanted from this source
+"""See `Copier`."""
 
 
 def copy_chunks(
@@ -43,44 +36,17 @@ def copy_chunks(
     Digests that nobody has made yet are made from the source, and each chunk is digested again where it has arrived; one
     that is damaged counts as missing. `check` is called before each chunk and ends it by raising.
     """
-    missing = [chunk for chunk in range(len(destination.sizes)) if chunk not in there]
-    for source in sources:
-        left: list[int] = []
-        for first in range(0, len(missing), CHUNKS_PER_ACCESS_MAX):
-            window = missing[first : first + CHUNKS_PER_ACCESS_MAX]
-            missed = window
-            for step in _copy_from(owner, source, content_id, destination, window, check):
-                for origin, copied in step.copied.items():
-                    arrived(copied, origin)
-                missed = step.missed
-            left += missed
-        missing = left
-    return frozenset(range(len(destination.sizes))) - frozenset(missing)
 
+    def access(
+        source: LocalCopy, wanted: Sequence[int]
+    ) -> AbstractContextManager[tuple[Access, ChunkMemory] | Wait | Refusal]:
+        right = RegistrationId(source.registration), source.generation, content_id
+        return owner.access(None, *right, wanted, ACCESS_BYTES, patience_s=0)
 
-def _copy_from(
-    owner: SharedOwner,
-    source: LocalCopy,
-    content_id: ContentId,
-    destination: ChunkMemory,
-    wanted: Sequence[int],
-    check: Callable[[], object],
-) -> Iterator[_Step]:
-    """Batch by batch, until the source has nothing more of what is wanted."""
-    registration, damaged = RegistrationId(source.registration), list[int]()
-    while wanted:
-        with owner.access(None, registration, source.generation, content_id, wanted, ACCESS_BYTES, patience_s=0) as answer:
-            if not isinstance(answer, tuple):
-                return  # none of them is verified there, or the memory has changed its generation
-            access, memory = answer
-            good, origins = _copy_some(owner, access, memory, destination, check), owner.origins(access)
-        copied: dict[Origin | None, list[tuple[int, int | None]]] = {}
-        for chunk, origin in zip(access.chunks, origins, strict=True):
-            if chunk in good:
-                copied.setdefault(origin, []).append((chunk, good[chunk]))
-        damaged += [chunk for chunk in access.chunks if chunk not in good]
-        wanted = access.rest
-        yield _Step(copied, [*wanted, *damaged])
+    def move(access: Access, memory: ChunkMemory) -> dict[int, int | None]:
+        return _copy_some(owner, access, memory, destination, check)
+
+    return Copier(access, owner.origins, move, arrived).copy(sources, len(destination.sizes), there)
 
 
 def _copy_some(

@@ -38,10 +38,10 @@ from tensorhub.runtime.data.receive_sizer import ReceiveSizer
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
+from tensorhub.scheduler.requests import Requests, sort_out
 from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
-BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
 CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
@@ -100,6 +100,14 @@ class PullReport:
     sources: tuple[SourceReport, ...]
     flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
 
+    @classmethod
+    def of(
+        cls, pull: Pull, phases: dict[str, float], sources: tuple[SourceReport, ...], flows: tuple[Flow, ...] = ()
+    ) -> Self:
+        """With the counts of these books."""
+        counts = pull.bytes_read, pull.reread_bytes, pull.retries, pull.chunks_verified, pull.bytes_verified
+        return cls(*counts, pull.bytes_wanted, phases, sources, flows)
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -108,6 +116,7 @@ class _Lane:
     grant: Grant
     lease: LeaseId
     origin: Origin
+    requests: Requests
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
@@ -120,13 +129,12 @@ class _Lane:
     seconds: float = 0.0  # from `started` on, once it has ended
     batch_bytes: int = BATCH_BYTES  # of one request
     sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
-    asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
 
     @property
     def ends_by_itself(self) -> bool:
         """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
-        return not self.asked and (self.channel is not None or (self.started > 0 and not self.threads))
+        return not self.requests.asked and (self.channel is not None or (self.started > 0 and not self.threads))
 
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
@@ -218,7 +226,8 @@ class PullRunner:
     def add_source(self, grant: Grant) -> None:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
         origin = Origin(grant.registration, grant.generation)
-        lane = _Lane(grant, LeaseId(grant.lease), origin, batch_bytes=self._batch_bytes)
+        lease = LeaseId(grant.lease)
+        lane = _Lane(grant, lease, origin, Requests(self._pull, lease), batch_bytes=self._batch_bytes)
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
@@ -252,21 +261,10 @@ class PullRunner:
             now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
             transfer_s, verify_s = sum(lane.sizer.transfer_s for lane in lanes), sum(lane.sizer.verify_s for lane in lanes)
             lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
-            return PullReport(
-                bytes_read=pull.bytes_read,
-                reread_bytes=pull.reread_bytes,
-                retries=pull.retries,
-                chunks_verified=pull.chunks_verified,
-                bytes_verified=pull.bytes_verified,
-                bytes_wanted=pull.bytes_wanted,
-                phases={
-                    "wait": max(0.0, lanes_s - transfer_s - verify_s),
-                    "transfer": transfer_s,
-                    "verify": verify_s,
-                },
-                sources=tuple(self._source_report(lane, now) for lane in lanes),
-                flows=tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:],
-            )
+            phases = {"wait": max(0.0, lanes_s - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
+            sources = tuple(self._source_report(lane, now) for lane in lanes)
+            flows = tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:]
+            return PullReport.of(pull, phases, sources, flows)
 
     @staticmethod
     def _flow(lane: _Lane) -> Flow | None:
@@ -411,18 +409,13 @@ class PullRunner:
         batches: list[tuple[int, ...]] = []
         with self._changed:
             while not self._is_over and not lane.cutter.is_cut:
-                while len(lane.asked) < BATCHES_OPEN:
-                    batch = self._pull.next_batch(lane.lease, lane.batch_bytes)
-                    if not batch:
-                        break
-                    lane.asked.append(set(batch))
-                    batches.append(batch)
-                if lane.asked:
+                batches += lane.requests.ask(lane.batch_bytes)
+                if lane.requests.asked:
                     break
                 self._changed.wait()
             if batches and self._pull.is_patchy:
                 self._changed.notify_all()
-            return (batches, lane.answers) if lane.asked else None
+            return (batches, lane.answers) if lane.requests.asked else None
 
     def _is_answered_by_others(self, lane: _Lane, answers: int) -> bool:
         """All that is asked for is in the hands of other threads of this lane: wait for one of them. False: it is over."""
@@ -432,38 +425,22 @@ class PullRunner:
             return not self._is_over and not lane.cutter.is_cut
 
     def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
-        """The source lacks these chunks: another source may bring them. If nobody has them, they are waited for here."""
         with self._changed:
-            self._dealt_with(lane, set(answer.chunks))
-            self._pull.lacks(lane.lease, answer.chunks, answer.has)
+            lane.answers += 1
+            lane.requests.lacked(answer.chunks, answer.has)
             self._changed.notify_all()
-
-    def _dealt_with(self, lane: _Lane, chunks: set[int]) -> None:
-        lane.asked = [left for batch in lane.asked if (left := batch - chunks)]
-        lane.answers += 1
 
     def _settle(self, lane: _Lane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
         started = time.perf_counter()
-        good: list[tuple[int, int | None]] = []
-        bad: list[int] = []
-        digests = self._digests(arrival)
-        for chunk, digest in arrival.chunks:
-            made = digests.get(chunk)
-            if made != (digest if self._memory.width else None) or self._published.get(chunk, made) != made:
-                bad.append(chunk)
-            else:
-                good.append((chunk, digest))
+        made, is_digested = self._digests(arrival), bool(self._memory.width)
+        good, bad = sort_out(arrival.chunks, made, self._published, is_digested=is_digested)
         seconds = time.perf_counter() - started + arrival.digest_s
-        arrived = {chunk for chunk, _ in arrival.chunks}
-        nbytes = sum([self._memory.sizes[chunk] for chunk in arrived])
+        nbytes = sum([self._memory.sizes[chunk] for chunk, _ in arrival.chunks])
         with self._changed:
             lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
-            self._dealt_with(lane, arrived)
-            for chunk, _ in good:
-                self._pull.arrived(lane.lease, chunk, ok=True)
-            for chunk in bad:
-                self._pull.arrived(lane.lease, chunk, ok=False)
+            lane.answers += 1
+            lane.requests.arrived(good, bad)
             if bad or lane.threads > 1:
                 self._changed.notify_all()
         self._owner.mark_available(self._registration, self._generation, good, lane.origin)

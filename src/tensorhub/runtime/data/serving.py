@@ -30,6 +30,7 @@ from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, He
 from tensorhub.transport.owner import Lane, OpenMemory, OwnerSide
 from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
+from tensorhub.worker.fencing import look
 from tensorhub.worker.owner import Owner
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
@@ -146,10 +147,7 @@ class SharedOwner:
         with self._changed:
             inside = self._owner.revoke(registration, generation, chunks)
             if not self._changed.wait_for(lambda: inside.isdisjoint(self._inside), self._fence_grace_s):
-                for access in inside:
-                    lane = self._inside.get(access)
-                    if lane is not None:
-                        self._stop(lane)
+                self._stop_those_inside(inside)
                 self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
 
     def listed(self, registration: RegistrationId, generation: int) -> tuple[int, tuple[int | None, ...]] | None:
@@ -338,17 +336,16 @@ class SharedOwner:
         connection. Needs nobody's cooperation. Raises DrainTimeout (the memory must not be written) if an
         access cannot be ended; nothing is let in again, unless by `reopen`.
         """
+        started = time.monotonic()
+        grace_until, until = started + min(self._fence_grace_s, timeout_s / 2), started + timeout_s
         with self._changed:
-            grace_s = min(self._fence_grace_s, timeout_s / 2)
             self._close(registration)
             self._changed.notify_all()
-            if self._changed.wait_for(lambda: self._owner.is_quiet(registration), grace_s):
-                return
-            for access, lane in self._inside.items():
-                if lane is not None and self._owner.is_access_to(access, registration):
-                    self._stop(lane)
-            if not self._changed.wait_for(lambda: self._owner.is_quiet(registration), timeout_s - grace_s):
-                raise DrainTimeout(f"{registration} is still being read after {timeout_s:g} s: do not write it")
+            while not (step := look(self._owner, registration, time.monotonic(), grace_until, until)).stands:
+                self._stop_those_inside(step.overdue)
+                if step.is_late:
+                    raise DrainTimeout(f"{registration} is still being read after {timeout_s:g} s: do not write it")
+                self._changed.wait((until if step.overdue else grace_until) - time.monotonic())
 
     async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
         """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is not."""
@@ -423,6 +420,11 @@ class SharedOwner:
         """Have a lane end soon."""
         with self._changed:
             self._stop(lane)
+
+    def _stop_those_inside(self, accesses: Iterable[int]) -> None:
+        for lane in [self._inside.get(access) for access in accesses]:
+            if lane is not None and not lane.is_stopped:
+                self._stop(lane)
 
     def _stop(self, lane: Lane) -> None:
         lane.is_stopped = True

@@ -191,10 +191,7 @@ class Filler:
                     root = await self._root(target, action.generation)
         except TensorHubError as error:
             log.warning("copy_failed", registration=self._registration, reason=str(error))
-            if self._member.has_pending_work:  # it is committed: what does not arrive is torn
-                self._apply(self._member.copied(frozenset(), clock.now()))
-            else:
-                self._apply(self._member.pull_failed(error, clock.now()))
+            self._apply(self._member.pull_failed(error, clock.now()))
         else:
             self._note_copying(clock.now() - started)
             if not pull.scope.cancelled_caught:

@@ -167,15 +167,10 @@ class Handle(CallersHandle):
     async def _digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
         changed, digest = await self._writes.look_again(question, limiter)
-        error = self.interpreter.violation_of(question, changed)
+        actions, error = self.interpreter.digested_again(question, changed, digest, self._owner, clock.now())
         if changed:
             log.warning("held_memory_changed", registration=self._registration, reason=str(error))
-        origin = self._owner.origin(self._registration, question.generation, question.chunk)
-        self.apply(
-            self.member.digested_again(
-                question.inquiry, question.generation, changed, error, clock.now(), digest=digest, origin=origin
-            )
-        )
+        self.apply(actions)
 
     def tell_made(self, *, if_all: bool) -> bool:
         """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say."""

@@ -116,7 +116,7 @@ class DataNetwork:
         for batch in lane.submit(self.batch_chunks * lane.reading.chunk_bytes):
             lane.up_due = max(lane.up_due, timeline.now + self.latency())
             timeline.at(lane.up_due, lane.source.worker, self._asked, lane, batch)
-        if lane.asked and not lane.is_watched and not lane.ended:
+        if lane.requests.asked and not lane.is_watched and not lane.ended:
             lane.is_watched = True
             lane.heard_at = max(lane.heard_at, timeline.now)
             timeline.after(self._world.options.stall_timeout_s, lane.reader.worker, self._watch, lane)
@@ -125,7 +125,7 @@ class DataNetwork:
         """The reader gives up a source that is silent for too long."""
         timeline = self._timeline
         lane.is_watched = False
-        if lane.ended or lane.is_cut or not lane.asked:
+        if lane.ended or lane.is_cut or not lane.requests.asked:
             return
         silent_s = timeline.now - lane.heard_at
         if silent_s >= self._world.options.stall_timeout_s - 1e-6:

@@ -10,6 +10,9 @@ from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import Publish
+from tensorhub.runtime.data.lanes import PullReport
+from tensorhub.runtime.reports import CallTimes
+from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.drivers.tensors import TensorCells
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.judges.ports import JudgedCall
@@ -117,36 +120,17 @@ class TensorHandle(SimHandle):
 
     def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took. Copies and digests take no virtual time."""
-        assert record.version is not None
-        now, number = self.cluster.now, record.version.version
-        seconds = now - record.began
-        if self.pulled_from is None:
-            return FetchReport(number, record.changed, seconds=seconds, phases={"resolve": seconds})
-        pulled = max((self.lane_ends.get(lane, now) for lane, _ in self.lanes), default=self.pulled_from)
-        phases = dict.fromkeys(("resolve", "wait", "transfer", "verify", "unpack", "commit"), 0.0)
-        phases["resolve"] = self.pulled_from - record.began
-        phases["transfer"] = pulled - self.pulled_from
-        phases["commit"] = now - pulled
-        if self.pull is None:
-            return FetchReport(number, record.changed, seconds=seconds, phases=phases)
-        books = self.pull.books
-        return FetchReport(
-            number,
-            record.changed,
-            books.bytes_read,
-            seconds,
-            phases,
-            tuple(
-                SourceReport(
-                    lane.grant.source,
-                    "tcp",
-                    books.source_bytes(lane.lease),
-                    self.lane_ends.get(lane, now) - began,
-                    lane.failure if lane.failure and not lane.is_cut else "used",
-                )
-                for lane, began in self.lanes
-                if lane.reading is self.pull
-            ),
-            books.retries,
-            books.reread_bytes,
-        )
+        now, pull, times = self.cluster.now, self.pull, CallTimes()
+        if self.pulled_from is not None:
+            ends = {lane: self.lane_ends.get(lane, now) for lane, _ in self.lanes}
+            pulled = max(ends.values(), default=self.pulled_from)
+            times = CallTimes(bound=self.pulled_from, pulled_from=self.pulled_from, pulled=pulled, prepared=pulled)
+            phases = {"wait": 0.0, "transfer": pulled - self.pulled_from, "verify": 0.0}
+            sources = (self._source(lane, ends[lane] - began) for lane, began in self.lanes if lane.reading is pull)
+            times.pull = PullReport.of(pull.books if pull is not None else Pull(()), phases, tuple(sources))
+        return times.report_of(Finish(record.version, record.changed), record.began, now)
+
+    @staticmethod
+    def _source(lane: SimLane, seconds: float) -> SourceReport:
+        outcome = lane.failure if lane.failure and not lane.is_cut else "used"
+        return SourceReport(lane.grant.source, "tcp", lane.reading.books.source_bytes(lane.lease), seconds, outcome)

@@ -6,18 +6,20 @@ read of them. Not responsible for what is read from whom (`pulling`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from tensorhub.accesses import Access
+from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.digests import WIDTHS
 from tensorhub.messages import Origin
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
-from tensorhub.worker.calls import CompareDigests, CopyLocally, StartPull
+from tensorhub.worker.calls import CompareDigests, CopyLocally, LocalCopy, StartPull
 from tensorhub.worker.chunk_reports import compare, root_of_all
+from tensorhub.worker.local_copying import Copier
 
 
 class SimFiller:
@@ -45,37 +47,40 @@ class SimFiller:
     def copy(self, action: CopyLocally) -> frozenset[int]:
         """Take what other memory of this worker has, in no time: which chunks are here then."""
         self._begin(action)
-        handle, content = self._handle, ContentId(action.version.content_id)
-        owner, copied = handle.worker.owner, set(action.copied)
+        handle, owner = self._handle, self._handle.worker.owner
+        content_id, digested = action.version.content_id, action.manifest.digest != "none"
         target, filled = self._target(staged=action.staged)
-        for source in action.sources:
-            missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
-            if not missing:
-                break
-            right = RegistrationId(source.registration), source.generation
-            found = owner.begin(*right, content, missing, 2**62)
-            if not isinstance(found, Access):
-                continue
-            cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
+
+        @contextmanager
+        def access(source: LocalCopy, wanted: Sequence[int]) -> Iterator[tuple[Access, LocalCopy] | Wait | Refusal]:
+            right = RegistrationId(source.registration), source.generation, ContentId(content_id)
+            found = owner.begin(*right, wanted, 2**62)
+            try:
+                yield (found, source) if isinstance(found, Access) else found
+            finally:
+                if isinstance(found, Access):
+                    owner.end(found)
+
+        def move(found: Access, source: LocalCopy) -> dict[int, int | None]:
+            cells, good = self._cells_of(source.registration), dict[int, int | None]()
             for chunk, known in zip(found.chunks, found.digests, strict=True):
-                digested = action.manifest.digest != "none"
                 digest = sent_digest(owner, found, chunk, known, cells[chunk]) if digested else None
-                if action.manifest.digest == "none" or digest == digest_of(cells[chunk]):
-                    filled[chunk] = cells[chunk]
-                    good.append((chunk, digest))
-            origins = dict(zip(found.chunks, owner.origins(found), strict=True))
-            owner.end(found)
+                if not digested or digest == digest_of(cells[chunk]):
+                    filled[chunk], good[chunk] = cells[chunk], digest
             liar = self._world.handle_of(source.registration)
-            if liar is not None and liar.lied == action.version.content_id:  # of its own process
-                self._world.guarantees.contents.misled(handle, action.version.content_id)
+            if liar is not None and liar.lied == content_id:  # of its own process
+                self._world.guarantees.contents.misled(handle, content_id)
             if good:
                 self._world.took(f"copied from {self._world.kind_of(source.registration)}")
-            copied.update(chunk for chunk, _ in good)
-            self._world.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
-            taken = [owner.mark_available(target, action.generation, [each], origins[each[0]]) for each in good]
-            if all(taken):
+            return good
+
+        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None) -> None:
+            self._world.verified.arrived(target, ((chunk, filled[chunk]) for chunk, _ in named))
+            if owner.mark_available(target, action.generation, named, origin):
                 self._offers()
-        return frozenset(copied)
+
+        copier = Copier(access, owner.origins, move, arrived)
+        return copier.copy(action.sources, action.manifest.chunk_count, action.copied)
 
     def _begin(self, action: StartPull | CopyLocally) -> None:
         """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""

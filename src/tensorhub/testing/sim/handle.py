@@ -37,6 +37,7 @@ from tensorhub.types import (
     RegistrationId,
 )
 from tensorhub.worker import calls
+from tensorhub.worker.fencing import look
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
@@ -162,10 +163,10 @@ class HandleShell:
         if self.pull is not None:
             self.pull.books.check_invariants()
 
-    def shut_readers(self, accesses: Container[int] | None = None) -> None:
-        """Shut the lanes out whose accesses run: all, or those of these numbers."""
+    def shut_readers(self, accesses: Container[int]) -> None:
+        """Shut the lanes out to whom these accesses belong."""
         for lane in list(self.serving):
-            if lane.access is not None and (accesses is None or lane.access.number in accesses):
+            if lane.access is not None and lane.access.number in accesses:
                 self.cluster.lane_shut(lane)
 
     @property
@@ -487,7 +488,9 @@ class HandleShell:
             self.fencing_since = now
             self.cluster.guarantees.fencing(self, action.generation)
             self.cluster.fence_begun(self, action)
-        if owner.is_quiet(self.id):
+        grace_until, until = self.fencing_since + self.cluster.fence_grace_s, self.interpreter.fence_until(action)
+        step = look(owner, self.id, now, grace_until, until)
+        if step.stands:
             self.todo.popleft()
             self.fencing_since = None
             self.cluster.guarantees.fenced(self, action.generation)
@@ -499,9 +502,8 @@ class HandleShell:
             self.tell_made()
             self.apply(self.interpreter.fenced(action, now))
             return
-        if now >= self.fencing_since + self.cluster.fence_grace_s:
-            self.shut_readers()
-        if self.interpreter.fence_until(action) <= now and not owner.is_quiet(self.id):
+        self.shut_readers(step.overdue)
+        if step.is_late and not owner.is_quiet(self.id):
             self.todo.popleft()
             self.fencing_since = None
             self.apply(self.member.fence_failed(action.generation, now))
@@ -543,10 +545,7 @@ class HandleShell:
                 if changed:
                     self.changed = content.version.content_id if self.member.state in HOLDING else ""
                     self.cluster.guarantees.retained.lost(self)  # and the coordinator will hear so
-        now, error = self.cluster.now, self.interpreter.violation_of(question, changed)
-        origin = self.worker.owner.origin(self.id, question.generation, question.chunk)
-        inquiry, generation = question.inquiry, question.generation
-        self.apply(self.member.digested_again(inquiry, generation, changed, error, now, digest=digest, origin=origin))
+        self.apply(self.interpreter.digested_again(question, changed, digest, self.worker.owner, self.cluster.now)[0])
 
     def source_ended(self, lease: str, reason: str) -> None:
         """Have a source of the running fill fail."""

@@ -46,8 +46,8 @@ class HandlePort(JudgedHandle, Protocol):
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for these chunks."""
 
-    def shut_readers(self, accesses: Container[int] | None = None) -> None:
-        """Shut the lanes out whose accesses run: all, or those of these numbers."""
+    def shut_readers(self, accesses: Container[int]) -> None:
+        """Shut the lanes out to whom these accesses belong."""
 
     def stop(self) -> None:
         """Its registration was given up: nothing of it is done any more, and it is no more once nobody reads it."""

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Origin, Progress
-from tensorhub.runtime.data.lanes import BATCHES_OPEN
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
+from tensorhub.scheduler.requests import Requests, sort_out
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
@@ -95,7 +95,7 @@ class SimLane:
         self.lease = LeaseId(grant.lease)
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
-        self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
+        self.requests = Requests(reading.books, self.lease)
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
         self.is_cut = False  # its reader wants no more of it
@@ -119,15 +119,10 @@ class SimLane:
         return ""
 
     def submit(self, batch_bytes: int) -> list[tuple[int, ...]]:
-        """Ask for batches, up to two at a time."""
-        batches: list[tuple[int, ...]] = []
-        while not self.is_cut and not self.ended and len(self.asked) < BATCHES_OPEN:
-            batch = self.reading.books.next_batch(self.lease, batch_bytes)
-            if not batch:
-                break
-            self.asked.append(set(batch))
-            batches.append(batch[::-1] if self.reader.reads_backwards else batch)
-        return batches
+        """Ask for batches."""
+        if self.is_cut or self.ended:
+            return []
+        return [batch[::-1] if self.reader.reads_backwards else batch for batch in self.requests.ask(batch_bytes)]
 
     def settle(self, frame: Frame) -> None:
         """Take what arrived: check it, enter it into the books, and offer it to others."""
@@ -136,24 +131,17 @@ class SimLane:
             return
         reading, reader = self.reading, self.reader
         if frame.lacking:
-            self.asked = [left for batch in self.asked if (left := batch.difference(frame.lacking))]
-            reading.books.lacks(self.lease, frame.lacking, frame.has)
+            self.requests.lacked(frame.lacking, frame.has)
             reader.cluster.lanes_wanted(reading)
             return
         reading.note_flow(self.lease, [chunk for chunk, _, _ in frame.chunks])
-        digested = reading.start.manifest.digest != "none"
-        arrived = {chunk for chunk, _, _ in frame.chunks}
-        self.asked = [left for batch in self.asked if (left := batch - arrived)]
-        good: list[tuple[int, int | None]] = []
-        bad: list[int] = []
-        for chunk, cell, digest in frame.chunks:
+        for chunk, cell, _ in frame.chunks:
             reader.filler.receive(chunk, cell, reading.start)
-            ok = not digested or digest_of(cell) == digest == reading.start.published.get(chunk, digest)
-            reading.books.arrived(self.lease, chunk, ok)
-            if ok:
-                good.append((chunk, digest))
-            else:
-                bad.append(chunk)
+        named = [(chunk, digest) for chunk, _, digest in frame.chunks]
+        is_digested = reading.start.manifest.digest != "none"
+        made = {chunk: digest_of(cell) for chunk, cell, _ in frame.chunks if is_digested}
+        good, bad = sort_out(named, made, reading.start.published, is_digested=is_digested)
+        self.requests.arrived(good, bad)
         reader.filler.offer(reading.start, good, Origin(self.grant.registration, self.grant.generation))
         reading.settled(self)
         if bad:
