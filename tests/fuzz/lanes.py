@@ -38,6 +38,7 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data.acceptor import _next_read
 from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.scheduler.requests import Requests
 from tensorhub.transport import read_server
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import messages as cma_messages, process as cma
@@ -160,9 +161,8 @@ def _read(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
         )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
-        lane = _Lane(
-            GRANT, LeaseId(GRANT.lease), Origin(GRANT.registration, GRANT.generation), batch_bytes=runner._batch_bytes
-        )
+        lease, origin = LeaseId(GRANT.lease), Origin(GRANT.registration, GRANT.generation)
+        lane = _Lane(GRANT, lease, origin, Requests(runner._pull, lease), batch_bytes=runner._batch_bytes)
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
         theirs.sendall(answers())

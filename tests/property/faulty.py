@@ -8,31 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 
 from tensorhub.coordinator import Disconnected, Received
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Grant
 from tensorhub.runtime.control.link import BEATS_PER_LEASE
 from tensorhub.testing import Choice, Fault, SimHandle, SimWorker, StepwiseCluster
-from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions, TimedLink
-from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
+from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions
+from tensorhub.testing.sim.pulling import Frame, LaneEnd, SimLane
 
 SLOW_S = 15.0  # how long a way between two workers is slow
-
-
-class FaultyLane(SimLane):
-    """One over which nothing may come, or something else than was sent."""
-
-    stalled = False
-    silent_since: float | None = None  # since when nothing can come
-
-    def settle(self, frame: Frame) -> None:
-        cluster = self.reader.cluster
-        assert isinstance(cluster, FaultyCluster)
-        if frame.chunks and cluster.strikes(Fault.CORRUPT, cluster.damaged):
-            first, *rest = frame.chunks
-            frame = Frame(chunks=((first[0], "damaged", first[2]), *rest))
-        super().settle(frame)
 
 
 class FaultyCluster(StepwiseCluster):
@@ -72,7 +57,7 @@ class FaultyCluster(StepwiseCluster):
         match choice.kind:
             case "up" | "down":
                 worker = self.workers[choice.name]
-                assert isinstance(worker.link, TimedLink)
+                assert worker.link is not None
                 return worker.link.held_until <= self.now and not self._cut_off(worker)
             case "notice" if int(choice.name) in self.links:
                 worker, _ = self.links[int(choice.name)]
@@ -95,10 +80,9 @@ class FaultyCluster(StepwiseCluster):
         return sorted(filter(self._passes, super().open_lanes(handle)), key=self._crawls)
 
     def _passes(self, lane: SimLane) -> bool:
-        assert isinstance(lane, FaultyLane)
         reader, source = lane.reader.worker, self.workers[lane.grant.source]
         blocked = self.partitions.blocked_until(reader.name, source.name) > self.now
-        return not lane.stalled and not blocked and max(reader.stopped_until, source.stopped_until) <= self.now
+        return not lane.stalled_until and not blocked and max(reader.stopped_until, source.stopped_until) <= self.now
 
     def do(self, choice: Choice) -> None:
         match choice.kind:
@@ -123,7 +107,7 @@ class FaultyCluster(StepwiseCluster):
     def _pass_on(self, choice: Choice, worker: SimWorker) -> None:
         """A message arrives: damaged (which costs the connection), once, or twice."""
         link = worker.link
-        assert isinstance(link, TimedLink)
+        assert link is not None
         message = (link.up if choice.kind == "up" else link.down)[0]
         if message is not None and self.strikes(Fault.CORRUPT, self.garbled, worker.name):
             worker.disconnect()
@@ -141,20 +125,13 @@ class FaultyCluster(StepwiseCluster):
 
     # -- what follows
 
-    def new_link(self, worker: SimWorker) -> Link:
-        made = super().new_link(worker)
-        link = TimedLink(made.session, made.up, made.down)
-        self.links[link.session] = (worker, link)
-        return link
-
     def said_up(self, worker: SimWorker, link: Link) -> None:
-        assert isinstance(link, TimedLink)
         if link.is_lossy:
             self.happened[Fault.DROP] += 1
             link.up.pop()
 
     def said_down(self, worker: SimWorker, link: Link) -> None:
-        if isinstance(link, TimedLink) and link.is_lossy:
+        if link.is_lossy:
             self.happened[Fault.DROP] += 1
             if link.down.pop() is None and link.session not in self.ending:
                 self.ending.append(link.session)  # the coordinator's end is closed, whatever the worker hears
@@ -174,20 +151,25 @@ class FaultyCluster(StepwiseCluster):
             self.tails.pop(event.session, None)
         super().step(event)  # type: ignore[arg-type]
 
-    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
-        lane = FaultyLane(reading, grant)
+    def settle(self, lane: SimLane, frame: Frame) -> None:
+        if frame.chunks and self.strikes(Fault.CORRUPT, self.damaged):
+            first, *rest = frame.chunks
+            frame = Frame(chunks=((first[0], "damaged", first[2]), *rest))
+        super().settle(lane, frame)
+
+    def lane_made(self, lane: SimLane) -> None:
+        lane.heard_at = self.now
         self.spoil(lane)
-        return lane
+        super().lane_made(lane)
 
     def spoil(self, lane: SimLane) -> None:
         """It may be one that goes wrong."""
-        assert isinstance(lane, FaultyLane)
         if not self.for_lanes:
             return
         kind = self.for_lanes.pop()
         self.happened[kind] += 1
         if kind is Fault.STALL:
-            lane.stalled = True
+            lane.stalled_until = inf
         else:
             self.partitions.slow(lane.reader.worker.name, lane.grant.source, self.now + SLOW_S)
 
@@ -211,7 +193,6 @@ class FaultyCluster(StepwiseCluster):
     def _keep_connected(self, worker: SimWorker) -> None:
         """As `TimedWorker`: give up a connection in which nothing comes back, and make one where there is none."""
         link = worker.link
-        assert link is None or isinstance(link, TimedLink)
         if link is not None:
             link.unanswered += 1
             if link.unanswered > BEATS_PER_LEASE:
@@ -222,12 +203,9 @@ class FaultyCluster(StepwiseCluster):
     def _watch(self, handle: SimHandle) -> None:
         """Give up sources that are silent for too long."""
         for lane in list(handle.pull.lanes.values()) if handle.pull is not None else []:
-            assert isinstance(lane, FaultyLane)
             if self._passes(lane):
-                lane.silent_since = None
-            elif lane.silent_since is None:
-                lane.silent_since = self.now
-            elif self.now - lane.silent_since >= self.options.stall_timeout_s:
+                lane.heard_at = self.now
+            elif self.now - lane.heard_at >= self.options.stall_timeout_s:
                 lane.end("stalled")
 
     def heal(self, seconds: float = 200.0) -> None:
@@ -242,7 +220,6 @@ class FaultyCluster(StepwiseCluster):
         self.later.clear()
         for worker in self.workers.values():
             worker.stopped_until = 0.0
-            assert worker.link is None or isinstance(worker.link, TimedLink)
             if worker.link is not None:
                 worker.link.held_until = 0.0
                 if worker.link.is_lossy:
@@ -250,6 +227,5 @@ class FaultyCluster(StepwiseCluster):
         for handle in self.live_handles():
             handle.hook_error = None
             for lane in handle.pull.lanes.values() if handle.pull is not None else ():
-                assert isinstance(lane, FaultyLane)
-                lane.stalled = False
+                lane.stalled_until = 0.0
         super().heal(seconds)

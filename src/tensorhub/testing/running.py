@@ -21,14 +21,13 @@ import anyio.abc
 from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.hub import Hub
 from tensorhub.opening import Opening
-from tensorhub.testing.drivers.data_network import TimedLane
 from tensorhub.testing.drivers.facades import WorkerFacade
 from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedWorker, WorkerCrashed
 from tensorhub.testing.drivers.timeline import Party
 from tensorhub.testing.drivers.virtual import check_virtual, ordered_tasks
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.network import COORDINATOR, TimedLink
+from tensorhub.testing.sim.network import COORDINATOR
 from tensorhub.types import Location, Options, check_flag, check_name
 
 T = TypeVar("T")
@@ -333,13 +332,13 @@ class RunningCluster:
     def delay(self, name: str, seconds: float) -> None:
         """What is on its way between this worker and the coordinator is held up."""
         link = self._worker(name).link
-        if isinstance(link, TimedLink):
+        if link is not None:
             link.held_until = self._now() + seconds
 
     def drop(self, name: str) -> None:
         """The worker's connection to the coordinator loses everything from now on, until somebody notices."""
         link = self._worker(name).link
-        if isinstance(link, TimedLink):
+        if link is not None:
             link.is_lossy = True
 
     def reorder(self, seconds: float) -> None:
@@ -354,11 +353,7 @@ class RunningCluster:
 
     def stall(self, name: str, seconds: float) -> None:
         """This source accepts its readers, and sends nothing."""
-        worker, until = self._worker(name), self._now() + seconds
-        self._simulation.stalled[name] = until
-        for lane in [lane for handle in worker.handles for lane in handle.serving]:
-            if isinstance(lane, TimedLane):
-                lane.stalled_until = until
+        self._simulation.injector.stall(self._worker(name), self._now() + seconds)
 
     def corrupt(self, name: str, frames: int = 1) -> None:
         """The next chunks that this reader gets are damaged on their way."""
@@ -384,7 +379,6 @@ class RunningCluster:
     def _end_faults(self) -> None:
         self._now()
         self._simulation.injector.end()
-        self._simulation.stalled.clear()
 
     def stop(self) -> None:
         """End what was started: each is cancelled, in the order in which it was started."""

@@ -14,7 +14,7 @@ from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker,
 from tensorhub.runtime.control.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.timeline import Timeline
-from tensorhub.testing.sim.network import COORDINATOR, Link, TimedLink
+from tensorhub.testing.sim.network import COORDINATOR, Link
 from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, VersionInfo
@@ -49,7 +49,7 @@ class TimedWorker(SimWorker):
         wait_s, self.wait_s = self.wait_s, min(2 * self.wait_s, RECONNECT_S_MAX)
         return wait_s * (0.5 + self._timeline.random.random())
 
-    def _expect_welcome(self, link: TimedLink) -> None:
+    def _expect_welcome(self, link: Link) -> None:
         if self.link is link and not link.welcomed:
             self.disconnect()
 
@@ -58,7 +58,7 @@ class TimedWorker(SimWorker):
             super().disconnect()
             self._timeline.after(self._next_wait(), self, self.connect)
 
-    def received(self, link: TimedLink, message: FromCoordinator | None) -> None:
+    def received(self, link: Link, message: FromCoordinator | None) -> None:
         """Something came over the connection; None: its end."""
         if self.link is not link:
             return
@@ -94,7 +94,7 @@ class TimedWorker(SimWorker):
                 self.unpin(pin)
         self._timeline.after(RECONNECT_S_MAX, self, self._end_pins)
 
-    def _beat(self, link: TimedLink) -> None:
+    def _beat(self, link: Link) -> None:
         """Renew the lease; give up a connection in which nothing comes back."""
         if self.link is not link:
             return
@@ -116,6 +116,9 @@ class ControlFaults(Protocol):
     def doubles(self, message: FromWorker | FromCoordinator) -> bool:
         """Whether this message comes twice."""
 
+    def link_lost(self, link: Link) -> None:
+        """Its worker's end is gone: what it has said may come late."""
+
     def voted(self, worker: SimWorker, vote: Prepared) -> None:
         """The coordinator is about to hear that worker's vote."""
 
@@ -136,25 +139,25 @@ class ControlNetwork:
         """Of one message."""
         return self.latency_s * (0.5 + self._timeline.random.random())
 
-    def _blocked(self, worker: SimWorker, link: TimedLink) -> float:
+    def _blocked(self, worker: SimWorker, link: Link) -> float:
         until = max(link.held_until, self._timeline.partitions.blocked_until(worker.name, COORDINATOR))
         return until if until > self._timeline.now else 0.0
 
-    def open(self, worker: SimWorker) -> TimedLink:
+    def new_link(self, worker: SimWorker) -> Link:
         """The worker connects: the coordinator will see it, before anything that is said."""
         timeline = self._timeline
-        link = TimedLink(next(self._world.sessions))
+        link = Link(next(self._world.sessions))
         link.up_due = timeline.now + self.latency()
         timeline.at(link.up_due, timeline.coordinator, self._accepted, worker, link)
         return link
 
-    def _accepted(self, worker: SimWorker, link: TimedLink) -> None:
+    def _accepted(self, worker: SimWorker, link: Link) -> None:
         self._world.links[link.session] = (worker, link)
         self._world.step(Connected(link.session, worker.incarnation, "worker"))
 
     # -- up
 
-    def said_up(self, worker: SimWorker, link: TimedLink) -> None:
+    def said_up(self, worker: SimWorker, link: Link) -> None:
         """The last of `link.up` is on its way."""
         timeline = self._timeline
         if link.is_lossy:
@@ -163,7 +166,7 @@ class ControlNetwork:
         link.up_due = max(link.up_due, timeline.now + self.latency())
         timeline.at(link.up_due, timeline.coordinator, self._arrive_up, worker, link)
 
-    def _arrive_up(self, worker: SimWorker, link: TimedLink) -> None:
+    def _arrive_up(self, worker: SimWorker, link: Link) -> None:
         timeline = self._timeline
         blocked = self._blocked(worker, link)
         if blocked:
@@ -180,7 +183,7 @@ class ControlNetwork:
         if self._faults.doubles(message):
             self._hand_over(worker, link, message)
 
-    def _hand_over(self, worker: SimWorker, link: TimedLink, message: FromWorker) -> None:
+    def _hand_over(self, worker: SimWorker, link: Link, message: FromWorker) -> None:
         self._timeline.trace(worker.name, "->", message)
         if isinstance(message, Prepared):
             self._faults.voted(worker, message)
@@ -196,24 +199,25 @@ class ControlNetwork:
     def _looked(self, session: int) -> None:
         self._world.step(Silent((session,)))
 
-    def hung_up(self, worker: SimWorker, link: TimedLink) -> None:
+    def link_lost(self, worker: SimWorker, link: Link) -> None:
         """The worker's end is gone: the coordinator will notice, after what is on its way; if it can."""
         timeline = self._timeline
+        self._faults.link_lost(link)
         link.up_due = max(link.up_due, timeline.now + self.latency())
         timeline.at(link.up_due, timeline.coordinator, self._arrive_end, worker, link)
 
-    def _arrive_end(self, worker: SimWorker, link: TimedLink) -> None:
+    def _arrive_end(self, worker: SimWorker, link: Link) -> None:
         blocked = self._blocked(worker, link)
         if blocked:
             self._timeline.at(blocked, self._timeline.coordinator, self._arrive_end, worker, link)
         elif not link.is_lossy:
             self._over(link)
 
-    def _over(self, link: TimedLink) -> None:
+    def _over(self, link: Link) -> None:
         if self._world.links.pop(link.session, None) is not None:
             self._world.step(Disconnected(link.session))
 
-    def close_session(self, worker: SimWorker, link: TimedLink) -> None:
+    def close_session(self, worker: SimWorker, link: Link) -> None:
         """The coordinator's end breaks."""
         self._over(link)
         link.down.append(None)
@@ -221,7 +225,7 @@ class ControlNetwork:
 
     # -- down
 
-    def said_down(self, worker: SimWorker, link: TimedLink) -> None:
+    def said_down(self, worker: SimWorker, link: Link) -> None:
         """The last of `link.down` is on its way."""
         timeline = self._timeline
         if link.down[-1] is None:  # closed once that can be said; soon, if it can not
@@ -233,7 +237,7 @@ class ControlNetwork:
         link.down_due = max(link.down_due, timeline.now + self.latency())
         timeline.at(link.down_due, worker, self._arrive_down, worker, link)
 
-    def _arrive_down(self, worker: TimedWorker, link: TimedLink) -> None:
+    def _arrive_down(self, worker: TimedWorker, link: Link) -> None:
         timeline = self._timeline
         blocked = self._blocked(worker, link)
         if blocked:
@@ -259,11 +263,9 @@ class ControlNetwork:
         for worker in list(self._world.workers.values()):
             link = worker.link
             if link is not None and worker.alive:
-                assert isinstance(link, TimedLink)
                 timeline.after(self.latency(), worker, self._broken, worker, link)
 
     def _broken(self, worker: SimWorker, link: Link) -> None:
-        assert isinstance(link, TimedLink)
         blocked = self._blocked(worker, link)
         if blocked:
             self._timeline.at(blocked, worker, self._broken, worker, link)

@@ -9,38 +9,23 @@ from __future__ import annotations
 from typing import Protocol
 
 from tensorhub.accesses import Access, Refusal
-from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import PATIENCE_S
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.memory import CHUNK_BYTES
-from tensorhub.testing.sim.pulling import Frame, Reading, SimLane
+from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.world import World
 
-THREAD_S = 0.002  # until a thread that was woken runs
 SLOW = 100  # times as slow
-
-
-class TimedLane(SimLane):
-    """A lane with its connection's clocks."""
-
-    def __init__(self, reading: Reading, grant: Grant) -> None:
-        super().__init__(reading, grant)
-        self.is_open = False  # connected
-        self.is_feeding = False  # its reader's thread is woken
-        self.is_waiting = False  # its owner lacks what it is asked for, or has nothing to do
-        self.is_watched = False  # its reader looks for a stall
-        self.up_due = 0.0
-        self.down_due = 0.0
-        self.heard_at = 0.0  # by its reader
-        self.patient_until = 0.0  # its owner waits for what it lacks
-        self.stalled_until = 0.0  # its owner sends nothing before
 
 
 class DataFaults(Protocol):
     """What goes wrong on the way."""
 
-    def damages(self, lane: TimedLane) -> bool:
+    def damages(self, lane: SimLane) -> bool:
         """Whether this frame of chunks is damaged."""
+
+    def spoils(self, lane: SimLane) -> None:
+        """A read begins: it may be one that goes wrong."""
 
 
 class DataNetwork:
@@ -59,11 +44,7 @@ class DataNetwork:
         """Of one message between two workers."""
         return self.latency_s * (0.5 + self._timeline.random.random())
 
-    def wake(self) -> float:
-        """Until a woken thread runs."""
-        return THREAD_S * self._timeline.random.random()
-
-    def _blocked(self, lane: TimedLane) -> float:
+    def _blocked(self, lane: SimLane) -> float:
         """Until when nothing passes; 0: it does."""
         timeline = self._timeline
         until = timeline.partitions.blocked_until(lane.reader.worker.name, lane.grant.source)
@@ -71,7 +52,13 @@ class DataNetwork:
 
     # -- the reader's end
 
-    def connect(self, lane: TimedLane) -> None:
+    def lane_made(self, lane: SimLane) -> None:
+        lease = self._world.coordinator.cluster.leases.get(lane.grant.lease)
+        lane.reading.patched = lane.reading.patched or (lease is not None and lease.partial)
+        self._faults.spoils(lane)
+        self._timeline.after(self.latency(), lane.reader.worker, self._connect, lane)
+
+    def _connect(self, lane: SimLane) -> None:
         """The reader's thread connects."""
         timeline = self._timeline
         if lane.ended:
@@ -83,7 +70,7 @@ class DataNetwork:
         if blocked:
             gives_up = timeline.now + self._world.options.connect_timeout_s
             if blocked < gives_up:
-                timeline.at(blocked, lane.reader.worker, self.connect, lane)
+                timeline.at(blocked, lane.reader.worker, self._connect, lane)
             else:
                 timeline.at(gives_up, lane.reader.worker, self._fail, lane, "unreachable")
             return
@@ -93,22 +80,22 @@ class DataNetwork:
             return
         lane.is_open = True
         lane.heard_at = timeline.now
-        self.feed(lane)
+        self._feed(lane)
 
-    def _fail(self, lane: TimedLane, reason: str) -> None:
+    def _fail(self, lane: SimLane, reason: str) -> None:
         """The reader's thread meets a failure, and ends."""
         if not lane.ended:
             if not lane.is_cut:
                 self._world.took(f"source failed: {reason}")
             lane.end(reason)
 
-    def wake_reader(self, lane: TimedLane) -> None:
-        """There may be something to ask for."""
-        if lane.is_open and not lane.ended and not lane.is_feeding:
-            lane.is_feeding = True
-            self._timeline.after(self.wake(), lane.reader.worker, self.feed, lane)
+    def lanes_wanted(self, reading: Reading) -> None:
+        for lane in reading.lanes.values():
+            if lane.is_open and not lane.ended and not lane.is_feeding:
+                lane.is_feeding = True
+                self._timeline.after(self._timeline.wake(), lane.reader.worker, self._feed, lane)
 
-    def feed(self, lane: TimedLane) -> None:
+    def _feed(self, lane: SimLane) -> None:
         """The reader's thread asks for batches."""
         timeline = self._timeline
         lane.is_feeding = False
@@ -121,7 +108,7 @@ class DataNetwork:
             lane.heard_at = max(lane.heard_at, timeline.now)
             timeline.after(self._world.options.stall_timeout_s, lane.reader.worker, self._watch, lane)
 
-    def _watch(self, lane: TimedLane) -> None:
+    def _watch(self, lane: SimLane) -> None:
         """The reader gives up a source that is silent for too long."""
         timeline = self._timeline
         lane.is_watched = False
@@ -134,7 +121,7 @@ class DataNetwork:
         lane.is_watched = True
         timeline.after(self._world.options.stall_timeout_s - silent_s, lane.reader.worker, self._watch, lane)
 
-    def arrive(self, lane: TimedLane, frame: Frame) -> None:
+    def _arrive(self, lane: SimLane, frame: Frame) -> None:
         """A frame is there: the reader's thread settles it."""
         timeline = self._timeline
         if lane.ended:
@@ -142,7 +129,7 @@ class DataNetwork:
         blocked = self._blocked(lane)
         if blocked:
             lane.down_due = max(lane.down_due, blocked)
-            timeline.at(blocked, lane.reader.worker, self.arrive, lane, frame)
+            timeline.at(blocked, lane.reader.worker, self._arrive, lane, frame)
             return
         lane.heard_at = timeline.now
         if frame.failure:
@@ -157,21 +144,21 @@ class DataNetwork:
             lane.reading.resumed = False
             self._world.took("resumed from verified chunks")
 
-    def cut(self, lane: TimedLane) -> None:
+    def lane_cut(self, lane: SimLane) -> None:
         """The reader's thread is told to end."""
-        self._timeline.after(self.wake(), lane.reader.worker, lane.end)
+        self._timeline.after(self._timeline.wake(), lane.reader.worker, lane.end)
 
-    def lost(self, lane: TimedLane) -> None:
+    def _lost(self, lane: SimLane) -> None:
         """The reader's thread finds the connection broken, unless it cannot even hear of that."""
         blocked = self._blocked(lane)
         if blocked:
-            self._timeline.at(blocked, lane.reader.worker, self.lost, lane)
+            self._timeline.at(blocked, lane.reader.worker, self._lost, lane)
         else:
             self._fail(lane, "lost")
 
     # -- the owner's end
 
-    def _asked(self, lane: TimedLane, batch: tuple[int, ...]) -> None:
+    def _asked(self, lane: SimLane, batch: tuple[int, ...]) -> None:
         assert lane.source is not None
         blocked = self._blocked(lane)
         if blocked:
@@ -179,22 +166,22 @@ class DataNetwork:
             self._timeline.at(blocked, lane.source.worker, self._asked, lane, batch)
         elif not lane.is_stopped:
             lane.queue.append(batch)
-            self.serve(lane)
+            self._serve(lane)
 
-    def wake_owner(self, lane: TimedLane) -> None:
-        """What it waits for may be there now, or never come."""
-        if lane.is_waiting and lane.source is not None:
-            lane.is_waiting = False
-            self._timeline.after(self.wake(), lane.source.worker, self.serve, lane)
+    def chunks_offered(self, handle: LaneEnd) -> None:
+        for lane in handle.serving:
+            if lane.is_waiting and lane.source is not None:
+                lane.is_waiting = False
+                self._timeline.after(self._timeline.wake(), lane.source.worker, self._serve, lane)
 
-    def serve(self, lane: TimedLane) -> None:
+    def _serve(self, lane: SimLane) -> None:
         """The owner's thread begins the next access, if it can."""
         timeline = self._timeline
         if lane.access is not None or not lane.queue or lane.is_stopped:
             return
         assert lane.source is not None
         if lane.stalled_until > timeline.now:
-            timeline.at(lane.stalled_until, lane.source.worker, self.serve, lane)
+            timeline.at(lane.stalled_until, lane.source.worker, self._serve, lane)
             return
         wanted = lane.queue[0]
         begun = lane.begin(wanted, self.send_chunks * CHUNK_BYTES)
@@ -213,20 +200,20 @@ class DataNetwork:
                     lane.patient_until = timeline.now + PATIENCE_S
                     timeline.at(lane.patient_until, lane.source.worker, self._lacks, lane, wanted)
 
-    def _lacks(self, lane: TimedLane, wanted: tuple[int, ...]) -> None:
+    def _lacks(self, lane: SimLane, wanted: tuple[int, ...]) -> None:
         """It has waited long enough for what it was asked: its reader may ask elsewhere."""
         if lane.is_waiting and not lane.is_stopped and lane.queue and lane.queue[0] == wanted:
             lane.is_waiting = False
             self._world.took("source lacks chunks")
             self._send(lane, lane.lack())
-            self.serve(lane)
+            self._serve(lane)
 
-    def _send_s(self, lane: TimedLane, chunks: int) -> float:
+    def _send_s(self, lane: SimLane, chunks: int) -> float:
         assert lane.source is not None
         slow = self._timeline.partitions.slow_until(lane.reader.worker.name, lane.source.worker.name) > self._timeline.now
         return self.chunk_s * chunks * (0.5 + self._timeline.random.random()) * (SLOW if slow else 1)
 
-    def _sent(self, lane: TimedLane, number: int) -> None:
+    def _sent(self, lane: SimLane, number: int) -> None:
         """The send call returns, once the reader has taken the bytes."""
         timeline = self._timeline
         if lane.access is None or lane.access.number != number or lane.source is None:
@@ -239,25 +226,35 @@ class DataNetwork:
             timeline.at(until, lane.source.worker, self._sent, lane, number)
             return
         self._send(lane, lane.finish())
-        self.serve(lane)
+        self._serve(lane)
 
-    def _send(self, lane: TimedLane, frame: Frame) -> None:
+    def _send(self, lane: SimLane, frame: Frame) -> None:
         lane.down_due = max(lane.down_due, self._timeline.now + self.latency())
-        self._timeline.at(lane.down_due, lane.reader.worker, self.arrive, lane, frame)
+        self._timeline.at(lane.down_due, lane.reader.worker, self._arrive, lane, frame)
 
-    def shut(self, lane: TimedLane) -> None:
+    def lane_shut(self, lane: SimLane) -> None:
         """The owner shuts the connection: its send returns soon, and its reader hears of it."""
         if lane.source is None or lane.is_stopped:
             return
         lane.is_stopped = True
         self._world.took("reader shut out")
-        self._timeline.after(self.wake(), lane.source.worker, lane.close)
-        self._timeline.after(self.latency(), lane.reader.worker, self.lost, lane)
+        self._timeline.after(self._timeline.wake(), lane.source.worker, lane.close)
+        self._timeline.after(self.latency(), lane.reader.worker, self._lost, lane)
 
-    def reader_gone(self, lane: TimedLane) -> None:
+    def lane_closed(self, lane: SimLane) -> None:
         """The owner's thread finds out that nobody reads any more."""
         if lane.source is None:
             return
         blocked = self._blocked(lane)
         when = max(blocked, self._timeline.now + self.latency())
         self._timeline.at(when, lane.source.worker, lane.close)
+
+    # -- processes die
+
+    def reader_died(self, lane: SimLane) -> None:
+        lane.end()
+
+    def source_died(self, lane: SimLane) -> None:
+        lane.access = None
+        lane.is_stopped = True
+        self._timeline.after(self.latency(), lane.reader.worker, self._lost, lane)

@@ -35,7 +35,6 @@ from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker, Worker
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
-from tensorhub.testing.sim.network import TimedLink
 from tensorhub.types import (
     FetchReport,
     HandleState,
@@ -352,7 +351,7 @@ class WorkerFacade(CallersWorker):
     @property
     def online(self) -> bool:
         link = self.worker.link
-        return isinstance(link, TimedLink) and link.welcomed
+        return link is not None and link.welcomed
 
     def say(self, message: FromWorker) -> None:
         self.cluster.sync()

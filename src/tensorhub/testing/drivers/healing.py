@@ -9,7 +9,6 @@ from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.handle import CallRecord
-from tensorhub.testing.sim.network import TimedLink
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
@@ -106,7 +105,7 @@ class Healing:
     def _is_connected(self, worker: SimWorker) -> bool:
         link = worker.link
         runs = worker.stopped_until <= self._world.now
-        return runs and isinstance(link, TimedLink) and link.welcomed and not link.is_lossy and not worker.unpinned
+        return runs and link is not None and link.welcomed and not link.is_lossy and not worker.unpinned
 
     def _waits(self, handle: SimHandle) -> bool:
         return not handle.todo and (handle.last_call in self._waiting or handle.last_call in self._reading)

@@ -22,14 +22,12 @@ from tensorhub.messages import (
     Announce,
     Deregister,
     FromWorker,
-    Grant,
     Pin,
     Unpin,
     Welcome,
 )
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.drivers.control_network import TimedWorker
-from tensorhub.testing.drivers.data_network import TimedLane
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.virtual import idle
@@ -37,7 +35,6 @@ from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.host_copies import SimHostCopies
-from tensorhub.testing.sim.pulling import Reading, SimLane
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.registration_session import Shard
@@ -198,7 +195,6 @@ class HostedCluster(TimedCluster):
         self.restarts: Callable[[Random], bool] = lambda random: False
         self.preempts: Callable[[str, float], None] = lambda name, notice_s: None
         self.died: Callable[[str], None] = lambda name: None
-        self.stalled: dict[str, float] = {}  # workers that send nothing, and until when
         self._origin = anyio.current_time()
         self._lives: dict[str, int] = {}
 
@@ -314,16 +310,3 @@ class HostedCluster(TimedCluster):
         super().call_ended(handle, record)
         if isinstance(handle, TensorHandle) and handle.listener is not None:
             handle.listener.ended()
-
-    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
-        lane = super().new_lane(reading, grant)
-        assert isinstance(lane, TimedLane)
-        lane.stalled_until = max(lane.stalled_until, self.stalled.get(grant.source, 0.0))
-        if isinstance(reading.reader, TensorHandle):
-            reading.reader.lanes.append((lane, self.now))
-        return lane
-
-    def lane_closed(self, lane: SimLane) -> None:
-        super().lane_closed(lane)
-        if isinstance(lane.reader, TensorHandle):
-            lane.reader.lane_ends[lane] = self.now

@@ -12,11 +12,11 @@ from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
-from tensorhub.testing.drivers.data_network import TimedLane
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
-from tensorhub.testing.sim.network import COORDINATOR, TimedLink
+from tensorhub.testing.sim.network import COORDINATOR, Link
+from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
@@ -73,6 +73,7 @@ class Injector:
         self._changes_of_mind: list[bool] = []  # who has voted next cancels; True: who has voted for what is staged
         self._absences: list[Fault] = []  # what strikes some holder at the next rollback
         self._cuts_short = False  # the coordinator dies while it says next how a group's operation has ended
+        self._stalled: dict[str, float] = {}  # sources that send nothing, and until when
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
 
     def __repr__(self) -> str:
@@ -115,6 +116,7 @@ class Injector:
         self._changes_of_mind.clear()
         self._cuts_short = False
         self._for_lanes.clear()
+        self._stalled.clear()
         # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
         last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
         self._damaged = dict.fromkeys(last, 1)
@@ -125,7 +127,6 @@ class Injector:
             if handle.access is not None:
                 handle.end_access()
         for _, link in self._world.links.values():
-            assert isinstance(link, TimedLink)
             link.held_until = 0.0
 
     # -- by order
@@ -133,6 +134,12 @@ class Injector:
     def damage(self, name: str, frames: int) -> None:
         """The next frames to this reader are damaged."""
         self._damaged[name] = frames
+
+    def stall(self, worker: TimedWorker, until: float) -> None:
+        """Its readers are accepted, and sent nothing."""
+        self._stalled[worker.name] = until
+        for lane in [lane for handle in worker.handles for lane in handle.serving]:
+            lane.stalled_until = until
 
     def double(self, messages: int) -> None:
         """The next messages come twice."""
@@ -164,7 +171,7 @@ class Injector:
         self.happens(Fault.STORE_FAIL)
         return True
 
-    def link_lost(self, link: TimedLink) -> None:
+    def link_lost(self, link: Link) -> None:
         """Its worker's end is gone: what it has said may come late."""
         if self._timeline.now < self._late_tails_until and link.up:
             link.held_until = self._timeline.now + self._random.choice(SHORT_S)
@@ -236,7 +243,7 @@ class Injector:
         if self._crash_coordinator(lost=False):
             self.happens(Fault.COORDINATOR)
 
-    def damages(self, lane: TimedLane) -> bool:
+    def damages(self, lane: SimLane) -> bool:
         """Whether this frame of chunks is damaged."""
         name = lane.reader.worker.name
         if not self._damaged or not self._damaged.get(name):
@@ -246,8 +253,9 @@ class Injector:
         self.happens(Fault.CORRUPT)
         return True
 
-    def spoils(self, lane: TimedLane) -> None:
+    def spoils(self, lane: SimLane) -> None:
         """A read begins: it may be one that goes wrong."""
+        lane.stalled_until = max(lane.stalled_until, self._stalled.get(lane.grant.source, 0.0))
         if not self._for_lanes:
             return
         now, kind = self._timeline.now, self._for_lanes.pop()
@@ -274,12 +282,10 @@ class Injector:
         handles = [handle for handle in self._world.live_handles() if handle.shard.serves]
         return self._random.choice(handles) if handles else None
 
-    def _lane(self) -> TimedLane | None:
+    def _lane(self) -> SimLane | None:
         """A connection over which something is read."""
         lanes = [lane for handle in self._world.live_handles() for lane in handle.serving]
-        lane = self._random.choice(lanes) if lanes else None
-        assert lane is None or isinstance(lane, TimedLane)
-        return lane
+        return self._random.choice(lanes) if lanes else None
 
     def _inject(self, kind: Fault) -> bool:
         """Do it, to somebody; False: there was nothing to do it to (or it is counted when it strikes)."""
@@ -386,9 +392,9 @@ class Injector:
                 self._timeline.partitions.block(worker.name, other, until)
             case Fault.CUT if link is not None:
                 worker.disconnect()
-            case Fault.DELAY if isinstance(link, TimedLink):
+            case Fault.DELAY if link is not None:
                 link.held_until = now + random.choice(SHORT_S)
-            case Fault.DROP if isinstance(link, TimedLink):
+            case Fault.DROP if link is not None:
                 world.note(f"the connection of {worker.name} loses everything")
                 link.is_lossy = True
             case Fault.CORRUPT:

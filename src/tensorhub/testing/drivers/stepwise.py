@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
+from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Silent, Tick
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
+from tensorhub.messages import FromCoordinator, FromWorker, Heartbeat, HeartbeatAck
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.pulling import LaneEnd, Reading, SimLane
+from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
@@ -34,6 +34,7 @@ class StepwiseCluster(World):
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
         super().__init__(options, host_bytes=host_bytes, manifest=manifest)
+        self.data = self.control = self
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
         """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
@@ -69,8 +70,18 @@ class StepwiseCluster(World):
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         self.ending.append(link.session)
 
-    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
-        return SimLane(reading, grant)
+    def said_up(self, worker: SimWorker, link: Link) -> None:
+        """It lies there until its turn comes."""
+
+    def said_down(self, worker: SimWorker, link: Link) -> None:
+        """So does this."""
+
+    def looked_for(self, session: int) -> None:
+        """Nothing lies unread, since the coordinator reads what comes at once."""
+        self.step(Silent((session,)))
+
+    def chunks_offered(self, handle: LaneEnd) -> None:
+        """Readers look when their turn comes."""
 
     def lane_made(self, lane: SimLane) -> None:
         self.lanes_wanted(lane.reading)
@@ -208,7 +219,7 @@ class StepwiseCluster(World):
         lane = self._next_lane(handle)
         assert lane is not None
         if lane.access is not None:
-            lane.settle(lane.finish())
+            self.settle(lane, lane.finish())
             return
         reason = lane.connect() or ("lost" if lane.is_stopped else "")
         if reason:
@@ -223,6 +234,10 @@ class StepwiseCluster(World):
                 lane.queue.appendleft(begun.rest)
         else:
             lane.settle(lane.lack())
+
+    def settle(self, lane: SimLane, frame: Frame) -> None:
+        """What its source has sent arrives."""
+        lane.settle(frame)
 
     def fail_store(self) -> None:
         """The oldest entry that is being written cannot be."""

@@ -57,8 +57,6 @@ class TensorHandle(SimHandle):
         super().__init__(cluster, worker, shard)
         self.memory = memory
         self.listener: HandleListener | None = None  # of a caller's own
-        self.lanes: list[tuple[SimLane, float]] = []  # of the last fill, and when each began
-        self.lane_ends: dict[SimLane, float] = {}
         self.pulled_from: float | None = None
         self._cells_of_tensors: TensorCells | None = None
         if shard.manifest is not None:
@@ -115,19 +113,19 @@ class TensorHandle(SimHandle):
 
     def call(self, call: Call, timeout_s: float = 60.0) -> CallRecord:
         record = super().call(call, timeout_s)
-        self.lanes, self.lane_ends, self.pulled_from = [], {}, None
+        self.pulled_from = None
         return record
 
     def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took. Copies and digests take no virtual time."""
         now, pull, times = self.cluster.now, self.pull, CallTimes()
         if self.pulled_from is not None:
-            ends = {lane: self.lane_ends.get(lane, now) for lane, _ in self.lanes}
-            pulled = max(ends.values(), default=self.pulled_from)
+            lanes = [lane for lane in pull.all_lanes if lane.began >= record.began] if pull is not None else []
+            pulled = max((lane.ended_at or now for lane in lanes), default=self.pulled_from)
             times = CallTimes(bound=self.pulled_from, pulled_from=self.pulled_from, pulled=pulled, prepared=pulled)
             phases = {"wait": 0.0, "transfer": pulled - self.pulled_from, "verify": 0.0}
-            sources = (self._source(lane, ends[lane] - began) for lane, began in self.lanes if lane.reading is pull)
-            times.pull = PullReport.of(pull.books if pull is not None else Pull(()), phases, tuple(sources))
+            sources = tuple(self._source(lane, (lane.ended_at or now) - lane.began) for lane in lanes)
+            times.pull = PullReport.of(pull.books if pull is not None else Pull(()), phases, sources)
         return times.report_of(Finish(record.version, record.changed), record.began, now)
 
     @staticmethod

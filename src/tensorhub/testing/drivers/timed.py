@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Collection
 
 from tensorhub.coordinator import Action, Event, Persist
-from tensorhub.messages import Grant
 from tensorhub.testing.drivers.control_network import ControlNetwork, TimedWorker
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
-from tensorhub.testing.drivers.data_network import DataNetwork, TimedLane
+from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
@@ -25,10 +24,7 @@ from tensorhub.testing.sim.faults import Fault, FaultPlan
 from tensorhub.testing.sim.handle import HandleShell
 from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.testing.sim.network import Link, TimedLink
 from tensorhub.testing.sim.ports import HandlePort
-from tensorhub.testing.sim.pulling import LaneEnd, Reading, SimLane
-from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, Options
 from tensorhub.worker.calls import Fence, Say
@@ -64,10 +60,10 @@ class TimedCluster(World):
         super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         plan = FaultPlan(random, self.allowed)
         self.injector = Injector(self, timeline, plan, events)
-        self.data_network = DataNetwork(self, timeline, self.injector)
-        self.control_network = ControlNetwork(self, timeline, self.injector)
-        died = self.control_network.coordinator_died
-        self.process = self.injector.coordinator = CoordinatorProcess(self, timeline, self.injector, died)
+        self.data = DataNetwork(self, timeline, self.injector)
+        self.control = network = ControlNetwork(self, timeline, self.injector)
+        self.process = CoordinatorProcess(self, timeline, self.injector, network.coordinator_died)
+        self.injector.coordinator = self.process
         self.process.tick_soon()
 
     def __repr__(self) -> str:
@@ -131,9 +127,6 @@ class TimedCluster(World):
     def gets_out(self, actions: list[Action]) -> list[Action]:
         return self.process.gets_out(actions)
 
-    def looked_for(self, session: int) -> None:
-        self.control_network.looked_for(session)
-
     def to_be_stored(self, persist: Persist) -> None:
         self.process.to_be_stored(persist)
 
@@ -156,22 +149,6 @@ class TimedCluster(World):
 
     def new_worker(self, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)) -> TimedWorker:
         return TimedWorker(self, self.timeline, name, location, transports)
-
-    def new_link(self, worker: SimWorker) -> Link:
-        return self.control_network.open(worker)
-
-    def said_up(self, worker: SimWorker, link: Link) -> None:
-        assert isinstance(link, TimedLink)
-        self.control_network.said_up(worker, link)
-
-    def said_down(self, worker: SimWorker, link: Link) -> None:
-        assert isinstance(link, TimedLink)
-        self.control_network.said_down(worker, link)
-
-    def link_lost(self, worker: SimWorker, link: Link) -> None:
-        assert isinstance(link, TimedLink)
-        self.injector.link_lost(link)
-        self.control_network.hung_up(worker, link)
 
     # -- handles
 
@@ -214,7 +191,7 @@ class TimedCluster(World):
             if handle.todo and handle.todo[0] is action and len(handle.todo) >= left:
                 return  # it takes time, and whoever ends it comes back here
             if handle.todo and not isinstance(action, Say) and self.timeline.random.random() < GAP:
-                self._do_soon(handle, self.data_network.wake())
+                self._do_soon(handle, self.timeline.wake())
                 return
 
     def _wake(self, handle: HandlePort, due: float) -> None:
@@ -225,7 +202,7 @@ class TimedCluster(World):
         handle.apply(handle.member.tick(self.now))
 
     def fence_begun(self, handle: HandleShell, fence: Fence) -> None:
-        self._chunks_gone(handle)
+        self.data.chunks_offered(handle)
         self.timeline.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
         if fence.until is not None:
             self.timeline.at(max(fence.until, self.now), handle.worker, self._fence_again, handle)
@@ -237,50 +214,3 @@ class TimedCluster(World):
     def access_ended(self, handle: HandlePort) -> None:
         if handle.fencing_since is not None:
             self._do_soon(handle, 0.0)
-
-    # -- lanes
-
-    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
-        lane = TimedLane(reading, grant)
-        lease = self.coordinator.cluster.leases.get(grant.lease)
-        reading.patched = reading.patched or (lease is not None and lease.partial)
-        self.injector.spoils(lane)
-        return lane
-
-    def lane_made(self, lane: SimLane) -> None:
-        self.timeline.after(self.data_network.latency(), lane.reader.worker, self.data_network.connect, lane)
-
-    def lanes_wanted(self, reading: Reading) -> None:
-        for lane in reading.lanes.values():
-            assert isinstance(lane, TimedLane)
-            self.data_network.wake_reader(lane)
-
-    def chunks_offered(self, handle: LaneEnd) -> None:
-        self._chunks_gone(handle)
-
-    def _chunks_gone(self, handle: LaneEnd) -> None:
-        """What its lanes wait for has come, or never will."""
-        for lane in handle.serving:
-            assert isinstance(lane, TimedLane)
-            self.data_network.wake_owner(lane)
-
-    def lane_closed(self, lane: SimLane) -> None:
-        assert isinstance(lane, TimedLane)
-        self.data_network.reader_gone(lane)
-
-    def lane_cut(self, lane: SimLane) -> None:
-        assert isinstance(lane, TimedLane)
-        self.data_network.cut(lane)
-
-    def lane_shut(self, lane: SimLane) -> None:
-        assert isinstance(lane, TimedLane)
-        self.data_network.shut(lane)
-
-    def reader_died(self, lane: SimLane) -> None:
-        lane.end()
-
-    def source_died(self, lane: SimLane) -> None:
-        assert isinstance(lane, TimedLane)
-        lane.access = None
-        lane.is_stopped = True
-        self.timeline.after(self.data_network.latency(), lane.reader.worker, self.data_network.lost, lane)

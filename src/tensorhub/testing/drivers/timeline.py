@@ -16,6 +16,7 @@ from tensorhub.testing.sim.recovery_paths import path_of
 from tensorhub.testing.sim.rendering import show
 
 TRACE_LINES = 60
+THREAD_S = 0.002
 
 
 class Party(Protocol):
@@ -70,6 +71,10 @@ class Timeline:
     def after(self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
         """The same, from now on."""
         self.at(self.now + seconds, party, act, *args)
+
+    def wake(self) -> float:
+        """Until a thread that was woken runs."""
+        return THREAD_S * self.random.random()
 
     def next_time(self) -> float:
         """When the next event will happen; infinity if there is none."""

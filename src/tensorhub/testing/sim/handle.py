@@ -7,7 +7,6 @@ for when anything happens.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Container, MutableSequence, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Deregister, DigestAgain, Grant, Prepared, Publish, TellDigests
+from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopiesWorld, CopyRequest, SimHostCopies
@@ -89,10 +88,6 @@ class HandleWorker(SimWorkerPort, Protocol):
 class HandleWorld(LaneWorld, CopiesWorld, Protocol):
     """What it needs of its world."""
 
-    @abstractmethod
-    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
-        """What reads one source."""
-
     def hook_called(self, handle: HandleShell) -> None:
         """Its before_write runs."""
         return
@@ -147,7 +142,7 @@ class HandleShell:
         self.todo = self.interpreter.todo
         self.staging_id = RegistrationId(calls.staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
-        self.filler = SimFiller(cluster, self, lambda: cluster.chunks_offered(self))
+        self.filler = SimFiller(cluster, self, lambda: cluster.data.chunks_offered(self))
 
     def __repr__(self) -> str:
         return f"<SimHandle {self.name} {self.member.state} v={self.member.version}>"
@@ -167,7 +162,7 @@ class HandleShell:
         """Shut the lanes out to whom these accesses belong."""
         for lane in list(self.serving):
             if lane.access is not None and lane.access.number in accesses:
-                self.cluster.lane_shut(lane)
+                self.cluster.data.lane_shut(lane)
 
     @property
     def is_answered(self) -> bool:
@@ -396,7 +391,7 @@ class HandleShell:
             case calls.StartPull() | calls.CopyLocally() if not action.staged and not self._has_memory(action):
                 pass
             case calls.StartPull():
-                self.pull = Reading(self, self.filler.begin_pull(action), self.cluster.new_lane)
+                self.pull = Reading(self, self.filler.begin_pull(action))
                 if self.pull.over:
                     self.pull_done(action)
             case calls.CompareDigests():

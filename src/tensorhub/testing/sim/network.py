@@ -21,12 +21,7 @@ class Link:
     up: deque[FromWorker] = field(default_factory=deque)
     down: deque[FromCoordinator | None] = field(default_factory=deque)  # None: closed by the coordinator
     welcomed: bool = False
-
-
-@dataclass(eq=False)
-class TimedLink(Link):
-    """One with a clock: nothing arrives before what was sent earlier."""
-
+    # Of a driver with a clock, for which nothing arrives before what was sent earlier:
     up_due: float = 0.0  # when the newest of `up` arrives
     down_due: float = 0.0
     held_until: float = 0.0  # nothing arrives before

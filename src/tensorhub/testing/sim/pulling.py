@@ -8,9 +8,7 @@ Responsible for what each step does to the books, to memory and to the owner. No
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
@@ -57,32 +55,38 @@ class LaneEnd(HandlePort, Protocol):
 class LaneWorld(WorldPort, Protocol):
     """What lanes need of their world."""
 
+    data: DataPlane
+
     def find(self, grant: Grant) -> LaneEnd | None:
         """The memory that a grant names, if its process is alive."""
 
+
+class DataPlane(Protocol):
+    """When what lanes want to happen does."""
+
     def lane_made(self, lane: SimLane) -> None:
         """It is to connect."""
-        return
 
     def chunks_offered(self, handle: LaneEnd) -> None:
-        """Readers that wait there may go on."""
-        return
+        """Readers that wait there may go on: what they wait for has come, or never will."""
 
     def lanes_wanted(self, reading: Reading) -> None:
         """There may be chunks to ask for."""
-        return
 
-    @abstractmethod
     def lane_closed(self, lane: SimLane) -> None:
         """Its reader's end is over; its owner's will be."""
 
-    @abstractmethod
     def lane_cut(self, lane: SimLane) -> None:
         """Its reader wants it to end."""
 
-    @abstractmethod
     def lane_shut(self, lane: SimLane) -> None:
         """Its owner shuts the connection."""
+
+    def reader_died(self, lane: SimLane) -> None:
+        """Its reader's process is no more."""
+
+    def source_died(self, lane: SimLane) -> None:
+        """Its owner's process is no more."""
 
 
 class SimLane:
@@ -102,6 +106,18 @@ class SimLane:
         self.is_stopped = False  # its owner serves it no more
         self.ended = False  # nobody writes for it any more
         self.failure = ""  # why it has, where its reader did not want it
+        self.began = reading.reader.cluster.now
+        self.ended_at: float | None = None
+        # Of a driver with a clock:
+        self.is_open = False  # connected
+        self.is_feeding = False  # its reader's thread is woken
+        self.is_waiting = False  # its owner lacks what it is asked for, or has nothing to do
+        self.is_watched = False  # its reader looks for a stall
+        self.up_due = 0.0
+        self.down_due = 0.0
+        self.heard_at = 0.0  # by its reader
+        self.patient_until = 0.0  # its owner waits for what it lacks
+        self.stalled_until = 0.0  # its owner sends nothing before
 
     def __repr__(self) -> str:
         return f"<SimLane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
@@ -132,7 +148,7 @@ class SimLane:
         reading, reader = self.reading, self.reader
         if frame.lacking:
             self.requests.lacked(frame.lacking, frame.has)
-            reader.cluster.lanes_wanted(reading)
+            reader.cluster.data.lanes_wanted(reading)
             return
         reading.note_flow(self.lease, [chunk for chunk, _, _ in frame.chunks])
         for chunk, cell, _ in frame.chunks:
@@ -199,11 +215,11 @@ class SimLane:
         """Nobody writes for it any more; `failure`: why, where its reader did not want it; `chunk`: that was corrupt."""
         if self.ended:
             return
-        self.ended = True
+        self.ended, self.ended_at = True, self.reader.cluster.now
         self.failure = failure
         if failure == "corrupt" and self.reader.last_call is not None:
             self.reader.last_call.damaged.add(self.grant.source)
-        self.reader.cluster.lane_closed(self)
+        self.reader.cluster.data.lane_closed(self)
         self.reading.lane_ended(self, failure, chunk)
 
     def close(self) -> None:
@@ -218,17 +234,17 @@ class SimLane:
 class Reading:
     """What a fill still lacks, and whom it may read from."""
 
-    def __init__(self, reader: LaneEnd, start: StartPull, make_lane: Callable[[Reading, Grant], SimLane]) -> None:
+    def __init__(self, reader: LaneEnd, start: StartPull) -> None:
         self.reader = reader
         self.start = start
         self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks], start.copied)
         self.chunk_bytes = max((chunk.nbytes for chunk in start.manifest.chunks), default=1)
         self.lanes: dict[str, SimLane] = {}  # by lease; those that have not ended
+        self.all_lanes: list[SimLane] = []
         self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
         self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
-        self._make_lane = make_lane
         self._flows: dict[LeaseId, tuple[float, Flow]] = {}  # with when their first bytes were there
         for grant in start.grants:
             self.add(grant)
@@ -257,8 +273,9 @@ class Reading:
             return
         self.books.add_source(LeaseId(grant.lease), grant.complete)
         self.resumed = self.books.chunks_verified > 0
-        lane = self.lanes[grant.lease] = self._make_lane(self, grant)
-        self.reader.cluster.lane_made(lane)
+        lane = self.lanes[grant.lease] = SimLane(self, grant)
+        self.all_lanes.append(lane)
+        self.reader.cluster.data.lane_made(lane)
 
     def drop(self, lease: str) -> None:
         """Ask nothing more of this source."""
@@ -266,7 +283,7 @@ class Reading:
         if lane is not None and not lane.is_cut:
             lane.is_cut = True
             self.books.drop_source(lane.lease)
-            self.reader.cluster.lane_cut(lane)
+            self.reader.cluster.data.lane_cut(lane)
 
     def stop(self) -> None:
         """End every read; over when no lane is left."""
@@ -298,12 +315,12 @@ class Reading:
             lane.end()
             self._cut_all()
         elif not self.over:
-            self.reader.cluster.lanes_wanted(self)
+            self.reader.cluster.data.lanes_wanted(self)
 
     def _cut_all(self) -> None:
         for lane in list(self.lanes.values()):
             lane.is_cut = True
-            self.reader.cluster.lane_cut(lane)
+            self.reader.cluster.data.lane_cut(lane)
 
     def lane_ended(self, lane: SimLane, failure: str, chunk: int | None) -> None:
         """Its thread is over."""
@@ -315,7 +332,7 @@ class Reading:
         if failure and not lane.is_cut and not self.over:
             reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk))
         if not self.over:
-            cluster.lanes_wanted(self)
+            cluster.data.lanes_wanted(self)
         elif not self.lanes and not self.stopped:
             reader.pull_done(self.start)
         elif not self.lanes:

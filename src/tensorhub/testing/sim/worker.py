@@ -5,7 +5,6 @@ Responsible for carrying out what `worker.router` says of each message. Not resp
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Protocol, assert_never
 
 from tensorhub import messages
@@ -17,7 +16,6 @@ from tensorhub.testing.sim.handle import CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.types import Endpoint, HandleState, Location, Medium, OpKind, Selector
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
@@ -91,29 +89,30 @@ class WorkerWorld(HandleWorld, Protocol):
     by_registration: dict[str, SimHandle]
     host_bytes: int  # of each worker that is made from now on
 
-    @abstractmethod
+    control: ControlPlane
+
+    def rolled_back(self, to: int) -> None:
+        """A rollback has returned."""
+        return
+
+
+class ControlPlane(Protocol):
+    """When what is said between workers and the coordinator arrives."""
+
     def new_link(self, worker: SimWorker) -> Link:
         """A connection that the coordinator will see."""
 
     def said_up(self, worker: SimWorker, link: Link) -> None:
         """The last of `link.up` is on its way."""
-        return
+
+    def said_down(self, worker: SimWorker, link: Link) -> None:
+        """The last of `link.down` is on its way."""
 
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         """The worker's end of this connection is gone."""
-        return
 
-    @abstractmethod
-    def reader_died(self, lane: SimLane) -> None:
-        """Its reader's process is no more."""
-
-    @abstractmethod
-    def source_died(self, lane: SimLane) -> None:
-        """Its owner's process is no more."""
-
-    def rolled_back(self, to: int) -> None:
-        """A rollback has returned."""
-        return
+    def looked_for(self, session: int) -> None:
+        """The coordinator asks what of this session lies unread."""
 
 
 class SimWorker:
@@ -207,7 +206,7 @@ class SimWorker:
         """Open a connection and join."""
         assert self.alive
         assert self.link is None
-        self.link = self.cluster.new_link(self)
+        self.link = self.cluster.control.new_link(self)
         self.say(messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
     def disconnect(self) -> None:
@@ -221,7 +220,7 @@ class SimWorker:
         if link.welcomed:
             self.cut_off_at = self.cluster.now
         self._pins_uncertain()
-        self.cluster.link_lost(self, link)
+        self.cluster.control.link_lost(self, link)
         for handle in self.handles:
             if handle.last_call is not None and not handle.last_call.done:
                 handle.last_call.online = False
@@ -242,13 +241,13 @@ class SimWorker:
             if handle.pull is not None:
                 handle.pull.over = True
                 for lane in list(handle.pull.lanes.values()):
-                    self.cluster.reader_died(lane)
+                    self.cluster.data.reader_died(lane)
             for lane in list(handle.serving):
-                self.cluster.source_died(lane)
+                self.cluster.data.source_died(lane)
         link, self.link = self.link, None
         self._pins_uncertain()
         if link is not None:
-            self.cluster.link_lost(self, link)
+            self.cluster.control.link_lost(self, link)
 
     def _pins_uncertain(self) -> None:
         """They count for a lease; nobody can rely on them until they are said again."""
@@ -265,7 +264,7 @@ class SimWorker:
                     self.cluster.guarantees.announced(asker, message.held.content_id)
             self.cluster.guarantees.history.says(self, message)
             self.link.up.append(message)
-            self.cluster.said_up(self, self.link)
+            self.cluster.control.said_up(self, self.link)
 
     def beat(self) -> None:
         """Renew the lease."""
@@ -417,14 +416,14 @@ class SimWorker:
         self.incarnation = f"{self.name}.{self.lives}"
         for handle in self.handles:
             for lane in list(handle.serving):
-                self.cluster.lane_shut(lane)
+                self.cluster.data.lane_shut(lane)
 
     def _cut(self, message: messages.CutReader) -> None:
         """Serve that reader no more on the connections that it has."""
         self.cut.add(message.lease)
         for handle in self.handles:
             for lane in [lane for lane in handle.serving if lane.incarnation == message.reader]:
-                self.cluster.lane_shut(lane)
+                self.cluster.data.lane_shut(lane)
         self.say(messages.ReaderCut(message.lease))
 
     def _answered(self, message: Answer) -> None:

@@ -1,9 +1,8 @@
 """A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
 
 `World` is what there is: the coordinator with its store, workers and connections. It knows what each step does, and asks
-that something happen later: these are the methods of the protocols that it inherits. A driver answers them. It decides when
-that happens. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a clock, latencies and
-faults.
+that something happen later: of `data`, of `control`, and by the methods of the protocols that it inherits. A driver decides
+when that happens. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a clock and faults.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tensorhub.coordinator import (
     Received,
     Rollback,
     Send,
-    Silent,
     Tick,
 )
 from tensorhub.manifest import Manifest
@@ -54,7 +52,7 @@ from tensorhub.types import HandleState, Location, Options
 
 
 class World(WorkerWorld):
-    """The coordinator, its store, its workers, and the guarantees."""
+    """The coordinator, its store, its workers, and the guarantees. Whoever drives it sets `data` and `control`."""
 
     user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
     fence_grace_s = 0.0  # how long a fence lets running sends go on
@@ -194,7 +192,7 @@ class World(WorkerWorld):
                 case _:
                     assert_never(action)
         for session in asked:
-            self.looked_for(session)
+            self.control.looked_for(session)
 
     def _check_said(self, said: Send, event: Event) -> None:
         """What the coordinator must not say before it is so."""
@@ -240,7 +238,7 @@ class World(WorkerWorld):
         elif isinstance(message, Welcome):
             self._welcome(session, worker, message)
         link.down.append(message)
-        self.said_down(worker, link)
+        self.control.said_down(worker, link)
 
     def keep(self, entry: Entry) -> None:
         """It is durable now."""
@@ -294,13 +292,6 @@ class World(WorkerWorld):
     @abstractmethod
     def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
         """A process that is not connected yet."""
-
-    def said_down(self, worker: SimWorker, link: Link) -> None:
-        """The last of `link.down` is on its way."""
-
-    def looked_for(self, session: int) -> None:
-        """The coordinator asks what of this session lies unread: nothing, since it reads what comes at once."""
-        self.step(Silent((session,)))
 
     def to_be_stored(self, persist: Persist) -> None:
         """The coordinator wants this recorded."""
