@@ -193,9 +193,9 @@ class RunningCluster:
         simulation = self._simulation
         seconds = simulation.options.connect_timeout_s if simulation.timeline.coordinator.alive else 0.0
         with anyio.move_on_after(seconds):
-            await facade.welcome_came.wait()
+            await facade.worker.welcome_came.wait()
         simulation.check_running(facade.worker)
-        if not facade.welcome_came.is_set():
+        if not facade.worker.welcome_came.is_set():
             raise CoordinatorUnavailable(f"the coordinator at {self.address} does not answer")
 
     def start(self, name: str, main: Callable[..., Awaitable[object]], *arguments: object) -> None:

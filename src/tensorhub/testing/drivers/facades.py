@@ -22,16 +22,13 @@ from tensorhub.errors import (
     StateError,
 )
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import Announce, FromWorker, Leave
+from tensorhub.messages import Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
-from tensorhub.runtime.worker.coordinator_client import Answer, CoordinatorClient
-from tensorhub.runtime.worker.pins import Arguments, Pins
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.stream_sync import StreamSync
-from tensorhub.runtime.worker.version_watches import VersionWatches
-from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker, WorkerCrashed
+from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker, Tasks
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
@@ -138,29 +135,6 @@ class CallersLoop:
         self._cluster.check_running(self._worker)
 
 
-class Tasks:
-    """Tasks of one worker, which end with it."""
-
-    def __init__(self, cluster: HostedCluster) -> None:
-        self._cluster = cluster
-        self._scopes: dict[anyio.CancelScope, None] = {}
-
-    def start_soon(self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments) -> None:
-        self._cluster.tasks.start_soon(self._run, func, args)
-
-    async def _run(self, function: Callable[..., Awaitable[None]], arguments: tuple[Any, ...]) -> None:
-        with anyio.CancelScope() as scope:
-            self._scopes[scope] = None
-            try:
-                await function(*arguments)
-            finally:
-                del self._scopes[scope]
-
-    def cancel(self) -> None:
-        for scope in list(self._scopes):
-            scope.cancel()
-
-
 class HandleFacade(CallersHandle):
     """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated handle."""
 
@@ -171,34 +145,22 @@ class HandleFacade(CallersHandle):
         self._cluster = cluster
         self._hook: HookRequest | None = None
         self._ended = anyio.Event()  # a call; replaced then
-        simulated.listener = self
+        simulated.on_answer, simulated.on_hook, simulated.on_end = self._answered, self._hook_begins, self._call_over
 
     # -- what it is told
 
-    def answered(self) -> None:
+    def _answered(self) -> None:
         self.registration_error = self.simulated.registration_error
         self.registered.set()
 
-    def hook_called(self, version: VersionInfo) -> None:
+    def _hook_begins(self, version: VersionInfo) -> None:
         if self._hook is not None:
             self._hook(version)
 
-    def ended(self) -> None:
-        self._wake()
-        self.call_ended()
-
-    def let_go(self) -> None:
-        """No call will end any more."""
-        self._wake()
-        try:
-            self._cluster.check_running(self.simulated.worker)
-        except (StateError, WorkerCrashed) as error:
-            self.registration_error = error
-        self.registered.set()
-
-    def _wake(self) -> None:
+    def _call_over(self) -> None:
         self._ended.set()
         self._ended = anyio.Event()
+        self.call_ended()
 
     # -- its calls
 
@@ -257,7 +219,6 @@ class HostCopiesFacade:
 
     def __init__(self, shell: WorkerFacade) -> None:
         self._shell = shell
-        self._waiting: set[anyio.Event] = set()
 
     async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
         wanted = await self._end_of(self._shell.worker.copies.prefetch(_simulated(handle), selector, timeout_s))
@@ -295,18 +256,11 @@ class HostCopiesFacade:
         while not wanted.done:
             self._check_running()
             event = anyio.Event()
-            self._waiting.add(event)
             wanted.ends = event.set
             await event.wait()
-            self._waiting.discard(event)
 
     def _check_running(self) -> None:
         self._shell.cluster.check_running(self._shell.worker)
-
-    def let_go(self) -> None:
-        """Nothing will end any more."""
-        for event in list(self._waiting):
-            event.set()
 
 
 class WorkerFacade(CallersWorker):
@@ -318,7 +272,7 @@ class WorkerFacade(CallersWorker):
     def join(cls, cluster: HostedCluster, name: str, location: Location, options: Options, *, prefetch: bool) -> Self:
         """That of a new process, which connects."""
         worker = cluster.new_process(name, location, options)
-        worker.user = facade = cls(cluster, worker, options, prefetch=prefetch)
+        facade = cls(cluster, worker, options, prefetch=prefetch)
         worker.connect()
         return facade
 
@@ -330,32 +284,13 @@ class WorkerFacade(CallersWorker):
         self.options = replace(options, digest="xxh3-64", pack_bytes=0)
         self.prefetches = prefetch
         self._groups = count(1)
-        self._idents = count(1)
-        self.welcome_came = anyio.Event()
-        self.tasks = Tasks(cluster)
-        self.version_watches = VersionWatches(self)
-        self.coordinator = CoordinatorClient(self, cluster.numbers, self._new_id)
-        self.pins = Pins(self.coordinator, options.op_timeout_s)
-        self.pins.tasks = self.tasks
+        self._handles: list[HandleFacade] = []
+        self.version_watches, self.coordinator, self.pins = worker.version_watches, worker.coordinator, worker.kept_pins
         self.copies = HostCopiesFacade(self)
         self.router: Router[Any] = worker.router
 
     def __repr__(self) -> str:
         return f"<simulated {self.worker!r} handles={len(self.worker.handles)}>"
-
-    def _new_id(self) -> str:
-        return f"{self.worker.incarnation}-{next(self._idents)}"
-
-    # -- as a connection, see `coordinator_client.MessageSink`
-
-    @property
-    def online(self) -> bool:
-        link = self.worker.link
-        return link is not None and link.welcomed
-
-    def say(self, message: FromWorker) -> None:
-        self.cluster.sync()
-        self.worker.say_for_caller(message)
 
     # -- registering
 
@@ -366,7 +301,9 @@ class WorkerFacade(CallersWorker):
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
     def start_handle(self, shard: Shard, memory: Memory) -> HandleFacade:
-        return HandleFacade(self.cluster, self.worker.take_memory(shard, memory), self.tasks)
+        handle = HandleFacade(self.cluster, self.worker.take_memory(shard, memory), self.worker.tasks)
+        self._handles.append(handle)
+        return handle
 
     def drop_handle(self, handle: CallersHandle) -> None:
         if self.worker.alive and not self.cluster.is_over:
@@ -377,41 +314,12 @@ class WorkerFacade(CallersWorker):
     async def close(self) -> None:
         """Close every handle and say goodbye. Bounded in time."""
         if self.worker.alive and not self.cluster.is_over:
-            own = (handle for handle in self.worker.handles if isinstance(handle, TensorHandle) and handle.shard.serves)
+            serving = [handle for handle in self._handles if handle.simulated in self.worker.handles]
             with anyio.move_on_after(CLOSE_S, shield=True):
-                facades = [handle.listener for handle in own if isinstance(handle.listener, HandleFacade)]
-                await self.close_handles(facades, Parting(CLOSE_S))
+                await self.close_handles([each for each in serving if each.simulated.shard.serves], Parting(CLOSE_S))
             self.cluster.sync()
         if self.worker.alive and not self.cluster.is_over:
             self.worker.say(Leave("closed"))
             self.worker.leave()
         self.thread.has_ended = True
-        self.tasks.cancel()
-
-    # -- what it hears of the worker
-
-    def crashed(self) -> None:
-        self.tasks.cancel()
-        self.copies.let_go()
-        for handle in self.worker.handles:
-            if isinstance(handle, TensorHandle) and handle.listener is not None:
-                handle.listener.let_go()
-
-    def lost(self) -> None:
-        self.coordinator.lost()
-
-    def welcomed(self) -> None:
-        self.version_watches.welcomed()
-        self.welcome_came.set()
-
-    def session_up(self) -> None:
-        self.pins.welcomed()
-
-    def state_lost(self) -> None:
-        self.version_watches.state_lost({handle.shard.model for handle in self.worker.router.handles.values()})
-
-    def announced(self, message: Announce) -> None:
-        self.version_watches.announced(message)
-
-    def answered(self, message: Answer) -> None:
-        self.coordinator.answered(message)
+        self.worker.tasks.cancel()

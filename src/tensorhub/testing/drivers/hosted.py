@@ -9,9 +9,10 @@ Not responsible for what a caller sees (`running`), nor for what the public clas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from itertools import count
 from random import Random
-from typing import Protocol
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -26,14 +27,16 @@ from tensorhub.messages import (
     Unpin,
     Welcome,
 )
-from tensorhub.runtime.worker.coordinator_client import Answer
+from tensorhub.runtime.worker.coordinator_client import Answer, CoordinatorClient
+from tensorhub.runtime.worker.pins import Arguments, Pins
+from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
+from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import Location, Options
@@ -50,35 +53,31 @@ class WorkerCrashed(Exception):
     """This simulated process has died: its code ends here, as if it had been killed. Leaves the `connect` block."""
 
 
-class HostedUser(Protocol):
-    """What a worker's user hears of it."""
+class Tasks:
+    """Tasks of one worker, which end with it."""
 
-    def crashed(self) -> None:
-        """The process is no more: nobody waits for an answer any longer."""
+    def __init__(self, cluster: HostedCluster) -> None:
+        self._cluster = cluster
+        self._scopes: dict[anyio.CancelScope, None] = {}
 
-    def lost(self) -> None:
-        """The session is over."""
+    def start_soon(self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments) -> None:
+        self._cluster.tasks.start_soon(self._run, func, args)
 
-    def welcomed(self) -> None:
-        """A session is up, and its handles are told."""
+    async def _run(self, function: Callable[..., Awaitable[None]], arguments: tuple[Any, ...]) -> None:
+        with anyio.CancelScope() as scope:
+            self._scopes[scope] = None
+            try:
+                await function(*arguments)
+            finally:
+                del self._scopes[scope]
 
-    def session_up(self) -> None:
-        """And its host copies: say again what is to be kept."""
-
-    def state_lost(self) -> None:
-        """The coordinator has lost its state."""
-
-    def announced(self, message: Announce) -> None:
-        """Which version is the newest."""
-
-    def answered(self, message: Answer) -> None:
-        """To what the worker itself has asked."""
+    def cancel(self) -> None:
+        for scope in list(self._scopes):
+            scope.cancel()
 
 
 class HostedWorker(TimedWorker):
-    """A process whose user is one `connect` block."""
-
-    user: HostedUser  # set before it connects
+    """A process whose user is one `connect` block. It has the runtime's own questions, pins and watches."""
 
     def __init__(self, cluster: HostedCluster, name: str, location: Location, options: Options, life: int) -> None:
         super().__init__(cluster, cluster.timeline, name, location)
@@ -89,7 +88,14 @@ class HostedWorker(TimedWorker):
         self.scope = anyio.CancelScope()  # of the code that runs in it
         self.is_preempted = False
         self.has_crashed = False
-        self._died = cluster.died
+        self.welcome_came = anyio.Event()
+        self.tasks = Tasks(cluster)
+        self._idents = count(1)
+        self.coordinator = CoordinatorClient(self, cluster.numbers, lambda: f"{self.incarnation}-{next(self._idents)}")
+        self.version_watches = VersionWatches(self)
+        self.kept_pins = Pins(self.coordinator, options.op_timeout_s)
+        self.kept_pins.tasks = self.tasks
+        self._hosted = cluster
 
     # -- its end
 
@@ -102,18 +108,30 @@ class HostedWorker(TimedWorker):
         self.has_crashed = True
         super().crash()
         self.scope.cancel()
-        self.user.crashed()
-        self._died(self.name)
+        self.let_go()
+        self._hosted.died(self.name)
 
     def leave(self) -> None:
         """It has said goodbye: what it holds goes with it."""
         self.cluster.note(f"{self.name} leaves")
         super().crash()
-        self.user.crashed()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """It is no more: nobody waits for an answer any longer."""
+        self.tasks.cancel()
+        for wanted in list(self.copies.wanted.values()):
+            wanted.ends()
+        for handle in [handle for handle in self.handles if isinstance(handle, TensorHandle)]:
+            handle.registration_error = (
+                StateError(OVER) if self._hosted.is_over else WorkerCrashed(f"{self.name} has crashed")
+            )
+            handle.on_end()
+            handle.on_answer()
 
     def disconnect(self) -> None:
         super().disconnect()
-        self.user.lost()
+        self.coordinator.lost()
 
     # -- registering
 
@@ -140,39 +158,43 @@ class HostedWorker(TimedWorker):
 
     # -- saying and hearing
 
-    def say_for_caller(self, message: FromWorker) -> None:
-        """What the worker itself asks: what it promises is noted as it is said."""
-        if self.link is None:
-            return
+    @property
+    def online(self) -> bool:
+        return self.link is not None and self.link.welcomed
+
+    def say(self, message: FromWorker) -> None:
+        """What its user promises is noted as it is said."""
+        self._hosted.sync()
         match message:
-            case Pin():
+            case Pin() if self.link is not None:
                 self.pins[message.pin] = (message.model, message.version)
-            case Unpin():
+            case Unpin() if self.link is not None:
                 self.pins.pop(message.pin, None)
             case _:
                 pass
-        self.say(message)
+        super().say(message)
 
     def say_pins(self) -> None:
-        self.user.session_up()
+        self.kept_pins.welcomed()
 
     def _end_pins(self) -> None:
         """Its user does."""
 
     def _announced(self, message: Announce) -> None:
-        self.user.announced(message)
+        self.version_watches.announced(message)
 
     def _answered(self, message: Answer) -> None:
         super()._answered(message)
-        self.user.answered(message)
+        self.coordinator.answered(message)
 
     def _welcomed(self, message: Welcome) -> None:
         super()._welcomed(message)
-        self.user.welcomed()
+        self.version_watches.welcomed()
+        self.welcome_came.set()
 
     def _state_lost(self) -> None:
         super()._state_lost()
-        self.user.state_lost()
+        self.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
 
 
 class HostedCluster(TimedCluster):
@@ -247,7 +269,7 @@ class HostedCluster(TimedCluster):
         self.is_over = True
         for worker in self.workers.values():
             if isinstance(worker, HostedWorker) and worker.alive:
-                worker.user.crashed()
+                worker.let_go()
 
     def check_over(self) -> None:
         """Raise StateError if nothing happens any more."""
@@ -299,14 +321,3 @@ class HostedCluster(TimedCluster):
 
     def may_die(self, worker: TimedWorker) -> bool:
         return worker.name not in self.spared
-
-    # -- what follows
-
-    def hook_called(self, handle: HandleShell) -> None:
-        if isinstance(handle, TensorHandle) and handle.listener is not None:
-            handle.listener.hook_called(handle.hooks[-1].version)
-
-    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
-        super().call_ended(handle, record)
-        if isinstance(handle, TensorHandle) and handle.listener is not None:
-            handle.listener.ended()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Protocol
 
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
@@ -23,6 +22,7 @@ from tensorhub.types import FetchReport, SourceReport, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     Call,
+    CallHook,
     CopyLocally,
     Finish,
     OpenGeneration,
@@ -34,29 +34,15 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.registration_session import Shard
 
 
-class HandleListener(Protocol):
-    """Who is told what becomes of a handle."""
-
-    def answered(self) -> None:
-        """The coordinator has taken it, or refused it."""
-
-    def hook_called(self, version: VersionInfo) -> None:
-        """Its before_write is to run."""
-
-    def ended(self) -> None:
-        """A call has returned, or raised."""
-
-    def let_go(self) -> None:
-        """Nothing more will: its process is no more."""
-
-
 class TensorHandle(SimHandle):
-    """`memory` None: it is host memory, of which nobody sees the bytes."""
+    """`memory` None: it is host memory, of which nobody sees the bytes. The `on_` functions are its caller's."""
 
     def __init__(self, cluster: WorkerWorld, worker: SimWorker, shard: Shard, memory: Memory | None) -> None:
         super().__init__(cluster, worker, shard)
         self.memory = memory
-        self.listener: HandleListener | None = None  # of a caller's own
+        self.on_answer: Callable[[], None] = lambda: None  # the coordinator has taken it, or refused it
+        self.on_hook: Callable[[VersionInfo], None] = lambda version: None  # its before_write is to run
+        self.on_end: Callable[[], None] = lambda: None  # a call has returned, or raised
         self.pulled_from: float | None = None
         self._cells_of_tensors: TensorCells | None = None
         if shard.manifest is not None:
@@ -100,8 +86,15 @@ class TensorHandle(SimHandle):
             case _:
                 pass
         super()._do(action)
-        if isinstance(action, RegistrationConfirmed | RegistrationFailed) and self.listener is not None:
-            self.listener.answered()
+        match action:
+            case RegistrationConfirmed() | RegistrationFailed():
+                self.on_answer()
+            case CallHook():
+                self.on_hook(action.version)
+            case Finish():
+                self.on_end()
+            case _:
+                pass
 
     def _could_lay_out(self, manifest: Manifest) -> bool:
         try:

@@ -1,0 +1,59 @@
+"""What one lane asks for, and which of what arrives is good."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.scheduler.pull import Pull
+from tensorhub.scheduler.requests import Requests, sort_out
+from tensorhub.types import LeaseId
+
+LEASE = LeaseId("lease")
+
+
+def asking(chunks: int = 6) -> tuple[Pull, Requests]:
+    pull = Pull([1] * chunks)
+    pull.add_source(LEASE, complete=True)
+    return pull, Requests(pull, LEASE)
+
+
+def test_two_batches_are_open_at_a_time() -> None:
+    _, requests = asking()
+    assert requests.ask(2) == [(0, 1), (2, 3)]
+    assert requests.ask(2) == []
+    requests.arrived([(0, None)], [])
+    assert requests.ask(2) == []
+    requests.arrived([(1, None)], [])
+    assert requests.ask(2) == [(4, 5)]
+    assert requests.asked == [{2, 3}, {4, 5}]
+
+
+def test_what_came_with_another_digest_and_what_is_lacking_is_wanted_again() -> None:
+    pull, requests = asking(4)
+    requests.ask(4)
+    requests.arrived([(0, 7)], [1])
+    requests.lacked([2], [(0, 2)])
+    assert requests.asked == [{3}]
+    assert (pull.chunks_verified, pull.retries, pull.in_flight(LEASE)) == (1, 1, frozenset({3}))
+    pull.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("named", "made", "published", "is_good"),
+    [
+        (5, 5, {}, True),
+        (5, 6, {}, False),  # damaged
+        (5, 5, {0: 6}, False),  # not as published, whatever its source says
+        (6, 6, {0: 6}, True),
+        (None, 5, {}, False),  # its source has no digest of what has one
+    ],
+)
+def test_a_chunk_is_good_with_its_digest_which_is_the_published_one(
+    named: int | None, made: int, published: dict[int, int], is_good: bool
+) -> None:
+    good, bad = sort_out([(0, named)], {0: made}, published, is_digested=True)
+    assert (good, bad) == (([(0, named)], []) if is_good else ([], [0]))
+
+
+def test_without_digests_whatever_arrives_is_good() -> None:
+    assert sort_out([(0, None), (1, 3)], {}, {}, is_digested=False) == ([(0, None), (1, 3)], [])
