@@ -11,12 +11,13 @@ from typing import Any
 
 import tensorhub
 from examples.reference import EXAMPLES, Example
-from tensorhub import errors, sync, testing, types
+from tensorhub import errors, model_summary, sync, testing, types
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
     "Endpoint"
 ).split()
+SUMMARIES = ("ModelSummary", "VersionSummary", "CallsSummary", "SilentWorker")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
 INTRODUCTION = """# API reference
 
@@ -41,6 +42,8 @@ def page() -> str:
     parts.append("## Values\n")
     for name in VALUES:
         parts += _value(name, getattr(types, name))
+    for name in SUMMARIES:
+        parts += _value(name, getattr(model_summary, name))
     parts += _errors()
     parts += _warnings()
     parts += _sync()

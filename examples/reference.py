@@ -287,6 +287,17 @@ async def describe(trainer: tensorhub.Hub) -> None:
     assert not model.leases  # nobody reads
     assert model.workers[0].location == tensorhub.Location()
     assert await trainer.describe() == (model,)
+    assert await trainer.describe("actor", version=1, limit=10) == model  # the first ten workers of one version
+
+
+@shows("Hub.summarize", "ModelSummary", "VersionSummary", "CallsSummary", "SilentWorker")
+async def summarize(trainer: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(4)}, group="trainer")).publish(1)
+    model = await trainer.summarize("actor")
+    assert (model.workers, model.suspect, model.shards, model.reads) == (1, 0, 1, 0)
+    assert [(view.version, view.copies, view.ready) for view in model.versions] == [(1, 1, 1)]
+    assert not model.calls  # nobody waits
+    assert await trainer.summarize() == (model,)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -427,6 +438,7 @@ def train_blocking(address: str) -> None:
 
 
 @shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")
+@shows("sync.Hub.summarize")
 @shows("sync.Hub.watch", "sync.Watcher", "sync.Hub.fetch")
 def roll_out_blocking(address: str) -> None:
     with sync.connect(address, name="trainer-0") as trainer, sync.connect(address) as hub:

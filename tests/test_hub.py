@@ -194,6 +194,42 @@ async def test_newest_wait_for_and_describe() -> None:
         assert [worker.name for worker in model.workers] == ["trainer"]
 
 
+async def test_parts_of_a_model_and_its_summary() -> None:
+    async with cluster("trainer", "reader-0", "reader-1") as c:
+        trainer, *readers = c.hubs
+        source = await trainer.register("m", tensors(1))
+        await source.publish(1)
+        await (await readers[0].register("m", tensors())).replicate()
+        whole = await trainer.describe("m")
+        assert await trainer.describe("m", version=1, limit=5) == whole
+        page = await trainer.describe("m", limit=1)
+        assert [worker.name for worker in page.workers] == ["reader-0"]
+        page = await trainer.describe("m", after=page.workers[-1].name, limit=1)
+        assert [worker.name for worker in page.workers] == ["trainer"]
+        assert [shard.worker for replica in page.replicas for shard in replica.shards] == ["trainer"]
+        with pytest.raises(
+            VersionUnavailable, match=r"version 2 of 'm' is not known here; held now: version 1 by 2 replicas"
+        ):
+            await trainer.describe("m", version=2)
+        model = await trainer.summarize("m")
+        assert (model.workers, model.shards, model.versions[0].copies, model.calls) == (2, 2, 2, ())
+        assert await trainer.summarize() == (model,)
+        with pytest.raises(VersionUnavailable, match="no model 'n' is known here; known models: m"):
+            await trainer.summarize("n")
+
+
+async def test_what_was_done_before_is_in_the_summary() -> None:
+    async with cluster("trainer", "dashboard") as c:
+        trainer, dashboard = c.hubs
+        source = await trainer.register("m", tensors(1))
+        for number in range(1, 6):
+            async with source.mutate(number):
+                pass
+            (model,) = await trainer.summarize()
+            assert (model.mark, model.versions[0].version, model.versions[0].ready) == (number, number, 1)
+            assert (await dashboard.summarize("m")).mark == number
+
+
 async def test_several_handles_of_one_model_in_one_process() -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]

@@ -134,6 +134,9 @@ def test_what_is_known(hubs: Pair) -> None:
     assert next(iter(reader.watch("m"))) == newest
     assert reader.describe("m").mark == 3
     assert [model.model for model in reader.describe()] == ["m"]
+    assert reader.describe("m", version=3, after="a name", limit=1) == reader.describe("m")
+    assert reader.summarize("m").mark == 3
+    assert [model.model for model in reader.summarize()] == ["m"]
     assert reader.name == "reader"
 
 

@@ -27,6 +27,7 @@ from tensorhub.errors import (
 )
 from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, connect, serve
+from tensorhub.model_summary import ModelSummary
 from tensorhub.protocol.secret import read_only_token
 from tensorhub.runtime.sigterm import leave_on_sigterm
 from tensorhub.transport.shm.segments import shared_empty_like
@@ -51,6 +52,7 @@ __all__ = [
     "Location",
     "ManifestMismatch",
     "ModelInfo",
+    "ModelSummary",
     "MutabilityViolation",
     "OperationTimeout",
     "Options",

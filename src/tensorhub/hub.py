@@ -19,6 +19,7 @@ from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_onl
 from tensorhub.fetched import Fetched
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import CallersMemory, Memory, RegisteredMemory
+from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime.control.keyring import open_keyring
@@ -51,6 +52,8 @@ from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
     from torch import nn
+
+WORKERS_OF_PAGE_MAX = 65_536
 
 
 # ------------------------------------------------------------------------------------------------------ coordinator
@@ -174,8 +177,8 @@ def connect(
 
     `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `token`: as
     for `serve`; a token file's first is presented. With a read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`,
-    `watch` and `describe` may be called; the other calls raise AuthenticationFailed. `transports`: names in order of
-    preference, and only these. `prefetch`: each new version of a model is prefetched in the background
+    `watch`, `describe` and `summarize` may be called; the other calls raise AuthenticationFailed. `transports`: names in
+    order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
     for the handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
 
@@ -336,17 +339,57 @@ class Hub(Unpicklable):
         return Watcher(self._worker, self._thread, model, keeps=self)
 
     @overload
-    async def describe(self, model: str, timeout: float | None = None) -> ModelInfo: ...
+    async def describe(
+        self,
+        model: str,
+        timeout: float | None = None,
+        *,
+        version: int | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> ModelInfo: ...
     @overload
     async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
-    async def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
+    async def describe(
+        self,
+        model: str | None = None,
+        timeout: float | None = None,
+        *,
+        version: int | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all, by name; what was done before the call is in it.
 
-        Of all, each model is as it is at some time during the call. Raises VersionUnavailable for an unknown model.
+        Of all, each model is as it is at some time during the call. One model is as it is at one moment. The answer grows
+        with the model's workers: with a thousand of them, ask `summarize` again and again, and this for details.
+
+        Of one model a part can be asked for. `version`: only that version, its replicas, its reads, and the workers that
+        hold or read it. `limit`, `after`: a page of workers by name, the next `limit` after the name `after`, with the
+        shards that they hold and the reads that bring them bytes. `after=info.workers[-1].name` gets the next page, as
+        things are then. Raises VersionUnavailable for an unknown model or version.
+        """
+        _check_part(model, version, after, limit)
+        call = partial(self._worker.coordinator.describe, version=version, after=after, workers_max=limit or 0)
+        found = await self._thread.call(call, model, self._worker.timeout_s(timeout))
+        return found if model is None else found[0]
+
+    @overload
+    async def summarize(self, model: str, timeout: float | None = None) -> ModelSummary: ...
+    @overload
+    async def summarize(self, model: None = None, timeout: float | None = None) -> tuple[ModelSummary, ...]: ...
+    async def summarize(
+        self, model: str | None = None, timeout: float | None = None
+    ) -> ModelSummary | tuple[ModelSummary, ...]:
+        """One model in counts, or (None) all, by name: workers, replicas by state, calls by what they wait for, and for how
+        long. What was done before the call is in it.
+
+        The answer is short, however many workers there are, so that a dashboard may ask every second. Of all, each model is
+        as it is at some time during the call. Raises VersionUnavailable for an unknown model.
         """
         if model is not None:
             check_name("model", model)
-        found = await self._thread.call(self._worker.coordinator.describe, model, self._worker.timeout_s(timeout))
+        found = await self._thread.call(self._worker.coordinator.summarize, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
@@ -513,6 +556,22 @@ def _check_full(worker: CallersWorker, call: str) -> None:
     """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
     if worker.read_only:
         raise read_only_refusal(call)
+
+
+def _check_part(model: object, version: object, after: object, limit: object) -> None:
+    if model is not None:
+        check_name("model", model)
+    elif (version, after, limit) != (None, None, None):
+        raise InvalidValue("version=, after= and limit= choose a part of one model: give the model, too")
+    if version is not None:
+        check_version(version)
+    if after is not None:
+        check_name("worker", after)
+    if limit is not None and (
+        not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= WORKERS_OF_PAGE_MAX
+    ):
+        text = f"limit={shown(limit)}: give the number of workers on a page, 1 to {WORKERS_OF_PAGE_MAX}"
+        raise invalid(limit, int, text)
 
 
 def _check_latest(latest: object) -> None:

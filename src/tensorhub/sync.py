@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
+from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Unpicklable, close_after, wrong_use
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import BlockingMode, finish_blocking as _finish
@@ -159,14 +160,40 @@ class Hub(Unpicklable):
         _finish(self._hub.rollback(model, to=to, timeout=timeout))
 
     @overload
-    def describe(self, model: str, timeout: float | None = None) -> ModelInfo: ...
+    def describe(
+        self,
+        model: str,
+        timeout: float | None = None,
+        *,
+        version: int | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> ModelInfo: ...
     @overload
     def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
-    def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
+    def describe(
+        self,
+        model: str | None = None,
+        timeout: float | None = None,
+        *,
+        version: int | None = None,
+        after: str | None = None,
+        limit: int | None = None,
+    ) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all; see `tensorhub.Hub.describe`."""
+        ask: Any = self._hub.describe  # the overloads tell one model from all
+        found: ModelInfo | tuple[ModelInfo, ...] = _finish(ask(model, timeout, version=version, after=after, limit=limit))
+        return found
+
+    @overload
+    def summarize(self, model: str, timeout: float | None = None) -> ModelSummary: ...
+    @overload
+    def summarize(self, model: None = None, timeout: float | None = None) -> tuple[ModelSummary, ...]: ...
+    def summarize(self, model: str | None = None, timeout: float | None = None) -> ModelSummary | tuple[ModelSummary, ...]:
+        """One model in counts, or (None) all; see `tensorhub.Hub.summarize`."""
         if model is None:
-            return _finish(self._hub.describe(None, timeout))
-        return _finish(self._hub.describe(model, timeout))
+            return _finish(self._hub.summarize(None, timeout))
+        return _finish(self._hub.summarize(model, timeout))
 
     def fetch(
         self,

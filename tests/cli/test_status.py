@@ -10,7 +10,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tensorhub.cli.status import _tables, sheets
+from tensorhub import sync
+from tensorhub.cli import status
+from tensorhub.cli.sheets import sheets, tables
+from tensorhub.cli.status import _Question
+from tensorhub.model_summary import CallsSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import (
     Endpoint,
     LeaseView,
@@ -21,7 +25,8 @@ from tensorhub.types import (
     VersionView,
     WorkerView,
 )
-from tests.cli.processes import PROGRAM, line_with, run, started
+from tests.cli.processes import PROGRAM, line_with, run, run_here, started
+from tests.rig import OPTIONS, cluster, tensors
 
 MODEL = ModelInfo(
     "actor",
@@ -57,14 +62,14 @@ WIDE = replace(
 HOSTILE = "a\x1b[2J\x9b31m\rb\u202e"
 
 
-def terminal(*models: ModelInfo, width: int = 160) -> str:
+def terminal(*models: ModelInfo | ModelSummary, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(_tables(models))
+    console.print(tables(models))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def piped(*models: ModelInfo) -> str:
+def piped(*models: ModelInfo | ModelSummary) -> str:
     return "\n".join(line for sheet in sheets(models) for line in sheet.lines())
 
 
@@ -135,6 +140,114 @@ def test_usage(arguments: tuple[str, ...], code: int, text: str) -> None:
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("\n") == 1
     assert text in done.stderr
+
+
+COUNTED = ModelSummary(
+    "actor",
+    lineage=0,
+    mark=7,
+    retain=2,
+    workers=1024,
+    suspect=40,
+    groups=128,
+    shards=2048,
+    reads=17,
+    versions_known=33,
+    versions=(
+        VersionSummary(7, "available", 0, 90_000_000, 8, True, 100, 101, 27, 0, 0, 3, 0, 17),
+        VersionSummary(6, "unavailable", 0, 90_000_000, 8, False, 0, 0, 0, 0, 0, 0, 0, 0),
+    ),
+    calls=(CallsSummary("update", "chunks", 5, 12.3, "[bold]group-9"), CallsSummary("leave", "readers", 1, 0.25, "w1")),
+    silent=(SilentWorker("node-0017", "i17", 7.25),),
+)
+
+
+@pytest.mark.parametrize("text", [terminal(COUNTED, width=80), piped(COUNTED)], ids=["terminal", "pipe"])
+def test_a_summary_shows_what_waits_who_is_not_heard_and_how_much_there_is(text: str) -> None:
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "actor: lineage 0, mark 7, retains 2" in lines
+    assert "workers 1,024, 40 of them not heard; groups 128; shards 2,048; reads 17" in lines
+    assert "version state retained copies ready filling doubtful readers" in lines  # nothing is torn
+    assert "7 available yes 100 101 27 3 17" in lines
+    assert "and 31 older versions" in lines
+    assert "update chunks 5 12 s [bold]group-9" in lines
+    assert "leave readers 1 0.2 s w1" in lines
+    assert "node-0017 7.2 s" in lines
+    assert "and 39 more" in lines
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_terminal_is_told_what_shows_the_rows() -> None:
+    assert "3,122 rows: --details shows them" in terminal(COUNTED)
+    assert "--details" not in piped(COUNTED)
+
+
+@pytest.mark.parametrize("show", [terminal, piped])
+def test_no_name_in_a_summary_is_a_command_to_the_terminal(show: Callable[..., str]) -> None:
+    counted = replace(
+        COUNTED,
+        model=HOSTILE,
+        versions=(replace(COUNTED.versions[0], state=HOSTILE),),
+        calls=(CallsSummary(HOSTILE, HOSTILE, 1, 0.0, HOSTILE),),
+        silent=(SilentWorker(HOSTILE, HOSTILE, 0.0),),
+    )
+    assert show(counted).replace("\n", "").isprintable()
+
+
+async def test_a_terminal_shows_the_rows_of_a_small_cluster_and_counts_those_of_a_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    everything = _Question(None, summary=False, details=False, version=None, after=None, limit=None)
+    async with cluster("trainer", "reader") as c:
+        weights = await c.hubs[0].register("m", tensors(1))
+        await weights.publish(1)  # a version, a shard and a worker
+        described, counted = await c.hubs[1].describe(), await c.hubs[1].summarize()
+        for rows, may_count, question, shown in (
+            (3, True, everything, described),
+            (2, True, everything, counted),
+            (2, False, everything, described),
+            (2, True, replace(everything, model="m"), counted),
+            (2, True, replace(everything, details=True), described),
+            (2, True, replace(everything, model="m", version=1), described),
+            (2, True, replace(everything, model="m", limit=1), described),
+            (3, False, replace(everything, summary=True), counted),
+        ):
+            monkeypatch.setattr(status, "ROWS_MAX", rows)
+            assert await question.ask(c.hubs[1], may_count=may_count) == shown
+
+
+def test_what_is_asked_for_in_a_pipe() -> None:
+    with sync.serve(token="", options=OPTIONS) as coordinator, sync.connect(coordinator.address, token="", name="w") as hub:
+        hub.register("m", tensors(1)).publish(1)
+        address = ("--address", coordinator.address)
+        (model,) = json.loads(run_here("status", "--summary", "--json", *address).stdout)
+        assert (model["workers"], model["versions"][0]["ready"], model["calls"]) == (1, 1, [])
+        assert "workers 1; groups 1; shards 1; reads 0" in run_here("status", "-s", *address).stdout
+        (model,) = json.loads(run_here("status", "m", "--version", "1", "--limit", "1", "--json", *address).stdout)
+        assert [worker["name"] for worker in model["workers"]] == ["w"]
+        (model,) = json.loads(run_here("status", "m", "--after", "w", "--json", *address).stdout)
+        assert model["workers"] == model["replicas"] == []
+        done = run_here("status", "m", "--version", "2", *address)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("error: VersionUnavailable: version 2 of 'm' is not known here; held now: version 1 ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--summary", "--details"), "--summary counts everything"),
+        (("m", "--summary", "--version", "1"), "--summary counts everything"),
+        (("--version", "1"), "give MODEL, too"),
+        (("--limit", "1"), "give MODEL, too"),
+        (("m", "--after", "x" * 513), "--after: "),
+        (("m", "--limit", "0"), "give a whole number, 1 to 65536"),
+        (("m", "--version", "-1"), "give a whole number, 0 to"),
+    ],
+)
+def test_questions_that_cannot_be_asked(arguments: tuple[str, ...], text: str) -> None:
+    done = run_here("status", *arguments, "--address", "tcp://127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in " ".join(done.stderr.split())
 
 
 def test_nobody_there() -> None:

@@ -57,6 +57,8 @@ from tensorhub.messages import (
     RetainedAck,
     Rollback,
     Start,
+    Summarize,
+    Summary,
     Unpin,
     Watch,
     Welcome,
@@ -154,6 +156,7 @@ def test_it_fetches_and_looks() -> None:
     assert isinstance(news, Announce)
     assert news.newest is not None
     assert isinstance(guest.say(Describe(7, None))[0], Description)
+    assert isinstance(guest.say(Summarize(8, None))[0], Summary)
     assert guest.say(Check(9, "actor", 9)) == [Done(9)]
     assert isinstance(guest.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
     start = guest.fetch()

@@ -337,7 +337,7 @@ def test_a_stranger_is_refused_and_told_nothing(make: Any) -> None:
 def test_another_version_is_refused_on_both_sides(make: Any) -> None:
     one = make()
     sent = one.data_to_send()
-    with pytest.raises(ProtocolError, match=r"version 9 .* version 5: upgrade"):
+    with pytest.raises(ProtocolError, match=rf"version 9 .* version {PROTOCOL_VERSION}: upgrade"):
         one.receive_data(PREFACE[:8] + b"\x00\x09" + b"whatever comes then")
     sent += one.data_to_send()
     assert sent.startswith(PREFACE)  # so that the other side can say the same

@@ -1,14 +1,16 @@
-"""Answers to what anybody may ask, joined or not: Describe, GetManifest, Check. Changes nothing."""
+"""Answers to what anybody may ask, joined or not: Describe, Summarize, GetManifest, Check. Changes nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import views
+from tensorhub.coordinator import summaries, views
+from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import VersionUnavailable
-from tensorhub.messages import Check, Describe, Description, GetManifest, ManifestReply
+from tensorhub.messages import Check, Describe, Description, GetManifest, ManifestReply, Summarize, Summary
 
 
 @dataclass(eq=False, repr=False)
@@ -19,18 +21,40 @@ class Answers:
     _versions: Versions
 
     def describe(self, session: int, message: Describe) -> None:
-        """One model, or a page of all."""
-        cluster = self._cluster
+        """One model, or a part of it, or a page of all."""
         if message.model is None:
-            models, more = views.page(cluster, message.after)
-        elif message.model in cluster.models:
-            models, more = (views.describe(cluster.models[message.model]),), False
-        else:
-            known = ", ".join(cluster.model_names[:20]) or "none yet"
-            error = VersionUnavailable(f"no model {message.model!r} is known here; known models: {known}")
-            cluster.answer(session, message.request, error)
+            models, more = views.page(self._cluster, message.after)
+            self._cluster.send(session, Description(message.request, models, more))
             return
-        cluster.send(session, Description(message.request, models, more))
+        model = self._model(session, message, message.model)
+        if model is None:
+            return
+        if message.version is not None and message.version not in model.versions:
+            error = VersionUnavailable(f"version {message.version} of {model.name!r} is not known here; {held_text(model)}")
+            self._cluster.answer(session, message.request, error)
+            return
+        found = views.describe(model, message.version, message.after, message.workers_max)
+        self._cluster.send(session, Description(message.request, (found,)))
+
+    def summarize(self, session: int, message: Summarize) -> None:
+        """One model in counts, or a page of all."""
+        if message.model is None:
+            models, more = summaries.page(self._cluster, message.after)
+            self._cluster.send(session, Summary(message.request, models, more))
+            return
+        model = self._model(session, message, message.model)
+        if model is not None:
+            found = summaries.summarize(model, self._cluster.now)
+            self._cluster.send(session, Summary(message.request, (found,)))
+
+    def _model(self, session: int, message: Describe | Summarize, name: str) -> Model | None:
+        """The model of this name; if there is none, the asker hears which ones there are."""
+        model = self._cluster.models.get(name)
+        if model is None:
+            known = ", ".join(self._cluster.model_names[:20]) or "none yet"
+            error = VersionUnavailable(f"no model {name!r} is known here; known models: {known}")
+            self._cluster.answer(session, message.request, error)
+        return model
 
     def manifest(self, session: int, message: GetManifest) -> None:
         """That of one shard of a content."""

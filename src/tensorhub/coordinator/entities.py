@@ -445,6 +445,7 @@ class RankPart:
     member: Member
     call: Publish | Fill
     deadline: float
+    moved_at: float  # when something came of it last: its call, a version, its turn to write, new bytes, its vote
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
@@ -454,6 +455,7 @@ class RankPart:
     comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
+    progress: tuple[int, int] = (0, 0)  # chunks that it has verified and bytes that it has read, as it has reported
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
@@ -605,6 +607,7 @@ class Withdrawal:
     deadline: float  # when it is refused; once begun, when its readers are cut
     abandon: bool  # although a retained version may be lost
     closes: bool  # its worker may end with it: the worker's own copies are no other holders
+    asked_at: float
     begun: bool = False  # the holding takes no readers any more
     granted: bool = False
 
@@ -630,6 +633,7 @@ class PendingWrite:
     model: Model
     message: Rollback | Retain | Pin | Unpin
     session: int | None  # over which it is answered
+    asked_at: float
     record: int | None = None  # of its entry, while that is being made durable
 
 

@@ -201,6 +201,7 @@ class Fills:
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
+            part.moved_at = self._cluster.now
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or part.has_written
@@ -315,7 +316,7 @@ class Fills:
         """Every rank is ready: the old replica leaves, the new one begins. From here on an abort leaves torn memory."""
         operation.writing = True
         for part in operation.parts.values():
-            part.reading = part.needs_bytes
+            part.reading, part.moved_at = part.needs_bytes, self._cluster.now
         if operation.kind is not OpKind.FETCH and not is_staged(operation):
             self._begin_replica(operation, list(operation.parts.values()))
 

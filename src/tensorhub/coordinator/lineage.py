@@ -43,7 +43,7 @@ class Lineages:
             error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
             self._cluster.answer(session, message.request, error)
         else:
-            model.rollbacks.append(PendingWrite(model, message, session))
+            model.rollbacks.append(PendingWrite(model, message, session, self._cluster.now))
             self._cluster.touch(model)
 
     def settle(self, model: Model) -> None:

@@ -82,7 +82,7 @@ class Operations:
         operation = part.operation
         match message:
             case ReadyToWrite() if operation.running:
-                part.ready = True
+                part.ready, part.moved_at = True, self._cluster.now
                 self._cluster.changed(operation)
             case Prepared() if operation.running and part.reading and not part.voted:
                 self._testimonies.claim(part, message.root)
@@ -98,6 +98,9 @@ class Operations:
             case Progress():
                 if part.holding is not None and not part.holding.complete:
                     part.holding.chunks_verified = min(message.chunks_verified, part.member.chunks)
+                progress = message.chunks_verified, message.bytes_read
+                if progress != part.progress:
+                    part.progress, part.moved_at = progress, self._cluster.now
                 self._readers.learn(part, message.flows)
             case _:
                 assert_never(message)
@@ -119,7 +122,7 @@ class Operations:
         operation = self._begin(member, key, kind)
         if member.rank in operation.parts:
             return  # a retry of a call that is on its way
-        part = RankPart(operation, member, call, self._cluster.now + call.timeout_s)
+        part = RankPart(operation, member, call, self._cluster.now + call.timeout_s, self._cluster.now)
         operation.parts[member.rank] = part
         operation.story.note(self._cluster.cause, self._cluster.now, f"rank {member.rank} called")
         blame = self._unlike(operation, part) or self._unfenced(part) or self._handlers[operation.kind].called(part)

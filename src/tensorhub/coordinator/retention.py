@@ -157,7 +157,7 @@ class Retentions:
         model = self._cluster.model(message.model)
         self._cluster.note(model)
         self._cluster.guest_models.discard(model.name)  # now somebody needs it who may write
-        self._record(PendingWrite(model, message, session), Retention(model.name, message.latest))
+        self._record(PendingWrite(model, message, session, self._cluster.now), Retention(model.name, message.latest))
 
     def _too_much(self, session: int | None, message: Retain | Pin | Unpin) -> TensorHubError | None:
         cluster, asker = self._cluster, self._cluster.sessions.get(session or 0)
@@ -200,7 +200,7 @@ class Retentions:
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         self._cluster.touch(model)
         self._cluster.add_pin(model, pinned)  # it counts at once, so that nobody leaves while it is being recorded
-        self._record(PendingWrite(model, message, worker.session), pinned)
+        self._record(PendingWrite(model, message, worker.session, self._cluster.now), pinned)
 
     def _pin_error(self, worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
         version = model.versions.get(message.version) if model is not None else None
@@ -224,7 +224,7 @@ class Retentions:
         if model is None or known is None or known.incarnation != worker.incarnation or error is not None:
             self._cluster.answer(worker.session, message.request, error)
         else:
-            self._record(PendingWrite(model, message, worker.session), Unpinned(known.pin))
+            self._record(PendingWrite(model, message, worker.session, self._cluster.now), Unpinned(known.pin))
 
     def recover(self, pins: Iterable[Pinned]) -> None:
         """Pins of a former coordinator count until their workers' leases would have ended."""

@@ -46,7 +46,7 @@ class Testimonies:
 
     def claim(self, part: RankPart, root: bytes) -> None:
         """This rank has every chunk; `root` is that of its digests. It reads no more. Its vote counts once they agree."""
-        part.claim = root
+        part.claim, part.moved_at = root, self._cluster.now
         if part.page_session != part.member.worker.session:  # else the page that it was sent reaches it, or has reached it
             part.page = None
         self._of(part).answered.discard(part.member.registration)  # it has more to tell now

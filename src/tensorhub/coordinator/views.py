@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from heapq import nsmallest
 from typing import TypeVar
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Model, Replica
+from tensorhub.coordinator.entities import Holding, Model, ReadLease, Replica, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
@@ -31,9 +32,27 @@ def _entries(model: ModelInfo) -> int:
     return 1 + len(model.versions) + len(model.replicas) + shards + len(model.leases) + len(model.workers)
 
 
-def describe(model: Model) -> ModelInfo:
-    """Versions, replicas, leases and workers of one model, each in a stable order."""
+def describe(model: Model, version: int | None = None, after: str | None = None, workers_max: int = 0) -> ModelInfo:
+    """Versions, replicas, leases and workers of one model, each in a stable order.
+
+    With `version`, only what concerns it. With `after` and `workers_max` (0: all), of the workers after that name only the
+    next so many, with what they hold and read. Workers of one name come together.
+    """
     retained = model.retained()
+    held = [replica for group in sorted(model.serving.values(), key=lambda g: g.name) for replica in group.replicas]
+    read: Iterable[ReadLease] = model.leases.values()
+    mine = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
+    if version is not None:
+        held = [replica for replica in held if replica.version.number == version]
+        read = [lease for lease in read if lease.holding.version.number == version]
+        concerned = {h.member.worker.incarnation for replica in held for h in replica.holdings.values()}
+        concerned.update(lease.part.member.worker.incarnation for lease in read)
+        mine = {incarnation: worker for incarnation, worker in mine.items() if incarnation in concerned}
+    only: Container[str] | None = None
+    if after is not None or workers_max:
+        only = mine = _next(mine, after or "", workers_max)
+        held = [replica for replica in held if any(m.worker.incarnation in mine for m in replica.group.members.values())]
+        read = [lease for lease in read if lease.part.member.worker.incarnation in mine]
     versions = tuple(
         VersionView(
             version=v.number,
@@ -45,10 +64,9 @@ def describe(model: Model) -> ModelInfo:
             retained=v.number in retained,
         )
         for v in sorted(model.versions.values(), key=lambda v: v.number)
+        if version is None or v.number == version
     )
-    replicas = tuple(
-        _replica(replica) for group in sorted(model.serving.values(), key=lambda g: g.name) for replica in group.replicas
-    )
+    replicas = tuple(_replica(replica, only) for replica in held)
     leases = tuple(
         LeaseView(
             lease=lease.id,
@@ -58,14 +76,20 @@ def describe(model: Model) -> ModelInfo:
             rank=lease.part.shard,
             state=lease.state.value,
         )
-        for lease in _shown(model.leases.values(), lambda lease: lease.part.member.worker.read_only)
+        for lease in _shown(read, lambda lease: lease.part.member.worker.read_only)
     )
-    mine = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
     workers = tuple(
         WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints)
         for w in sorted(_shown(mine.values(), lambda w: w.read_only), key=lambda w: (w.name, w.incarnation))
     )
     return ModelInfo(model.name, model.lineage, model.mark, model.retain, versions, replicas, leases, workers)
+
+
+def _next(workers: dict[str, Worker], after: str, most: int) -> dict[str, Worker]:
+    """The workers whose names come after that one: `most` (0: all), and those that are called as the last of them."""
+    names = [worker.name for worker in workers.values() if worker.name > after]
+    last = max(nsmallest(most, names), default="") if most else max(names, default="")
+    return {incarnation: worker for incarnation, worker in workers.items() if after < worker.name <= last}
 
 
 def _shown(all_: Iterable[T], is_guests: Callable[[T], bool]) -> Iterator[T]:
@@ -79,7 +103,8 @@ def _shown(all_: Iterable[T], is_guests: Callable[[T], bool]) -> Iterator[T]:
         yield each
 
 
-def _replica(replica: Replica) -> ReplicaView:
+def _replica(replica: Replica, only: Container[str] | None) -> ReplicaView:
+    """With the shards of these workers, or (None) of all."""
     group = replica.group
     shards = tuple(
         ShardView(
@@ -91,6 +116,7 @@ def _replica(replica: Replica) -> ReplicaView:
             readers=holding.active_readers,
         )
         for _, holding in sorted(replica.holdings.items())
+        if only is None or holding.member.worker.incarnation in only
     )
     return ReplicaView(
         group=group.name,

@@ -66,7 +66,9 @@ class Withdrawals:
         else:
             deadline = self._cluster.now + message.timeout_s
             session = member.worker.session
-            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon, message.closes)
+            withdrawal = Withdrawal(
+                message.request, member.holding, session, deadline, message.abandon, message.closes, self._cluster.now
+            )
             model.withdrawals[member.registration] = withdrawal
             self._cluster.timers.set("withdrawal", member.registration, deadline)
             self._cluster.touch(model)

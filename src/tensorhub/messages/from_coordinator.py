@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages.values import DigestList, ErrorInfo, Grant, ManifestBlob, Rank, Root
+from tensorhub.model_summary import ModelSummary
 from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
 
 NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
@@ -267,6 +268,15 @@ class Description:
     more: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Answer to Summarize. Each model is as it is now. `more`: further models follow after the last of these."""
+
+    request: U64
+    models: Annotated[tuple[ModelSummary, ...], Length(2**16)]
+    more: bool = False
+
+
 FromCoordinator = (
     Welcome
     | Dismissed
@@ -289,6 +299,7 @@ FromCoordinator = (
     | ManifestReply
     | Announce
     | Description
+    | Summary
     | Revoked
     | MakeCopy
     | DropCopy

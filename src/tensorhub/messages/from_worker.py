@@ -333,7 +333,22 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Ask for one model, or for all (None), in pages ordered by name: the models after `after`."""
+    """Ask for one model, or for all (None), in pages ordered by name: the models after `after`.
+
+    Of one model a part may be asked for: what concerns `version`, and of the workers after the name `after` the next
+    `workers_max` (0: all), with what they hold and read.
+    """
+
+    request: U64
+    model: Name | None
+    after: Name | None = None
+    version: U64 | None = None
+    workers_max: U64 = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Summarize:
+    """Ask for one model in counts, or for all (None), in pages ordered by name: the models after `after`."""
 
     request: U64
     model: Name | None
@@ -383,7 +398,7 @@ class Unpin:
     model: Name
 
 
-FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | Check
+FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | Check
 """What a session may say before a worker has joined over it, too."""
 AboutOperation = Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
 """What a rank says of the operation that it takes part in."""

@@ -37,6 +37,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Watch: 33,
     m.Check: 34,
     m.Describe: 35,
+    m.Summarize: 36,
     m.Rollback: 40,
     m.Retain: 41,
     m.Pin: 42,
@@ -67,6 +68,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.ManifestReply: 78,
     m.Announce: 79,
     m.Description: 80,
+    m.Summary: 81,
     m.Revoked: 84,  # (85 was MustStay)
     m.MakeCopy: 86,
     m.DropCopy: 87,

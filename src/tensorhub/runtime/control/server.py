@@ -49,6 +49,7 @@ from tensorhub.messages import (
     FromWorker,
     GetManifest,
     Join,
+    Summarize,
 )
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -79,6 +80,8 @@ UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not w
 READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
 ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
 READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
+
+LongQuestion = Describe | Summarize | GetManifest  # whose answer takes time to make
 
 log = get_logger("tensorhub.coordinator")
 
@@ -371,7 +374,7 @@ class CoordinatorServer:
             if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
                 messages.limit_received(kind.frame_bytes_max, kind.pot)
-            if isinstance(message, Describe | GetManifest):
+            if isinstance(message, LongQuestion):
                 await self._answer_at_length(session, message)
             else:
                 await session.wait_taken(ANSWERS_UNREAD_MAX)
@@ -385,7 +388,7 @@ class CoordinatorServer:
                 await anyio.lowlevel.checkpoint()
                 heard, since = 0, self._now()
 
-    async def _answer_at_length(self, session: Session, message: Describe | GetManifest) -> None:
+    async def _answer_at_length(self, session: Session, message: LongQuestion) -> None:
         """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
         before the next one. No peer can have many of them made and leave them here.
         """

@@ -19,7 +19,17 @@ import anyio.lowlevel
 
 from tensorhub.errors import ProtocolError, StateError, TensorHubError
 from tensorhub.logs import get_logger
-from tensorhub.messages import Announce, Compare, Description, ErrorInfo, FromCoordinator, FromWorker, ManifestReply, Refused
+from tensorhub.messages import (
+    Announce,
+    Compare,
+    Description,
+    ErrorInfo,
+    FromCoordinator,
+    FromWorker,
+    ManifestReply,
+    Refused,
+    Summary,
+)
 from tensorhub.protocol import codec
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.pot import Pot
@@ -30,7 +40,7 @@ OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut of
 SAID_AT_ONCE_MAX = 64  # messages in one send
 SPOKEN_TO_PER_TURN = 64  # sessions; then everybody else in the loop has a turn
 
-LongAnswer = Description | ManifestReply | Compare  # what has its room taken before it is sent
+LongAnswer = Description | Summary | ManifestReply | Compare  # what has its room taken before it is sent
 
 log = get_logger("tensorhub.coordinator")
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Protocol, overload
 
 import anyio
 
 from tensorhub import messages
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict
+from tensorhub.model_summary import ModelSummary
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, VersionInfo
 
-Answer = messages.Done | messages.Refused | messages.Description | messages.ManifestReply
+Answer = messages.Done | messages.Refused | messages.Description | messages.Summary | messages.ManifestReply
 
 
 class MessageSink(Protocol):
@@ -82,17 +83,40 @@ class CoordinatorClient:
             raise CoordinatorUnavailable(f"{what}: the coordinator could not be reached within {timeout_s:g} s")
         raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
 
-    async def describe(self, model: str | None, timeout_s: float) -> tuple[ModelInfo, ...]:
-        """What the coordinator knows of one model, or of all: each as it is during this call, which asks for a page at a
-        time.
-        """
+    async def describe(
+        self, model: str | None, timeout_s: float, version: int | None = None, after: str | None = None, workers_max: int = 0
+    ) -> tuple[ModelInfo, ...]:
+        """What the coordinator knows of one model, or a part of that (see `messages.Describe`), or of all."""
+        if model is None:
+            return await self._pages(messages.Describe, "describe", timeout_s)
+        make = partial(messages.Describe, model=model, after=after, version=version, workers_max=workers_max)
+        answer = await self.ask(make, "describe", timeout_s)
+        assert isinstance(answer, messages.Description)
+        return answer.models
+
+    async def summarize(self, model: str | None, timeout_s: float) -> tuple[ModelSummary, ...]:
+        """One model in counts, or all."""
+        if model is None:
+            return await self._pages(messages.Summarize, "summarize", timeout_s)
+        answer = await self.ask(partial(messages.Summarize, model=model), "summarize", timeout_s)
+        assert isinstance(answer, messages.Summary)
+        return answer.models
+
+    @overload
+    async def _pages(self, question: type[messages.Describe], what: str, timeout_s: float) -> tuple[ModelInfo, ...]: ...
+    @overload
+    async def _pages(self, question: type[messages.Summarize], what: str, timeout_s: float) -> tuple[ModelSummary, ...]: ...
+    async def _pages(
+        self, question: type[messages.Describe | messages.Summarize], what: str, timeout_s: float
+    ) -> tuple[ModelInfo | ModelSummary, ...]:
+        """All models, a page at a time: each as it is at some time during this call."""
         deadline = anyio.current_time() + timeout_s
-        found: list[ModelInfo] = []
+        found: list[ModelInfo | ModelSummary] = []
         is_last = False
         while not is_last:
             after = found[-1].model if found else None
-            answer = await self._ask(partial(messages.Describe, model=model, after=after), "describe", timeout_s, deadline)
-            assert isinstance(answer, messages.Description)
+            answer = await self._ask(partial(question, model=None, after=after), what, timeout_s, deadline)
+            assert isinstance(answer, messages.Description | messages.Summary)
             found += answer.models
             is_last = not (answer.more and answer.models)
         return tuple(found)

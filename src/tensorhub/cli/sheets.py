@@ -1,0 +1,186 @@
+"""What `tensorhub status` shows: sheets of rows, for a terminal or as plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tensorhub.cli import common
+from tensorhub.model_summary import CallsSummary, ModelSummary, VersionSummary
+from tensorhub.types import LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView, printable
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Rows under a title. Names come from the network: they are escaped, and no markup."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Plain text, each row whole and on one line: for files, pipes and other programs."""
+        cells = [self.columns, *(tuple(map(_shown, row)) for row in self.rows)] if self.rows else []
+        widths = [max(cell_len(row[at]) for row in cells) for at in range(len(self.columns) if cells else 0)]
+        padded = ((cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells)
+        return [_shown(self.title), *("  ".join(row).rstrip() for row in padded)]
+
+    def table(self) -> RenderableType:
+        """For a terminal: what does not fit goes on in the next line of its column, and nothing is cut."""
+        title = Text(_shown(self.title), "bold" if not self.rows else "italic")
+        if not self.rows:
+            return title
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        for column in self.columns:
+            table.add_column(column, overflow="fold", no_wrap=column in NARROW)
+        for row in self.rows:
+            table.add_row(*(Text(_shown(cell)) for cell in row))
+        return Group(title, table)
+
+
+NARROW = (
+    *("version", "state", "size", "shards", "retained", "rank", "chunks", "readers", "content"),
+    *("copies", "ready", "filling", "calls", "longest", "silent for"),
+)
+
+
+def _shown(cell: str) -> str:
+    return printable(cell).replace("\n", "\\n")
+
+
+def sheets(models: Sequence[ModelInfo | ModelSummary]) -> list[Sheet]:
+    """Everything that is known about these models; what is empty is left out."""
+    if not models:
+        return [Sheet("no model is registered", ())]
+    return [sheet for model in models for sheet in (_counts(model) if isinstance(model, ModelSummary) else _of(model))]
+
+
+def tables(models: Sequence[ModelInfo | ModelSummary]) -> RenderableType:
+    """The same, for a terminal."""
+    counted = sum(model.rows for model in models if isinstance(model, ModelSummary))
+    hint = [Text(f"{counted:,} rows: --details shows them", "dim")] if counted else []
+    return Group(*(sheet.table() for sheet in sheets(models)), *hint)
+
+
+def _of(model: ModelInfo) -> Iterator[Sheet]:
+    yield Sheet(_title(model), ())
+    found = (_versions(model.versions), _replicas(model.replicas), _leases(model.leases), _workers(model.workers))
+    yield from (sheet for sheet in found if sheet.rows)
+
+
+def _versions(versions: tuple[VersionView, ...]) -> Sheet:
+    newest_first = sorted(versions, key=lambda view: (view.lineage, view.version), reverse=True)
+    rows = tuple(
+        (
+            str(view.version),
+            view.state,
+            common.format_bytes(view.nbytes),
+            str(view.world_size),
+            "yes" if view.retained else "no",
+            view.content_id[:12],
+        )
+        for view in newest_first
+    )
+    return Sheet("versions", ("version", "state", "size", "shards", "retained", "content"), rows)
+
+
+def _replicas(replicas: tuple[ReplicaView, ...]) -> Sheet:
+    rows = tuple(
+        (
+            str(view.version),
+            shard.state if shard.state in ("doubtful", "quarantined") else view.state,
+            str(shard.rank),
+            f"{shard.chunks_verified}/{shard.chunks}",
+            str(shard.readers),
+            _kind(view),
+            shard.worker,
+            view.group,
+        )
+        for view in sorted(replicas, key=lambda view: (-view.version, view.group))
+        for shard in sorted(view.shards, key=lambda shard: shard.rank)
+    )
+    return Sheet("replicas", ("version", "state", "rank", "chunks", "readers", "kind", "worker", "group"), rows)
+
+
+def _kind(view: ReplicaView) -> str:
+    """What is particular: spot, or a copy in host memory and what for."""
+    words = [view.medium if view.medium != "device" else "", view.purpose if view.purpose != "use" else ""]
+    return " ".join(word for word in (*words, "spot" if view.spot else "") if word) or "-"
+
+
+def _leases(leases: tuple[LeaseView, ...]) -> Sheet:
+    rows = tuple((str(view.version), view.state, str(view.rank), view.reader, view.source) for view in leases)
+    return Sheet("reads", ("version", "state", "rank", "reader", "reads from"), rows)
+
+
+def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
+    rows = tuple(
+        (
+            view.state,
+            view.name,
+            view.location.site or "-",
+            view.location.rack or "-",
+            view.location.host or "-",
+            ", ".join(f"{endpoint.transport} {endpoint.address}" for endpoint in view.endpoints),
+        )
+        for view in sorted(workers, key=lambda view: view.name)
+    )
+    return Sheet("workers", ("state", "name", "site", "rack", "host", "reached at"), rows)
+
+
+def _title(model: ModelInfo | ModelSummary) -> str:
+    mark = "nothing published yet" if model.mark is None else f"mark {model.mark}"
+    return f"{model.model}: lineage {model.lineage}, {mark}, retains {model.retain}"
+
+
+# --------------------------------------------------------------------------------------------------------- in counts
+
+
+def _counts(model: ModelSummary) -> Iterator[Sheet]:
+    unheard = f", {model.suspect} of them not heard" if model.suspect else ""
+    there = f"workers {model.workers:,}{unheard}; groups {model.groups:,}; shards {model.shards:,}; reads {model.reads:,}"
+    yield Sheet(_title(model))
+    yield Sheet(there)
+    if model.versions:
+        yield _version_counts(model.versions)
+    if model.versions_known > len(model.versions):
+        yield Sheet(f"and {model.versions_known - len(model.versions):,} older versions")
+    if model.calls:
+        yield _call_counts(model.calls)
+    if model.silent:
+        rows = tuple((worker.name, _ago(worker.silent_s)) for worker in model.silent)
+        yield Sheet("workers that are not heard", ("worker", "silent for"), rows)
+    if model.suspect > len(model.silent):
+        yield Sheet(f"and {model.suspect - len(model.silent):,} more")
+
+
+RARE = ("draining", "torn", "doubtful", "quarantined")  # columns that are shown only if there are some
+
+
+def _version_counts(versions: tuple[VersionSummary, ...]) -> Sheet:
+    rare = [name for name in RARE if any(getattr(view, name) for view in versions)]
+    columns = ("version", "state", "retained", "copies", "ready", "filling", *rare, "readers")
+    rows = tuple(
+        (
+            str(view.version),
+            view.state,
+            "yes" if view.retained else "no",
+            *(str(getattr(view, name)) for name in columns[3:]),
+        )
+        for view in versions
+    )
+    return Sheet("versions, with their replicas", columns, rows)
+
+
+def _call_counts(calls: tuple[CallsSummary, ...]) -> Sheet:
+    rows = tuple((view.call, view.waits_for, str(view.count), _ago(view.longest_s), view.who or "-") for view in calls)
+    return Sheet("calls", ("call", "waits for", "calls", "longest", "whose"), rows)
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"

@@ -1,0 +1,343 @@
+"""What `summarize` shows: counts that agree with `describe`, what calls wait for and for how long, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tensorhub.coordinator import Connected, limits
+from tensorhub.coordinator.summaries import summarize
+from tensorhub.coordinator.views import describe
+from tensorhub.messages import Describe, Description, Progress, Refused, Summarize, Summary
+from tensorhub.model_summary import ModelSummary
+from tensorhub.testing import Choice, StepwiseCluster
+from tensorhub.types import ModelInfo
+from tests.coordinator.test_answers import OBSERVER, ask, observed
+from tests.coordinator.test_retention import fill, retained, run_but
+from tests.coordinator.test_testimonies import published as published_by_digests
+from tests.coordinator.test_withdrawals import reading, run_without_reads
+from tests.runtime.control.test_describing import crowd
+
+
+def summary(cluster: StepwiseCluster) -> ModelSummary:
+    return summarize(cluster.coordinator.cluster.models["actor"], cluster.now)
+
+
+def waits(cluster: StepwiseCluster) -> list[tuple[str, str, int, str]]:
+    return [(view.call, view.waits_for, view.count, view.who) for view in summary(cluster).calls]
+
+
+def step(cluster: StepwiseCluster) -> Iterator[None]:
+    """After each thing that happens, until nothing is left."""
+    while choices := cluster.choices():
+        cluster.do(choices[0])
+        yield
+
+
+def check_agreement(cluster: StepwiseCluster) -> None:
+    """The summary counts what `describe` lists."""
+    model = cluster.coordinator.cluster.models["actor"]
+    found, info = summarize(model, cluster.now), describe(model)
+    shards = [(replica, shard) for replica in info.replicas for shard in replica.shards]
+    assert (found.model, found.lineage, found.mark, found.retain) == (info.model, info.lineage, info.mark, info.retain)
+    assert found.workers == len(info.workers)
+    assert found.suspect == sum(worker.state == "suspect" for worker in info.workers)
+    assert (found.shards, found.reads, found.versions_known) == (len(shards), len(info.leases), len(info.versions))
+    assert found.rows == len(info.versions) + len(shards) + len(info.leases) + len(info.workers)
+    for mine, view in zip(found.versions, reversed(info.versions), strict=True):
+        assert (mine.version, mine.state, mine.retained) == (view.version, view.state, view.retained)
+        replicas = [replica for replica in info.replicas if replica.version == view.version]
+        states = [replica.state for replica in replicas]
+        counts = {"ready": mine.ready, "filling": mine.filling, "draining": mine.draining, "torn": mine.torn}
+        assert counts == {state: states.count(state) for state in counts}
+        held = [shard.state for replica in replicas for shard in replica.shards]
+        assert (mine.doubtful, mine.quarantined) == (held.count("doubtful"), held.count("quarantined"))
+        assert mine.readers == sum(shard.readers for replica in replicas for shard in replica.shards)
+
+
+def test_the_counts_agree_with_what_describe_lists_after_every_step() -> None:
+    cluster = StepwiseCluster()
+    trainers, readers = cluster.group("trainer", 2), [cluster.group(f"reader-{n}", 2) for n in range(3)]
+    cluster.run()
+    for number in (1, 2):
+        for handle in trainers:
+            handle.publish(number)
+        for _ in step(cluster):
+            check_agreement(cluster)
+        for group in readers:
+            for handle in group:
+                handle.update()
+        for _ in step(cluster):
+            check_agreement(cluster)
+        for handle in trainers:
+            handle.unpublish()
+        for _ in step(cluster):
+            check_agreement(cluster)
+    readers[0][0].worker.crash()
+    for _ in step(cluster):
+        check_agreement(cluster)
+    (newest, older) = summary(cluster).versions
+    assert (newest.version, newest.copies, newest.ready, newest.doubtful) == (2, 2, 3, 1)
+    assert (older.version, older.copies, older.ready) == (1, 0, 0)
+
+
+# ------------------------------------------------------------------------------------------- what calls wait for
+
+
+def test_a_group_waits_for_its_other_ranks() -> None:
+    cluster = StepwiseCluster()
+    first, _ = cluster.group("trainer", 2)
+    cluster.run()
+    first.publish(1)
+    cluster.run()
+    cluster.advance(3)
+    assert waits(cluster) == [("publish", "ranks", 1, "trainer")]
+    assert summary(cluster).calls[0].longest_s == pytest.approx(3)
+
+
+def test_who_asks_for_what_nobody_holds_waits_for_a_version() -> None:
+    cluster, trainer = observed()
+    reader, other = cluster.handle("reader"), cluster.handle("other")
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    cluster.advance(2)
+    other.replicate()
+    cluster.run()
+    cluster.advance(1)
+    assert waits(cluster) == [("replicate", "version", 2, "reader")]
+    assert summary(cluster).calls[0].longest_s == pytest.approx(3)
+    trainer.publish(1)
+    cluster.run()
+    assert waits(cluster) == []
+
+
+def test_what_is_recorded_waits_for_the_store() -> None:
+    cluster, trainer = observed()
+    trainer.publish(1)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    assert waits(cluster) == [("publish", "store", 1, "trainer")]
+
+
+def test_a_reader_of_which_nothing_comes_stands_still_since_its_last_bytes() -> None:
+    cluster, _, reader = reading()
+    cluster.advance(4, run=False)
+    assert waits(cluster) == [("replicate", "chunks", 1, "reader")]
+    assert summary(cluster).calls[0].longest_s == pytest.approx(4)
+    assert reader.last_call is not None
+    assert reader.last_call.key is not None
+    reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))
+    run_without_reads(cluster)
+    assert summary(cluster).calls[0].longest_s == 0
+    cluster.advance(2, run=False)
+    reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))  # nothing has come since
+    run_without_reads(cluster)
+    assert summary(cluster).calls[0].longest_s == pytest.approx(2)
+
+
+def test_a_reader_whose_source_is_lost_waits_for_a_source() -> None:
+    cluster, trainer, _ = reading()
+    trainer.worker.crash()
+    cluster.run()
+    cluster.advance(1)
+    assert waits(cluster) == [("replicate", "source", 1, "reader")]
+
+
+def test_an_update_waits_for_its_callers_before_write() -> None:
+    cluster, _, reader = reading()
+    cluster.run()
+    other = cluster.handle("other")
+    cluster.run()
+    other.replicate(hold=True)
+    while not other.hooks:
+        cluster.do(cluster.choices()[0])
+    assert waits(cluster) == [("replicate", "before_write", 1, "other")]
+    assert reader.member.version == 1
+
+
+def test_who_may_not_give_up_the_last_copy_waits_for_a_successor() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    trainer.unpublish()
+    cluster.run()
+    cluster.advance(2)
+    assert waits(cluster) == [("leave", "successor", 1, "trainer")]
+    assert summary(cluster).calls[0].longest_s == pytest.approx(2)
+    fill(cluster, reader)
+    assert waits(cluster) == []
+
+
+def test_a_leave_waits_for_its_readers() -> None:
+    cluster, trainer, _ = reading()
+    trainer.unpublish()
+    run_without_reads(cluster)
+    assert ("leave", "readers", 1, "trainer") in waits(cluster)
+
+
+def test_retain_waits_for_a_holder_that_is_not_heard() -> None:
+    cluster, trainer, (reader,) = retained(0, "reader")
+    fill(cluster, reader)
+    reader.worker.disconnect()
+    cluster.run()
+    trainer.worker.retain(1)
+    cluster.run()
+    cluster.advance(1)
+    assert waits(cluster) == [("retain", "holders", 1, "")]
+
+
+def test_a_vote_waits_for_agreement_with_the_publishers_digests() -> None:
+    cluster, (_, reader) = published_by_digests("reader")
+    reader.replicate()
+    run_but(cluster, Choice("up", "trainer"), Choice("down", "trainer"))  # so it says no digests
+    assert waits(cluster) == [("replicate", "digests", 1, "reader")]
+
+
+def test_what_has_stood_still_longest_comes_first() -> None:
+    cluster = StepwiseCluster()
+    (first, _), reader = cluster.group("trainer", 2), cluster.handle("reader")
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    cluster.advance(1)
+    first.publish(1)
+    cluster.run()
+    assert [view[:2] for view in waits(cluster)] == [("replicate", "version"), ("publish", "ranks")]
+
+
+def test_workers_that_are_not_heard_are_named_the_longest_silent_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SUMMARIZED_SILENT_MAX", 2)
+    cluster, _ = observed()
+    others = [cluster.handle(f"reader-{number}") for number in range(3)]
+    cluster.run()
+    for handle in others:
+        handle.worker.disconnect()
+        cluster.advance(1)
+    found = summary(cluster)
+    assert (found.workers, found.suspect) == (4, 3)
+    assert [(view.name, round(view.silent_s)) for view in found.silent] == [("reader-0", 3), ("reader-1", 2)]
+
+
+# ------------------------------------------------------------------------------------------------------- its bounds
+
+
+def test_of_many_versions_the_newest_are_listed_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SUMMARIZED_VERSIONS_MAX", 2)
+    cluster, _, others = retained(5, "b", "c")
+    for number, handle in enumerate(others, 2):
+        handle.publish(number)
+        cluster.run()
+    found = summary(cluster)
+    assert found.versions_known == 3
+    assert [view.version for view in found.versions] == [3, 2]
+
+
+def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SUMMARIZED_MAX", 3 * limits.SUMMARIZED_PER_MODEL)
+    cluster, _ = observed()
+    for number in range(40):
+        cluster.handle(f"reader-{number}")
+    cluster.run()
+    names = crowd(cluster.coordinator, 7)
+    found, after = [], None
+    while True:
+        answer = ask(cluster, Summarize(1, None, after))
+        assert isinstance(answer, Summary)
+        found.append([model.model for model in answer.models])
+        if not answer.more:
+            break
+        after = found[-1][-1]
+    assert found == [["actor"], names[:3], names[3:6], names[6:]]
+
+
+def test_a_model_that_is_not_known_is_an_error_that_names_the_known_ones() -> None:
+    cluster, _ = observed()
+    refused = ask(cluster, Summarize(1, "criti"))
+    assert isinstance(refused, Refused)
+    assert "no model 'criti' is known here; known models: actor" in refused.error.message
+
+
+# ---------------------------------------------------------------------------------------------- parts of one model
+
+
+def part(cluster: StepwiseCluster, question: Describe) -> Description:
+    answer = ask(cluster, question)
+    assert isinstance(answer, Description)
+    return answer
+
+
+def several() -> StepwiseCluster:
+    """A trainer that holds version 2, readers of version 1, of which one reads version 2."""
+    cluster, trainer = observed()
+    readers = [cluster.handle(f"reader-{number}") for number in range(5)]
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    readers[3].update()
+    run_without_reads(cluster)
+    return cluster
+
+
+def test_pages_of_workers_are_what_describe_lists() -> None:
+    cluster = several()
+    (whole,) = part(cluster, Describe(1, "actor")).models
+    pages: list[ModelInfo] = []
+    after = ""
+    while not pages or pages[-1].workers:
+        (page,) = part(cluster, Describe(2, "actor", after, workers_max=2)).models
+        pages.append(page)
+        after = page.workers[-1].name if page.workers else after
+    assert [len(page.workers) for page in pages] == [2, 2, 2, 0]
+    assert tuple(worker for page in pages for worker in page.workers) == whole.workers
+    assert {replica for page in pages for replica in page.replicas} == set(whole.replicas)  # each has one rank
+    assert [lease for page in pages for lease in page.leases] == list(whole.leases)
+    assert all(page.versions == whole.versions for page in pages)
+
+
+def test_a_page_has_only_the_shards_of_its_workers() -> None:
+    cluster = StepwiseCluster()
+    trainers = cluster.group("trainer", 3)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), cluster.now)
+    (page,) = part(cluster, Describe(1, "actor", trainers[0].worker.name, workers_max=1)).models
+    (replica,) = page.replicas
+    assert [shard.worker for shard in replica.shards] == [trainers[1].worker.name]
+    assert replica.state == "ready"
+
+
+def test_workers_of_one_name_come_together() -> None:
+    cluster, _ = observed()
+    for number in range(3):
+        worker = cluster.worker(f"w{number}")
+        cluster.handle(f"w{number}")
+        cluster.run()
+        cluster.coordinator.cluster.workers[worker.incarnation].name = "same"
+    (page,) = part(cluster, Describe(1, "actor", None, workers_max=1)).models
+    assert [worker.name for worker in page.workers] == ["same"] * 3
+    (page,) = part(cluster, Describe(1, "actor", "same", workers_max=1)).models
+    assert [worker.name for worker in page.workers] == ["trainer"]
+
+
+def test_one_version_has_its_replicas_its_reads_and_who_holds_or_reads_it() -> None:
+    cluster = several()
+    (two,) = part(cluster, Describe(1, "actor", version=2)).models
+    assert [view.version for view in two.versions] == [2]
+    assert [(view.group, view.version) for view in two.replicas] == [("reader-3", 2), ("trainer", 2)]
+    assert [(view.reader, view.version) for view in two.leases] == [("reader-3", 2)]
+    assert [view.name for view in two.workers] == ["reader-3", "trainer"]
+    (page,) = part(cluster, Describe(1, "actor", "reader-3", version=2, workers_max=9)).models
+    assert [view.group for view in page.replicas] == ["trainer"]
+    refused = ask(cluster, Describe(1, "actor", version=3))
+    assert isinstance(refused, Refused)
+    assert refused.error.kind == "VersionUnavailable"
+    assert "version 3 of 'actor' is not known here; held now: version 2 by 1 replica" in refused.error.message
