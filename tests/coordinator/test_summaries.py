@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.coordinator import Connected, limits
+from tensorhub.coordinator import Connected, Received, limits
 from tensorhub.coordinator.summaries import summarize
 from tensorhub.coordinator.views import describe
-from tensorhub.messages import Describe, Description, Progress, Refused, Summarize, Summary
+from tensorhub.messages import Describe, Description, Leave, Progress, Refused, Summarize, Summary
 from tensorhub.model_summary import ModelSummary
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import ModelInfo
@@ -26,6 +26,12 @@ def summary(cluster: StepwiseCluster) -> ModelSummary:
 
 def waits(cluster: StepwiseCluster) -> list[tuple[str, str, int, str]]:
     return [(view.call, view.waits_for, view.count, view.who) for view in summary(cluster).calls]
+
+
+def stands(cluster: StepwiseCluster) -> tuple[str, float]:
+    """What its only kind of call waits for, and for how many seconds nothing has come of it."""
+    (view,) = summary(cluster).calls
+    return view.waits_for, round(view.longest_s, 3)
 
 
 def step(cluster: StepwiseCluster) -> Iterator[None]:
@@ -135,6 +141,50 @@ def test_a_reader_of_which_nothing_comes_stands_still_since_its_last_bytes() -> 
     reader.worker.say(Progress(reader.last_call.key, 0, 0, 5))  # nothing has come since
     run_without_reads(cluster)
     assert summary(cluster).calls[0].longest_s == pytest.approx(2)
+
+
+def test_a_version_and_the_turn_to_write_end_a_standstill() -> None:
+    cluster, trainer = observed()
+    first, second = cluster.group("reader", 2)
+    trainers = cluster.group("trainers", 2)
+    cluster.run()
+    calls = [handle.replicate(hold=True) for handle in (first, second)]
+    cluster.run()
+    cluster.advance(3)
+    assert stands(cluster) == ("version", 3)
+    for handle in trainers:
+        handle.publish(1)
+    hooks, reads = [[Choice(kind, each.name) for each in (first, second)] for kind in ("hook", "read")]
+    run_but(cluster, *hooks, *reads)
+    assert stands(cluster) == ("before_write", 0)
+    cluster.advance(2, run=False)
+    run_but(cluster, hooks[1], *reads)
+    cluster.advance(1, run=False)
+    assert stands(cluster) == ("before_write", 3)  # of the other rank
+    run_but(cluster, *reads)
+    assert stands(cluster) == ("chunks", 0)
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+    assert trainer.member.version is None
+
+
+def test_a_vote_ends_a_standstill() -> None:
+    cluster, (_, reader) = published_by_digests("reader")
+    reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    cluster.advance(2, run=False)
+    assert stands(cluster) == ("chunks", 2)
+    run_but(cluster, Choice("up", "trainer"), Choice("down", "trainer"))
+    assert stands(cluster) == ("digests", 0)
+
+
+def test_reads_that_are_cut_off_do_not_run() -> None:
+    cluster, _, reader = reading()
+    lost = cluster.coordinator.cluster.members[reader.id].worker
+    assert lost.session is not None
+    cluster.coordinator.step(Received(lost.session, Leave("")), cluster.now)  # its source is yet to say that it is cut off
+    found = summary(cluster)
+    assert (found.reads, found.versions[0].readers) == (1, 0)
 
 
 def test_a_reader_whose_source_is_lost_waits_for_a_source() -> None:
