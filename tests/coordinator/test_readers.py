@@ -14,6 +14,7 @@ from tensorhub.messages import (
     Flow,
     Heartbeat,
     Progress,
+    ReadFailed,
 )
 from tensorhub.scheduler import choice as source_choice
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance
@@ -390,3 +391,71 @@ def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
     cluster.run()
     assert asked.number == 1
     assert reader.cells == trainer.cells
+
+
+def test_a_reader_is_sent_to_a_source_in_its_own_rack() -> None:
+    """Although the newest source, and the publisher, are in another one."""
+    cluster = StepwiseCluster()
+    places = {"trainer": "a", "near": "b", "newest": "a", "reader": "b"}
+    for name, rack in places.items():
+        cluster.worker(name, Location(rack=rack, host=f"host of {name}"))
+    handles = {name: cluster.handle(name) for name in places}
+    cluster.run()
+    handles["trainer"].publish(1)
+    cluster.run()
+    for name in ("near", "newest"):
+        handles[name].replicate()
+        cluster.run()
+    handles["reader"].replicate()
+    cluster.run()
+    asked = [line for line in cluster.log if "reader <- Start" in line]
+    assert [":near(" in line for line in asked] == [True]
+
+
+def test_of_several_failed_sources_each_is_tried_again_in_its_own_time() -> None:
+    """A source is avoided for 0.05 s after its first failure, and for 0.1 s after its second one."""
+    cluster, trainer, reader = trainer_and_reader()
+    other = cluster.handle("other")
+    cluster.run()
+    other.replicate()
+    cluster.run()
+    start = cluster.now
+    asked = reader.replicate()
+    core = cluster.coordinator.cluster
+
+    def let_all_but_reads_happen() -> None:
+        while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
+            cluster.do(choices[0])
+
+    def read() -> str | None:
+        """Whom it is sent to now."""
+        let_all_but_reads_happen()
+        return next((lease.holding.member.worker.name for lease in core.leases.values()), None)
+
+    def fails(at_s: float) -> None:
+        """The read that runs fails, so long after the start."""
+        cluster.advance(start + at_s - cluster.now, run=False)
+        (lease,) = core.leases.values()
+        assert asked.key is not None
+        reader.worker.say(ReadFailed(asked.key, 0, lease.id, "lost", ""))
+        let_all_but_reads_happen()
+
+    def at(at_s: float) -> str | None:
+        cluster.advance(start + at_s - cluster.now, run=False)
+        return read()
+
+    assert read() == "other"
+    fails(0.0)  # until 0.05
+    assert read() == "trainer"
+    fails(0.02)  # until 0.07
+    assert at(0.04) is None
+    assert at(0.051) == "other"
+    fails(0.06)  # until 0.16
+    assert at(0.065) is None
+    assert at(0.071) == "trainer"  # its time comes first, although the other one failed after it
+    fails(0.08)  # until 0.18
+    assert at(0.15) is None
+    assert at(0.161) == "other"
+    cluster.run()
+    assert asked.number == 1
+    assert trainer.member.version == 1

@@ -89,6 +89,19 @@ def test_near_before_far() -> None:
     assert chosen(100, at(RACK), at(HERE)) == "h1@east"
 
 
+@pytest.mark.parametrize("nbytes", [100, 100 * GB])
+def test_the_own_rack_first_although_other_racks_have_links_as_fast_and_newer_sources(nbytes: int) -> None:
+    """So do readers that know nothing of their links keep off those that all racks share."""
+    equal = [1e9] * 4
+    assert chosen(nbytes, at(SITE, "another rack"), at(RACK, "own rack"), rates=equal) == "own rack"
+    assert chosen(nbytes, at(FAR, "another site"), at(SITE, "another rack"), rates=equal) == "another rack"
+    assert chosen(nbytes, at(RACK, "own rack"), at(HERE, "own host"), rates=equal) == "own host"
+
+
+def test_another_rack_rather_than_a_shared_source_of_the_own_one() -> None:
+    assert chosen(100 * GB, at(SITE, "idle"), at(RACK, "busy", readers=1)) == "idle"
+
+
 def test_a_near_partial_replica_before_another_crossing_of_the_wan() -> None:
     """Across sites one reader crosses; the rest of its site chains behind it."""
     crossing = at(RACK, "crossing", depth=1)
