@@ -12,7 +12,6 @@ from math import inf
 
 from tensorhub.coordinator import Disconnected, Received
 from tensorhub.manifest import Manifest
-from tensorhub.runtime.control.link import BEATS_PER_LEASE
 from tensorhub.testing import Choice, Fault, SimHandle, SimWorker, StepwiseCluster
 from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions
 from tensorhub.testing.sim.pulling import Frame, LaneEnd, SimLane
@@ -112,8 +111,6 @@ class FaultyCluster(StepwiseCluster):
         if message is not None and self.strikes(Fault.CORRUPT, self.garbled, worker.name):
             worker.disconnect()
             return
-        if choice.kind == "down":
-            link.unanswered = 0
         super().do(choice)
         if message is None or worker.link is not link or not self.strikes(Fault.DUPLICATE, self.doubles, worker.name):
             return
@@ -194,8 +191,7 @@ class FaultyCluster(StepwiseCluster):
         """As `TimedWorker`: give up a connection in which nothing comes back, and make one where there is none."""
         link = worker.link
         if link is not None:
-            link.unanswered += 1
-            if link.unanswered > BEATS_PER_LEASE:
+            if worker.beats.is_in_vain():
                 worker.disconnect()
         elif not self._cut_off(worker):
             worker.connect()

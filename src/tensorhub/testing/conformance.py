@@ -140,8 +140,7 @@ def check_bytes(transport: Transport, make_source: MakeSource) -> None:
     """1, 3: what was submitted arrives, each chunk once, with its digest, and nothing else is written."""
     with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
         wanted = [chunk for chunk in range(len(SIZES)) if chunk != 3]
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, content(chunk))
+        _fill(source)
         channel.submit(wanted[:4])
         channel.submit(wanted[4:])
         named = _receive_all(channel, len(wanted), bytes_max=5000)
@@ -156,8 +155,7 @@ def check_bytes(transport: Transport, make_source: MakeSource) -> None:
 def check_bytes_max(transport: Transport, make_source: MakeSource) -> None:
     """`receive` gives one chunk at least, and beyond it no more than it may."""
     with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, content(chunk))
+        _fill(source)
         channel.submit(range(len(SIZES)))
         left = len(SIZES)
         while left:
@@ -185,8 +183,7 @@ def check_spoilt(transport: Transport, make_source: MakeSource) -> None:
 def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
     """2: what is named was read under the right's generation, also when that ends in mid-read; then it is refused."""
     with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, content(chunk))
+        _fill(source)
         channel.submit(range(len(SIZES)))
         named: dict[int, int | None] = {}
         _take(channel.receive(1), named)
@@ -218,8 +215,7 @@ def check_torn(transport: Transport, make_source: MakeSource) -> None:
     for bytes_max in (SIZES[5], 2**30):  # digested in the cache, and not
         for point in range(TEARS_MAX):
             with _made(make_source) as source:
-                for chunk in range(len(SIZES)):
-                    source.fill(chunk, content(chunk))
+                _fill(source)
                 tear = _Tear(source, point)
                 target = _TearingTarget(source.device, tear)
                 channel = transport.open(source.endpoint, source.right, target, _TearingCutter(tear))
@@ -315,8 +311,7 @@ def check_rights(transport: Transport, make_source: MakeSource) -> None:
 def check_again(transport: Transport, make_source: MakeSource) -> None:
     """1: what a transport keeps from one channel for the next brings nothing that the next one has not asked for."""
     with _made(make_source) as source:
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, content(chunk))
+        _fill(source)
         for unread in ([], [0, 5], []):
             with _opened(transport, source) as (channel, target, _):
                 channel.submit([2])
@@ -381,8 +376,7 @@ def check_cut(transport: Transport, make_source: MakeSource) -> None:
 def check_death(transport: Transport, make_source: MakeSource) -> None:
     """4: the end of a source is a failure, in mid-read and before."""
     with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, content(chunk))
+        _fill(source)
         channel.submit([0])
         _receive_all(channel, 1)
         source.die()
@@ -418,8 +412,7 @@ def check_silence(transport: Transport, make_source: MakeSource) -> None:
 def check_threads(transport: Transport, make_source: MakeSource) -> None:
     """8: as many threads as the transport says may drive a channel, and each chunk comes to one of them."""
     with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, content(chunk))
+        _fill(source)
         named: list[int] = []
         failures: list[BaseException] = []
         lock, submitted = threading.Lock(), threading.Event()
@@ -482,6 +475,11 @@ def _made(make_source: MakeSource) -> Iterator[Source]:
         yield source
     finally:
         source.close()
+
+
+def _fill(source: Source) -> None:
+    for chunk in range(len(SIZES)):
+        source.fill(chunk, content(chunk))
 
 
 @contextlib.contextmanager

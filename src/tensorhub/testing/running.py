@@ -306,11 +306,11 @@ class RunningCluster:
 
     def fail_store(self, seconds: float) -> None:
         """Every write of the coordinator's store fails."""
-        self._simulation.injector.fail_store(self._now() + seconds)
+        self._simulation.injector.failing_store_until = self._now() + seconds
 
     def slow_store(self, seconds: float) -> None:
         """Every write of the coordinator's store takes seconds."""
-        self._simulation.injector.slow_store(self._now() + seconds)
+        self._simulation.injector.slow_store_until = self._now() + seconds
 
     # -- connections
 
@@ -343,11 +343,11 @@ class RunningCluster:
 
     def reorder(self, seconds: float) -> None:
         """What a connection that breaks has on its way arrives after the next one is up."""
-        self._simulation.injector.late_tails(self._now() + seconds)
+        self._simulation.injector.late_tails_until = self._now() + seconds
 
     def duplicate(self, messages: int = 1) -> None:
         """The next control messages arrive twice."""
-        self._simulation.injector.double(messages)
+        self._simulation.injector.doubles_left += messages
 
     # -- reads
 
@@ -358,7 +358,7 @@ class RunningCluster:
     def corrupt(self, name: str, frames: int = 1) -> None:
         """The next chunks that this reader gets are damaged on their way."""
         self._worker(name)
-        self._simulation.injector.damage(name, frames)
+        self._simulation.injector.damaged[name] = frames
 
     def busy_device(self, name: str, seconds: float) -> None:
         """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can not be fenced sooner."""

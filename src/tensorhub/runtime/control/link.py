@@ -7,7 +7,6 @@ come, and is told when each session begins and ends.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -23,7 +22,6 @@ from tensorhub.messages import (
     Dismissed,
     FromCoordinator,
     FromWorker,
-    Heartbeat,
     HeartbeatAck,
     Join,
     Refused,
@@ -34,9 +32,9 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.types import Incarnation, Options, parse_address
+from tensorhub.worker.heartbeats import Heartbeats
 
 OUTBOX_MESSAGES_MAX = 8192
-BEATS_PER_LEASE = 4
 RECONNECT_S_FIRST = 0.05
 RECONNECT_S_MAX = 2.0
 
@@ -89,9 +87,7 @@ class CoordinatorLink:
         self.refusal = ""  # why the coordinator took no session of this worker, the last time
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
-        self.lease_s = options.lease_s  # the coordinator's, once it has welcomed this worker
-        self._answers = 0.0  # when the coordinator said the newest Welcome or HeartbeatAck of this session, by its own clock
-        self._unanswered = 0  # heartbeats since anything was heard in this session
+        self._beats = Heartbeats(options.lease_s)
         self._closing = False
 
     def __repr__(self) -> str:
@@ -101,6 +97,11 @@ class CoordinatorLink:
     def addresses(self) -> str:
         """For people."""
         return ", ".join(f"tcp://{host}:{port}" for host, port in self._addresses)
+
+    @property
+    def lease_s(self) -> float:
+        """The coordinator's, once it has welcomed this worker."""
+        return self._beats.lease_s
 
     @property
     def online(self) -> bool:
@@ -192,7 +193,7 @@ class CoordinatorLink:
         """One session, to its end. True if it was welcomed."""
         outbox, to_say = anyio.create_memory_object_stream[FromWorker](OUTBOX_MESSAGES_MAX)
         welcomed = anyio.Event()
-        self._unanswered = 0
+        self._beats.connected()
         self._outbox_done = anyio.Event()
         try:
             async with messages, outbox, to_say, anyio.create_task_group() as tasks:
@@ -200,9 +201,8 @@ class CoordinatorLink:
                 tasks.start_soon(self._beat, welcomed)
                 outbox.send_nowait(self._ears.introduce())
                 async for message in messages:
-                    self._unanswered = 0
+                    self._beats.heard(message)
                     if isinstance(message, Welcome):
-                        self.lease_s, self._answers = message.lease_s, message.said_at
                         self._outbox = outbox
                         welcomed.set()
                         self.welcome_came.set()
@@ -217,9 +217,7 @@ class CoordinatorLink:
                         refusal = message.error.error()
                         self.refusal = str(refusal)
                         raise refusal
-                    elif isinstance(message, HeartbeatAck):
-                        self._answers = message.said_at
-                    else:
+                    elif not isinstance(message, HeartbeatAck):
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
@@ -240,17 +238,13 @@ class CoordinatorLink:
         scope.cancel()  # the outbox was closed: all is said
 
     async def _beat(self, welcomed: anyio.Event) -> None:
-        """Renew the lease, and give up a session in which nothing comes back: nobody hears, or the way is cut.
-
-        Counts beats, not seconds, so that a process that was stopped itself does not blame the other side.
-        """
+        """Renew the lease, and give up a session in which nothing comes back."""
         with anyio.move_on_after(self._options.connect_timeout_s):
             await welcomed.wait()
         if not welcomed.is_set():
             raise ConnectionLost(f"no welcome came within {self._options.connect_timeout_s:g} s")
-        for sequence in itertools.count():
-            await anyio.sleep(self.lease_s / BEATS_PER_LEASE)
-            self._unanswered += 1
-            if self._unanswered > BEATS_PER_LEASE:
+        while True:
+            await anyio.sleep(self._beats.every_s)
+            if self._beats.is_in_vain():
                 raise ConnectionLost(f"nothing was heard for {self.lease_s:g} s")
-            self.say(Heartbeat(sequence, self._answers))
+            self.say(self._beats.next())

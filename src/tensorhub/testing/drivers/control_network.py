@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tensorhub.coordinator import Connected, Disconnected, Received, Silent
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
-from tensorhub.runtime.control.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
+from tensorhub.runtime.control.link import RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.network import COORDINATOR, Link
@@ -62,7 +62,6 @@ class TimedWorker(SimWorker):
         """Something came over the connection; None: its end."""
         if self.link is not link:
             return
-        link.unanswered = 0
         if message is None:
             self.disconnect()
             return
@@ -98,13 +97,12 @@ class TimedWorker(SimWorker):
         """Renew the lease; give up a connection in which nothing comes back."""
         if self.link is not link:
             return
-        link.unanswered += 1
-        if link.unanswered > BEATS_PER_LEASE:
+        if self.beats.is_in_vain():
             self.cluster.took("silent connection given up")
             self.disconnect()
             return
         self.beat()
-        self._timeline.after(self.cluster.options.lease_s / BEATS_PER_LEASE, self, self._beat, link)
+        self._timeline.after(self.beats.every_s, self, self._beat, link)
 
 
 class ControlFaults(Protocol):

@@ -62,13 +62,14 @@ class Injector:
         self._events_least = events_least
         self.happened: Counter[str] = Counter()
         self.is_over = False
+        # Also set by order:
+        self.slow_store_until = 0.0
+        self.failing_store_until = 0.0
+        self.late_tails_until = 0.0
+        self.doubles_left = 0  # messages still to be delivered twice
+        self.damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._broader_at = 2 * events_least
-        self._slow_store_until = 0.0
-        self._failing_store_until = 0.0
-        self._late_tails_until = 0.0
-        self._doubles = 0  # messages still to be delivered twice
         self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
-        self._damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._ambushes: list[Fault] = []  # what strikes whoever votes next
         self._changes_of_mind: list[bool] = []  # who has voted next cancels; True: who has voted for what is staged
         self._absences: list[Fault] = []  # what strikes some holder at the next rollback
@@ -108,8 +109,8 @@ class Injector:
     def end(self) -> None:
         """Nothing goes wrong any more; what is broken is mended."""
         self.is_over = True
-        self._slow_store_until = self._failing_store_until = self._late_tails_until = 0.0
-        self._doubles = 0
+        self.slow_store_until = self.failing_store_until = self.late_tails_until = 0.0
+        self.doubles_left = 0
         self._garbled.clear()
         self._ambushes.clear()
         self._absences.clear()
@@ -119,7 +120,7 @@ class Injector:
         self._stalled.clear()
         # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
         last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
-        self._damaged = dict.fromkeys(last, 1)
+        self.damaged = dict.fromkeys(last, 1)
         self._timeline.partitions.heal()
         self.coordinator.hurry_store()
         for handle in self._world.live_handles():
@@ -129,59 +130,37 @@ class Injector:
         for _, link in self._world.links.values():
             link.held_until = 0.0
 
-    # -- by order
-
-    def damage(self, name: str, frames: int) -> None:
-        """The next frames to this reader are damaged."""
-        self._damaged[name] = frames
-
     def stall(self, worker: TimedWorker, until: float) -> None:
         """Its readers are accepted, and sent nothing."""
         self._stalled[worker.name] = until
         for lane in [lane for handle in worker.handles for lane in handle.serving]:
             lane.stalled_until = until
 
-    def double(self, messages: int) -> None:
-        """The next messages come twice."""
-        self._doubles += messages
-
-    def fail_store(self, until: float) -> None:
-        """Every write fails."""
-        self._failing_store_until = until
-
-    def slow_store(self, until: float) -> None:
-        """Every write takes long."""
-        self._slow_store_until = until
-
-    def late_tails(self, until: float) -> None:
-        """What a broken connection had on its way comes late."""
-        self._late_tails_until = until
-
     # -- asked by others, for each thing that could be struck
 
     def store_s(self) -> float:
         """How long the next write takes."""
-        slow = self._timeline.now < self._slow_store_until
+        slow = self._timeline.now < self.slow_store_until
         return self._random.uniform(0.5, 4.0) if slow else self._random.uniform(0.0002, 0.01)
 
     def store_fails(self) -> bool:
         """Whether this write has failed."""
-        if self._timeline.now >= self._failing_store_until:
+        if self._timeline.now >= self.failing_store_until:
             return False
         self.happens(Fault.STORE_FAIL)
         return True
 
     def link_lost(self, link: Link) -> None:
         """Its worker's end is gone: what it has said may come late."""
-        if self._timeline.now < self._late_tails_until and link.up:
+        if self._timeline.now < self.late_tails_until and link.up:
             link.held_until = self._timeline.now + self._random.choice(SHORT_S)
             self.happens(Fault.REORDER)
 
     def doubles(self, message: FromWorker | FromCoordinator) -> bool:
         """Whether this message comes twice."""
-        if not self._doubles:
+        if not self.doubles_left:
             return False
-        self._doubles -= 1
+        self.doubles_left -= 1
         self._world.note(f"{type(message).__name__} comes twice")
         self.happens(Fault.DUPLICATE)
         return True
@@ -246,9 +225,9 @@ class Injector:
     def damages(self, lane: SimLane) -> bool:
         """Whether this frame of chunks is damaged."""
         name = lane.reader.worker.name
-        if not self._damaged or not self._damaged.get(name):
+        if not self.damaged or not self.damaged.get(name):
             return False
-        self._damaged[name] -= 1
+        self.damaged[name] -= 1
         self._world.note(f"a frame to {name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
@@ -302,18 +281,18 @@ class Injector:
             case Fault.COORDINATOR | Fault.STATE_LOST:
                 return self._crash_coordinator(lost=kind is Fault.STATE_LOST)
             case Fault.STORE_SLOW:
-                self._slow_store_until = now + random.choice(LONG_S)
+                self.slow_store_until = now + random.choice(LONG_S)
                 return True
             case Fault.STORE_FAIL:
-                self._failing_store_until = now + random.choice(SHORT_S)
+                self.failing_store_until = now + random.choice(SHORT_S)
                 return False
             case Fault.REORDER:
-                self._late_tails_until = now + random.choice(LONG_S)
+                self.late_tails_until = now + random.choice(LONG_S)
                 if worker is not None and random.random() < 0.5:
                     worker.disconnect()
                 return False
             case Fault.DUPLICATE:
-                self._doubles += random.choice((1, 1, 5, 30))
+                self.doubles_left += random.choice((1, 1, 5, 30))
                 return False
             case Fault.HASTE:
                 self.users.hasty_until = now + random.choice(LONG_S)
@@ -398,7 +377,7 @@ class Injector:
                 world.note(f"the connection of {worker.name} loses everything")
                 link.is_lossy = True
             case Fault.CORRUPT:
-                books = self._garbled if random.random() < 0.3 else self._damaged
+                books = self._garbled if random.random() < 0.3 else self.damaged
                 books[worker.name] = random.choice((1, 1, 4))
                 return False
             case Fault.PAUSE:

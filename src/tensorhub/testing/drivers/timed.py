@@ -11,14 +11,14 @@ way between processes (`control_network`, `data_network`). Not responsible for w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from tensorhub.coordinator import Action, Event, Persist
 from tensorhub.testing.drivers.control_network import ControlNetwork, TimedWorker
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector
-from tensorhub.testing.drivers.timeline import Timeline
+from tensorhub.testing.drivers.timeline import Party, Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import Fault, FaultPlan
 from tensorhub.testing.sim.handle import HandleShell
@@ -47,8 +47,7 @@ class TimedCluster(World):
         self.timeline = timeline = Timeline(seed)
         self._touched: dict[HandlePort, None] = {}
         self._doing: set[HandlePort] = set()  # whose next action is on its way; never iterated over
-        self._wakes: dict[HandlePort, float] = {}  # when its deadline will be looked at
-        self._copies_wake: dict[SimHostCopies, float] = {}  # the same, of a worker's host copies
+        self._wakes: dict[HandlePort | SimHostCopies, float] = {}  # when its deadline will be looked at
         random = timeline.random
         chunks = random.choice((1, 2, 3, 5, 8))
         drawn = Options(
@@ -160,21 +159,26 @@ class TimedCluster(World):
         self._touched[handle] = None
         if handle.todo:
             self._do_soon(handle, 0.0)
-        due = handle.member.next_deadline()
-        if due is not None and self._wakes.get(handle) != due:
-            self._wakes[handle] = due
-            self.timeline.at(max(due, self.now), handle.worker, self._wake, handle, due)
+        self._wake_at(handle, handle.member.next_deadline(), handle.worker, lambda: self._tick(handle))
+
+    def _tick(self, handle: HandlePort) -> None:
+        self._touched[handle] = None
+        handle.apply(handle.member.tick(self.now))
 
     def copies_moved(self, copies: SimHostCopies) -> None:
-        due = copies.machine.next_deadline()
-        if due is not None and self._copies_wake.get(copies) != due:
-            self._copies_wake[copies] = due
-            self.timeline.at(max(due, self.now), copies.worker, self._wake_copies, copies, due)
+        self._wake_at(copies, copies.machine.next_deadline(), copies.worker, copies.tick)
 
-    def _wake_copies(self, copies: SimHostCopies, due: float) -> None:
-        if self._copies_wake.get(copies) == due:
-            del self._copies_wake[copies]
-            copies.tick()
+    def _wake_at(
+        self, machine: HandlePort | SimHostCopies, due: float | None, worker: Party, tick: Callable[[], None]
+    ) -> None:
+        if due is not None and self._wakes.get(machine) != due:
+            self._wakes[machine] = due
+            self.timeline.at(max(due, self.now), worker, self._wake, machine, due, tick)
+
+    def _wake(self, machine: HandlePort | SimHostCopies, due: float, tick: Callable[[], None]) -> None:
+        if self._wakes.get(machine) == due:
+            del self._wakes[machine]
+            tick()
 
     def _do_soon(self, handle: HandlePort, seconds: float) -> None:
         if handle not in self._doing:
@@ -193,13 +197,6 @@ class TimedCluster(World):
             if handle.todo and not isinstance(action, Say) and self.timeline.random.random() < GAP:
                 self._do_soon(handle, self.timeline.wake())
                 return
-
-    def _wake(self, handle: HandlePort, due: float) -> None:
-        if self._wakes.get(handle) != due:
-            return
-        del self._wakes[handle]
-        self._touched[handle] = None
-        handle.apply(handle.member.tick(self.now))
 
     def fence_begun(self, handle: HandleShell, fence: Fence) -> None:
         self.data.chunks_offered(handle)

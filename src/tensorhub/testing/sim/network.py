@@ -26,7 +26,6 @@ class Link:
     down_due: float = 0.0
     held_until: float = 0.0  # nothing arrives before
     is_lossy: bool = False  # whatever is sent is lost, and nobody is told
-    unanswered: int = 0  # heartbeats since anything was heard
 
 
 class Partitions:

@@ -19,6 +19,7 @@ from tensorhub.testing.sim.network import Link
 from tensorhub.types import Endpoint, HandleState, Location, Medium, OpKind, Selector
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
+from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.registration_session import Shard
@@ -132,7 +133,7 @@ class SimWorker:
         self.handles: list[SimHandle] = []
         self.found_copies = LocalCopies()
         self.link: Link | None = None
-        self.coordinators_time = 0.0  # when it said the newest Welcome or HeartbeatAck that came here
+        self.beats = Heartbeats(cluster.options.lease_s)
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut_off_at = float("-inf")  # when it has last lost a connection over which it was heard
@@ -206,6 +207,7 @@ class SimWorker:
         """Open a connection and join."""
         assert self.alive
         assert self.link is None
+        self.beats.connected()
         self.link = self.cluster.control.new_link(self)
         self.say(messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
@@ -268,7 +270,7 @@ class SimWorker:
 
     def beat(self) -> None:
         """Renew the lease."""
-        self.say(messages.Heartbeat(0, self.coordinators_time))
+        self.say(self.beats.next())
 
     def heard_soon(self) -> list[messages.FromCoordinator | None]:
         """What is on its way here."""
@@ -331,8 +333,7 @@ class SimWorker:
 
     def hear(self, message: messages.FromCoordinator) -> None:
         """Carry out what it is to whom it concerns."""
-        if isinstance(message, messages.Welcome | messages.HeartbeatAck):
-            self.coordinators_time = message.said_at
+        self.beats.heard(message)
         if isinstance(message, messages.Welcome):
             self._welcomed(message)
         elif isinstance(message, messages.Dismissed):

@@ -1,0 +1,49 @@
+"""The heartbeats of a session, as its worker keeps it: what they say, and when a connection is given up.
+
+Counts beats, not seconds, so that a process that was stopped itself does not blame the other side. Not responsible for time.
+"""
+
+from __future__ import annotations
+
+from tensorhub.messages import FromCoordinator, Heartbeat, HeartbeatAck, Welcome
+
+BEATS_PER_LEASE = 4
+
+
+class Heartbeats:
+    """Those of one worker, session after session. `lease_s`: until a coordinator says what it is."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._said_at = 0.0  # when the coordinator said the newest Welcome or HeartbeatAck that came, by its own clock
+        self._sequence = 0
+        self._unanswered = 0  # beats since anything was heard in this session
+
+    def __repr__(self) -> str:
+        return f"<Heartbeats every {self.every_s:g} s, {self._unanswered} unanswered>"
+
+    @property
+    def every_s(self) -> float:
+        """Seconds between two of them."""
+        return self.lease_s / BEATS_PER_LEASE
+
+    def connected(self) -> None:
+        """A connection is up, which is to become a session."""
+        self._unanswered = 0
+
+    def heard(self, message: FromCoordinator) -> None:
+        """Something has come over it."""
+        self._unanswered = 0
+        if isinstance(message, Welcome):
+            self.lease_s, self._said_at = message.lease_s, message.said_at
+        elif isinstance(message, HeartbeatAck):
+            self._said_at = message.said_at
+
+    def is_in_vain(self) -> bool:
+        """It is time for the next one. Whether the session is given up instead: nobody hears, or the way is cut."""
+        self._unanswered += 1
+        return self._unanswered > BEATS_PER_LEASE
+
+    def next(self) -> Heartbeat:
+        self._sequence += 1
+        return Heartbeat(self._sequence, self._said_at)
