@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator.entities import Share
+from tensorhub.coordinator.entities import ChunkAnswer
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
@@ -359,11 +359,11 @@ def test_when_one_of_them_dies_what_is_left_counts() -> None:
     assert mine.number == 0
 
 
-def share_of(cluster: StepwiseCluster, reader: SimHandle) -> Share:
+def answer_of(cluster: StepwiseCluster, reader: SimHandle) -> ChunkAnswer:
     holding = cluster.coordinator.cluster.members[reader.id].holding
     assert holding is not None
-    assert holding.share is not None
-    return holding.share
+    assert holding.chunk_answer is not None
+    return holding.chunk_answer
 
 
 def test_what_was_not_asked_changes_nothing() -> None:
@@ -374,18 +374,18 @@ def test_what_was_not_asked_changes_nothing() -> None:
     slow = Choice("up", "r1")
     while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
         cluster.do(choices[0])
-    share = share_of(cluster, second)
+    answer = answer_of(cluster, second)
     first.worker.say(ChunksThere(second.id, second.generation, 2, b"\3"))
     first.worker.say(ChunksThere("nobody", second.generation, 2, b"\3"))
     while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
         cluster.do(choices[0])
-    assert share.chunks is None
+    assert answer.chunks is None
     let_all_but_reads_happen(cluster)
-    assert share_of(cluster, second).chunks == 2
-    assert share.there == 1
+    assert answer_of(cluster, second).chunks == 2
+    assert answer.there == 1
     second.worker.say(ChunksThere(second.id, second.generation, 2, b"\3"))
     let_all_but_reads_happen(cluster)
-    assert share.there == 1
+    assert answer.there == 1
 
 
 def test_an_answer_of_another_generation_changes_nothing() -> None:
@@ -398,7 +398,7 @@ def test_an_answer_of_another_generation_changes_nothing() -> None:
             second.worker.say(ChunksThere(second.id, generation, 2, b"\3"))
         while choices := [c for c in cluster.choices() if c.kind != "read" and c != deaf]:
             cluster.do(choices[0])
-        assert share_of(cluster, second).chunks is None
+        assert answer_of(cluster, second).chunks is None
 
 
 def test_a_partial_copy_is_asked_again_after_a_while_and_not_before() -> None:
@@ -423,7 +423,7 @@ def test_a_question_that_was_lost_with_its_connection_is_asked_again() -> None:
     deaf = Choice("down", "r1")
     while choices := [c for c in cluster.choices() if c.kind != "read" and c != deaf]:
         cluster.do(choices[0])
-    share_of(cluster, readers[1])
+    answer_of(cluster, readers[1])
     readers[1].worker.disconnect()
     readers[1].worker.connect()
     let_all_but_reads_happen(cluster)

@@ -12,7 +12,7 @@ from enum import Enum
 
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Model, Operation, Share, Version, Worker
+from tensorhub.coordinator.entities import ChunkAnswer, Holding, Model, Operation, Version, Worker
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import VersionUnavailable
@@ -97,11 +97,11 @@ class Availability:
         if len(partial) < len(here):
             return HowHeld.TOGETHER
         asked = [self._ask(holding) for holding in partial]
-        if any(share.chunks is None for share in asked):
+        if any(answer.chunks is None for answer in asked):
             return HowHeld.UNKNOWN
-        chunks, there = max((share.chunks or 0 for share in asked), default=0), 0
-        for share in asked:
-            there |= share.there
+        chunks, there = max((answer.chunks or 0 for answer in asked), default=0), 0
+        for answer in asked:
+            there |= answer.there
         if chunks and there & (1 << chunks) - 1 == (1 << chunks) - 1:
             return HowHeld.TOGETHER
         return HowHeld.DOUBTFUL if len(here) < len(holdings) else HowHeld.NOT
@@ -119,30 +119,31 @@ class Availability:
 
     # -- partial copies
 
-    def _ask(self, holding: Holding) -> Share:
+    def _ask(self, holding: Holding) -> ChunkAnswer:
         """What it has, if its owner has said so lately; if not, the owner is asked."""
-        share, member = holding.share, holding.member
+        answer, member = holding.chunk_answer, holding.member
         # A LIVE owner answers within half a lease: all answers to one question are there before the first one is old.
-        until = share.said_at + self._cluster.options.lease_s / 2 if share is not None else 0.0
-        old = share is not None and share.chunks is not None and self._cluster.now > until
-        if share is None or old or share.session != member.worker.session:
-            share = holding.share = Share(member.worker.session)
+        until = answer.said_at + self._cluster.options.lease_s / 2 if answer is not None else 0.0
+        old = answer is not None and answer.chunks is not None and self._cluster.now > until
+        if answer is None or old or answer.session != member.worker.session:
+            answer = holding.chunk_answer = ChunkAnswer(member.worker.session)
             self._cluster.note(member)
             self._cluster.tell(member, TellChunks(member.registration, holding.generation))
-        return share
+        return answer
 
     def heard(self, worker: Worker, message: ChunksThere) -> None:
         """An owner has said what a partial copy has. Unasked, or of another generation, the word changes nothing (G9)."""
         member = worker.members.get(message.registration)
         holding = member.holding if member is not None else None
-        if member is None or holding is None or holding.share is None or holding.generation != message.generation:
+        answer = holding.chunk_answer if holding is not None else None
+        if member is None or holding is None or answer is None or holding.generation != message.generation:
             return
-        if holding.share.chunks is None and holding.share.session == worker.session:
-            holding.share.chunks, holding.share.there = message.chunks, int.from_bytes(message.there, "little")
-            holding.share.said_at = self._cluster.now
+        if answer.chunks is None and answer.session == worker.session:
+            answer.chunks, answer.there = message.chunks, int.from_bytes(message.there, "little")
+            answer.said_at = self._cluster.now
             self._cluster.note(member)
-            shares = [each.share for each in holding.version.holdings[holding.shard]]
-            if not any(share is not None and share.chunks is None for share in shares):
+            answers = [each.chunk_answer for each in holding.version.holdings[holding.shard]]
+            if not any(each is not None and each.chunks is None for each in answers):
                 self._cluster.touch(member.group.model)
 
 

@@ -24,7 +24,7 @@ from tensorhub.coordinator import limits, states
 from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
 from tensorhub.coordinator.holders import Holders
-from tensorhub.coordinator.sharing import Share as Places
+from tensorhub.coordinator.sharing import Share
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -319,8 +319,8 @@ class Holding:
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # how many of these leases are ACTIVE
-    guests: Places[Worker] = field(default_factory=lambda: Places(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
-    share: Share | None = None  # while it is filled: the newest question which chunks are there, and its answer
+    guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
+    chunk_answer: ChunkAnswer | None = None  # while it is filled: the newest question which chunks are there, and its answer
     readers_most: int = 0  # the most active readers at a time, since there were none
 
     @property
@@ -384,7 +384,7 @@ class Holding:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class ChunkAnswer:
     """Which chunks a partial copy had when its owner was asked: one question."""
 
     session: int | None  # over which it was asked
