@@ -7,11 +7,12 @@ coordinator says and gives the answers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tensorhub.digests import root_of
-from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.manifest import TensorDescription, build_manifest, id_of
 from tensorhub.messages import (
     AddSource,
     Digests,
@@ -36,9 +37,11 @@ from tensorhub.messages import (
     SetRetained,
     Start,
     TellDigests,
+    TellManifests,
     Write,
 )
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose
+from tensorhub.worker.registration_session import TOLD_UNASKED_BYTES
 
 MODEL = "actor"
 LAYOUT = "rows"
@@ -50,6 +53,8 @@ RANKS_PER_HOST = 8
 HOSTS_PER_RACK = 32
 DIGESTS = bytes(8 * CHUNKS)
 ROOT = root_of(DIGESTS)
+
+_id_of = functools.cache(id_of)
 
 
 def make_manifest(nbytes: int = 100_000) -> bytes:
@@ -95,7 +100,7 @@ class ThinWorker:
         endpoint = Endpoint("tcp", f"10.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}:{7000 + self.rank}")
         return Join(f"w{self.number}", location, (endpoint,), self.number + 1, 0)
 
-    def register(self) -> Register:
+    def register(self, *, told: bool = False) -> Register:
         return Register(
             request=1,
             registration=self.registration,
@@ -111,8 +116,9 @@ class ThinWorker:
             layout_id=LAYOUT,
             nbytes=CHUNKS * CHUNK_BYTES,
             chunks=CHUNKS,
-            manifest=self.manifest,
+            manifest=self.manifest if told or len(self.manifest) <= TOLD_UNASKED_BYTES else b"",
             held=None,
+            manifest_id=_id_of(self.manifest),
         )
 
     def publish(self, version: int) -> Iterator[FromWorker]:
@@ -159,6 +165,8 @@ class ThinWorker:
     def hear(self, message: FromCoordinator) -> Iterator[FromWorker]:
         """Take what the coordinator says; what is said in answer."""
         match message:
+            case TellManifests():
+                yield self.register(told=True)
             case Registered():
                 self.epoch, self.sequence = message.epoch, message.sequence
             case EpochChanged():

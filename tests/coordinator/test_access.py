@@ -183,6 +183,7 @@ def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:
             registers("r77", MINE, serves=False, manifest=b""),
             registers(MINE, "trainer", serves=False, manifest=b""),
             dataclasses.replace(fetch, manifest=b"m"),
+            dataclasses.replace(fetch, manifest_id="known to others"),
             dataclasses.replace(fetch, medium=Medium.HOST, purpose=Purpose.PREFETCH),
             registers(MINE, MINE, medium=Medium.HOST, purpose=Purpose.RETENTION, held=held),
         ],

@@ -238,7 +238,7 @@ def test_memory_that_serves_nobody_holds_nothing() -> None:
     cluster, groups = published()
     content = groups[0][0].member.content
     assert content is not None
-    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", content.held())
+    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", content.held(told=True))
     (answer,) = [each for each in say(cluster, odd) if isinstance(each, Registered)]
     assert not answer.keep
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tensorhub.coordinator.manifests import Manifests
+from tensorhub.manifest import id_of
 
 
 def test_equal_manifests_are_one_object() -> None:
@@ -16,3 +17,17 @@ def test_equal_manifests_are_one_object() -> None:
     assert manifests.nbytes == 3
     manifests.release(one)
     assert manifests.nbytes == manifests.new_bytes() == 0
+
+
+def test_a_manifest_is_found_by_its_id_while_somebody_keeps_it() -> None:
+    manifests = Manifests()
+    ident = id_of(b"a manifest")
+    assert manifests.find(ident) is None
+    kept = manifests.keep(b"a manifest")
+    assert manifests.keep(bytes(bytearray(b"a manifest"))) is kept
+    assert manifests.find(ident) is kept
+    assert manifests.id_of(kept) == ident
+    manifests.release(kept)
+    assert manifests.find(ident) is kept
+    manifests.release(kept)
+    assert manifests.find(ident) is None

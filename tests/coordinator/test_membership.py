@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tensorhub.coordinator import CloseSession, Connected, Received, Send
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError
-from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
+from tensorhub.manifest import id_of
+from tensorhub.messages import (
+    Dismissed,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    Register,
+    Registered,
+    TellManifests,
+    Welcome,
+)
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
+from tensorhub.worker import registration_session
 
 
 def worker_state(cluster: StepwiseCluster, handle: SimHandle) -> str:
@@ -308,7 +322,7 @@ def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
     assert content is not None
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     register = Register(
-        1, "odd", "actor", "odd", 1, 1, 2, True, False, *DEVICE, "", 8192, 2, MANIFEST.encode(), content.held()
+        1, "odd", "actor", "odd", 1, 1, 2, True, False, *DEVICE, "", 8192, 2, MANIFEST.encode(), content.held(told=True)
     )
     said = answers(cluster, 77, Join("x", Location(), (), 1, 0), register)
     assert getattr(said[1], "keep", None) is False
@@ -320,3 +334,76 @@ def test_handles_states_are_shown() -> None:
     assert trainer.member.state is HandleState.READY
     assert repr(trainer.member) == "<Member actor/trainer[0] ready idle>"
     assert "workers=2 models=1 operations=0 leases=0" in repr(cluster.coordinator)
+
+
+def asked_for_manifests(cluster: StepwiseCluster) -> list[str]:
+    """The workers that the coordinator has asked, since this was called last."""
+    asked = [line.split()[1] for line in cluster.log if " TellManifests " in f"{line} "]
+    cluster.log.clear()
+    return asked
+
+
+def test_a_manifest_is_told_by_who_comes_first_and_named_by_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
+    cluster, trainer, reader = published()
+    assert asked_for_manifests(cluster) == ["trainer"]
+    asked = reader.replicate()
+    late = cluster.handle("late")
+    cluster.run()
+    assert asked.number == 1
+    assert late.replicate() is not None
+    cluster.run()
+    assert late.member.version == 1
+    assert asked_for_manifests(cluster) == []
+    kept = cluster.coordinator.cluster
+    assert kept.manifests.nbytes == len(MANIFEST.encode())
+    assert set(kept.manifest_bytes.values()) == {len(MANIFEST.encode())}  # counted as if each had told it
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked_for_manifests(cluster) == []
+    assert trainer.member.version == 1
+
+
+def test_a_coordinator_that_has_restarted_asks_for_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
+    cluster, trainer, reader = published()
+    reader.replicate()
+    cluster.run()
+    cluster.log.clear()
+    cluster.restart()
+    reader.worker.connect()
+    cluster.run()
+    assert asked_for_manifests(cluster) == ["reader"]
+    trainer.worker.connect()
+    late = cluster.handle("late")
+    cluster.run()
+    assert asked_for_manifests(cluster) == []
+    asked = late.replicate()
+    cluster.run()
+    assert asked.number == 1
+    assert (trainer.member.version, reader.member.version) == (1, 1)
+    cluster.check_agreement()
+
+
+def test_what_is_held_may_be_named_by_another_manifest_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either may be unknown; nothing is registered before both are there."""
+    monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
+    cluster, trainer, _ = published()
+    content = trainer.member.content
+    assert content is not None
+    cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
+    mine, held = b"a manifest of its own", content.held(told=False)
+
+    def said(manifest: bytes, ident: str, other: str) -> object:
+        named = replace(held, manifest_id=other)
+        register = Register(1, "odd", "actor", "odd", 0, 0, 1, True, False, *DEVICE, "", 8192, 2, manifest, named, ident)
+        return answers(cluster, 77, register)[0]
+
+    answers(cluster, 77, Join("x", Location(), (), 1, 0))
+    assert said(b"", id_of(mine), held.manifest_id) == TellManifests(1)
+    assert said(mine, id_of(mine), "unknown") == TellManifests(1)
+    assert "odd" not in cluster.coordinator.cluster.members
+    assert isinstance(said(mine, "not its id", held.manifest_id), Registered)
+    assert cluster.coordinator.cluster.manifests.find("not its id") is None
+    cluster.coordinator.check_invariants()

@@ -14,7 +14,8 @@ class Manifests:
     def __init__(self) -> None:
         self.nbytes = 0  # of all that are kept
         self._kept: dict[bytes, tuple[bytes, int]] = {}  # by content: the one object, and how many keep it
-        self._ids: dict[bytes, str] = {}  # of those of them that somebody has asked about
+        self._ids: dict[bytes, str] = {}  # of those that are kept
+        self._by_id: dict[str, bytes] = {}  # the other way round
 
     def __repr__(self) -> str:
         return f"<Manifests: {len(self._kept)} of {self.nbytes} bytes>"
@@ -30,15 +31,18 @@ class Manifests:
         known, count = self._kept.get(manifest, (manifest, 0))
         if not count:
             self.nbytes += len(manifest)
+            self._ids[known] = ident = id_of(known)  # once for all who keep it: a manifest may have 48 MiB
+            self._by_id[ident] = known
         self._kept[known] = (known, count + 1)
         return known
 
     def id_of(self, kept: bytes) -> str:
-        """The id of a manifest that is kept. It is made once, however often it is asked for: a manifest may have 48 MiB."""
-        found = self._ids.get(kept)
-        if found is None:
-            found = self._ids[kept] = id_of(kept)
-        return found
+        """The id of a manifest that is kept."""
+        return self._ids[kept]
+
+    def find(self, manifest_id: str) -> bytes | None:
+        """The manifest of that id, if it is kept."""
+        return self._by_id.get(manifest_id)
 
     def release(self, manifest: bytes) -> None:
         """Once for each `keep`."""
@@ -49,5 +53,5 @@ class Manifests:
             self._kept[known] = (known, count - 1)
         else:
             del self._kept[known]
-            self._ids.pop(known, None)
+            del self._by_id[self._ids.pop(known)]
             self.nbytes -= len(known)

@@ -6,7 +6,7 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
@@ -29,6 +29,7 @@ from tensorhub.messages import (
     Publish,
     Register,
     Registered,
+    TellManifests,
     Welcome,
 )
 from tensorhub.types import Medium, Purpose
@@ -248,6 +249,11 @@ class Membership:
     def register(self, worker: Worker, message: Register) -> None:
         """One rank's memory joins its group, or takes a lost rank's place under a new membership epoch."""
         cluster = self._cluster
+        told = self._with_manifests(message)
+        if told is None:
+            cluster.send(worker.session, TellManifests(message.request))
+            return
+        message = told
         known = cluster.members.get(message.registration)
         if known is not None and known.worker is worker:
             self._register_again(known, message)
@@ -294,6 +300,20 @@ class Membership:
         cluster.touch(group.model, stirs=not member.worker.read_only)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
+
+    def _with_manifests(self, message: Register) -> Register | None:
+        """With the manifests themselves; None: one that is named by its id is not known here."""
+        find, held = self._cluster.manifests.find, message.held
+        mine = find(message.manifest_id) if message.manifest_id and not message.manifest else message.manifest
+        theirs = b"" if held is None else held.manifest
+        if held is not None and held.manifest_id and not held.manifest:
+            known = find(held.manifest_id)
+            if known is None:
+                return None
+            theirs = known
+        if mine is None:
+            return None
+        return replace(message, manifest=mine, held=held and replace(held, manifest=theirs))
 
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""

@@ -59,6 +59,13 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class TellManifests:
+    """Answer to a Register that names a manifest which is not known: the rank says it again, in full."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     request: U64
 
@@ -282,6 +289,7 @@ FromCoordinator = (
     | Dismissed
     | HeartbeatAck
     | Registered
+    | TellManifests
     | Done
     | Refused
     | EpochChanged
@@ -307,6 +315,7 @@ FromCoordinator = (
 )
 ToRank = (  # of these: what concerns one registration, whose machine takes it
     Registered
+    | TellManifests
     | Refused
     | Done
     | EpochChanged

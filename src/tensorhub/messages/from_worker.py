@@ -60,7 +60,9 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes.
+    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes. If it is empty
+    and has an id, the coordinator knows it by that, or asks for it (TellManifests), and the whole message comes again. So
+    with that of `held`.
 
     `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads its memory. It is a group of
     its own, has no manifest, reads any `shard`, and is deregistered at its end. `medium` HOST: a copy in the library's own
@@ -83,6 +85,7 @@ class Register:
     chunks: U64
     manifest: ManifestBlob
     held: Held | None
+    manifest_id: Id = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Held:
     voted: bool = False
     published: bool = False
     root: Root = b""
+    manifest_id: Id = ""
 
 
 @dataclass(frozen=True, slots=True)

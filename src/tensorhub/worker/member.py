@@ -342,6 +342,9 @@ class Member:
         match message:
             case messages.Registered():
                 self._registered(message)
+            case messages.TellManifests():
+                if self._session.asked(message.request):
+                    self._memory.restate(told=True)
             case messages.EpochChanged():
                 self._session.epoch_changed(message)
                 if isinstance(call, GroupCall):

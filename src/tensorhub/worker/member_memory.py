@@ -19,7 +19,7 @@ from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Re
 from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.member_context import MemberContext
-from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.registration_session import Shard, said_manifest
 from tensorhub.worker.states import HANDLE_TABLE
 
 
@@ -35,8 +35,8 @@ class Content:
     root: bytes = b""  # of its chunks' digests, where it was voted for
     spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
-    def held(self) -> Held:
-        """The same, for the coordinator."""
+    def held(self, *, told: bool) -> Held:
+        """The same, for the coordinator. `told`: it has asked for the manifest itself."""
         version = self.version
         return Held(
             version=version.version,
@@ -44,9 +44,10 @@ class Content:
             generation=self.generation,
             world_size=version.world_size,
             nbytes=version.nbytes,
-            manifest=self.manifest.encode(),
+            manifest=said_manifest(self.manifest, told=told),
             published=self.published,
             root=self.root,
+            manifest_id=self.manifest.manifest_id,
         )
 
 
@@ -277,8 +278,10 @@ class MemberMemory(Stateful[HandleState]):
 
     # --------------------------------------------------------------------------------- what only others know
 
-    def restate(self) -> None:
-        """Say what is held, or was voted for. Memory that is being fenced or filled is neither."""
+    def restate(self, *, told: bool = False) -> None:
+        """Say what is held, or was voted for. Memory that is being fenced or filled is neither. `told`: the coordinator has
+        asked for the manifests themselves.
+        """
         content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
         if self.applying:
             content = self.staged
@@ -286,11 +289,11 @@ class MemberMemory(Stateful[HandleState]):
             content = self.content
         if self.staged is not None and not self.applying:
             self._restate_pending = True  # if it is committed already, the coordinator counts on what is held no longer
-        held = content.held() if content is not None and not content.spoiled else None
+        held = content.held(told=told) if content is not None and not content.spoiled else None
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
         if held is not None and undecided:
             held = replace(held, voted=True)
-        self._context.say(self._context.session.register(held))
+        self._context.say(self._context.session.register(held, told=told))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""

@@ -18,6 +18,7 @@ from tensorhub.types import Medium, OpKey, Purpose
 # Of a lease. However late something is heard that was said before the end of a session, the coordinator counts on its worker
 # for no longer than a lease after it said itself what the worker has answered. The margin is for clocks that do not agree.
 LEASE_MARGIN = 0.6
+TOLD_UNASKED_BYTES = 4096  # of a manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,12 @@ class Shard:
         if not self.serves:
             return f"{self.model!r} (rank {self.number})"
         return f"{self.model!r} (group {self.group!r}, rank {self.rank})"
+
+
+def said_manifest(manifest: Manifest, *, told: bool) -> bytes:
+    """What Register says of it, besides its id: all of it if that is asked for, or is no longer than to ask."""
+    encoded = manifest.encode()
+    return encoded if told or len(encoded) <= TOLD_UNASKED_BYTES else b""
 
 
 class RegistrationSession:
@@ -85,8 +92,10 @@ class RegistrationSession:
             self.lease_over = now + self._lease_s * (1 + LEASE_MARGIN)
         self.online = self.confirmed = False
 
-    def register(self, held: Held | None) -> Register:
-        """Say who this is and what is held; what is not said is not held (the coordinator forgets it)."""
+    def register(self, held: Held | None, *, told: bool) -> Register:
+        """Say who this is and what is held; what is not said is not held (the coordinator forgets it). `told`: it has asked
+        for the manifests themselves.
+        """
         s, manifest = self.shard, self.shard.manifest
         self._register_request = self._requests()
         return Register(
@@ -104,8 +113,9 @@ class RegistrationSession:
             layout_id=s.layout_id,
             nbytes=manifest.nbytes if manifest is not None else 0,
             chunks=manifest.chunk_count if manifest is not None else 0,
-            manifest=manifest.encode() if manifest is not None else b"",
+            manifest=said_manifest(manifest, told=told) if manifest is not None else b"",
             held=held,
+            manifest_id=manifest.manifest_id if manifest is not None else "",
         )
 
     def asked(self, request: int) -> bool:
