@@ -87,6 +87,7 @@ class ModelSummary:
     versions: Annotated[tuple[VersionSummary, ...], Length(1024)]  # the newest first
     calls: Annotated[tuple[CallsSummary, ...], Length(1024)]  # what has stood still longest first
     silent: Annotated[tuple[SilentWorker, ...], Length(1024)]  # 16 suspect workers at most, longest silent first
+    coordinator_behind_s: Seconds = 0.0  # how late the coordinator comes to what it is told: calls take longer by that
 
     @property
     def rows(self) -> int:

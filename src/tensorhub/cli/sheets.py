@@ -133,9 +133,14 @@ def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
     return Sheet("workers", ("state", "name", "site", "rack", "host", "reached at"), rows)
 
 
+BEHIND_S = 0.1  # with less, a coordinator is not behind
+
+
 def _title(model: ModelInfo | ModelSummary) -> str:
     mark = "nothing published yet" if model.mark is None else f"mark {model.mark}"
-    return f"{model.model}: lineage {model.lineage}, {mark}, retains {model.retain}"
+    late_s = model.coordinator_behind_s
+    late = f"; the coordinator is {late_s:.1f} s behind: calls take longer by that" if late_s >= BEHIND_S else ""
+    return f"{model.model}: lineage {model.lineage}, {mark}, retains {model.retain}{late}"
 
 
 # --------------------------------------------------------------------------------------------------------- in counts

@@ -17,6 +17,7 @@ class Heartbeats:
         self.lease_s = lease_s
         self._said_at = 0.0  # when the coordinator said the newest Welcome or HeartbeatAck that came, by its own clock
         self._sequence = 0
+        self._answered = 0  # the newest that was acknowledged, or that a former session has said
         self._unanswered = 0  # beats since anything was heard in this session
 
     def __repr__(self) -> str:
@@ -29,7 +30,7 @@ class Heartbeats:
 
     def connected(self) -> None:
         """A connection is up, which is to become a session."""
-        self._unanswered = 0
+        self._unanswered, self._answered = 0, self._sequence
 
     def heard(self, message: FromCoordinator) -> None:
         """Something has come over it."""
@@ -37,7 +38,14 @@ class Heartbeats:
         if isinstance(message, Welcome):
             self.lease_s, self._said_at = message.lease_s, message.said_at
         elif isinstance(message, HeartbeatAck):
-            self._said_at = message.said_at
+            self._said_at, self._answered = message.said_at, message.sequence
+
+    @property
+    def late_s(self) -> float:
+        """When it is time for the next one: for how long those wait, at least, that are not acknowledged. So long the
+        coordinator is behind, and whatever else it is told waits as long.
+        """
+        return (self._sequence - self._answered) * self.every_s
 
     def is_in_vain(self) -> bool:
         """It is time for the next one. Whether the session is given up instead: nobody hears, or the way is cut."""

@@ -2,8 +2,8 @@
 
 A bug is a context manager that breaks the code while it is entered. `tests/testing/test_bugs.py` runs seeds in it until one
 fails; if none does, that is a hole in the checks, not in this list. Modules here are `outside` (written by somebody who had
-read the public API and the rules only, not the checks), `inside`, `seen` (what callers see, for the reference model), and
-`woken` (who goes on when).
+read the public API and the rules only, not the checks), `inside`, `seen` (what callers see, for the reference model),
+`woken` (who goes on when), and `behind` (what lies unread at the coordinator).
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from tensorhub.types import Incarnation, Options, parse_address
 from tensorhub.worker.heartbeats import Heartbeats
 
 OUTBOX_MESSAGES_MAX = 8192
+BEHIND = "it has more to do than it comes to, was stopped, or the way is slow: calls take longer by that"
 RECONNECT_S_FIRST = 0.05
 RECONNECT_S_MAX = 2.0
 
@@ -247,4 +248,6 @@ class CoordinatorLink:
             await anyio.sleep(self._beats.every_s)
             if self._beats.is_in_vain():
                 raise ConnectionLost(f"nothing was heard for {self.lease_s:g} s")
+            if self._beats.late_s > self._beats.every_s:  # with one beat, it may have been this process that was stopped
+                log.warning("coordinator_behind", coordinator=self.addresses, seconds=self._beats.late_s, reason=BEHIND)
             self.say(self._beats.next())

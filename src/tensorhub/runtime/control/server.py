@@ -62,6 +62,7 @@ from tensorhub.runtime.control.doorstep import Doorstep, Stranger
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, shares
 from tensorhub.runtime.control.polled_stream import Poller
+from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, Session, Turn
 from tensorhub.runtime.control.store import Store
 from tensorhub.transport import sockets
@@ -71,7 +72,6 @@ LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
 TURN_S = 0.005  # or after so much time
-TURNS_TO_CORE = 4  # of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait
 SILENT_PER_STEP = 64  # sessions; each may end a worker
 READ_ONLY_HEARD_MAX = 16  # messages of all read-only sessions together, in each round of turns
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
@@ -151,6 +151,7 @@ class CoordinatorServer:
             tasks.start_soon(self._keep_records)
             tasks.start_soon(self._keep_looking)
             tasks.start_soon(self._poller.keep)
+            tasks.start_soon(self._turn.pulse.keep, self._options.lease_s, lambda: len(self._sessions))
             if isinstance(self._secrets, TokenFile):
                 tasks.start_soon(self._keep_access)
             log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)

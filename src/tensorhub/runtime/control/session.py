@@ -11,7 +11,7 @@ import itertools
 import select
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anyio
@@ -34,6 +34,7 @@ from tensorhub.protocol import codec
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.control.pulse import Pulse
 from tensorhub.types import Options
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
@@ -66,6 +67,7 @@ class Turn:
     def __init__(self) -> None:
         native: Any = anyio.lowlevel.current_token().native_token
         self._call_soon: Callable[[Callable[[], None]], object] = getattr(native, "call_soon", None) or native.run_sync_soon
+        self.pulse = Pulse()  # how late turns come
         self._sessions: dict[Session, None] = {}  # to speak to
         self._message: Announce | None = None  # what was encoded last
         self._body = b""
@@ -217,6 +219,10 @@ class Session:
         """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
         Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
         """
+        if isinstance(message, Description | Summary):
+            late_s = self._turn.pulse.behind_s
+            models: Any = tuple(replace(model, coordinator_behind_s=late_s) for model in message.models)
+            message = replace(message, models=models)
         # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits for no more than that.
         async with self.kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
             body = _encoded(message, self._options.frame_bytes_max)

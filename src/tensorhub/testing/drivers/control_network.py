@@ -7,6 +7,7 @@ messages mean (`worker`), nor for faults: it finds out about them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from tensorhub.coordinator import Connected, Disconnected, Received, Silent
@@ -123,6 +124,9 @@ class ControlFaults(Protocol):
     def rolls_back(self) -> None:
         """The coordinator is about to hear of a rollback."""
 
+    def reads_at(self, worker: SimWorker) -> float:
+        """When the coordinator reads what has come from that worker just now."""
+
 
 class ControlNetwork:
     """What is on its way between workers and the coordinator, in virtual time."""
@@ -146,8 +150,34 @@ class ControlNetwork:
         timeline = self._timeline
         link = Link(next(self._world.sessions))
         link.up_due = timeline.now + self.latency()
-        timeline.at(link.up_due, timeline.coordinator, self._accepted, worker, link)
+        timeline.at(link.up_due, timeline.coordinator, self._read, worker, link, self._accepted)
         return link
+
+    # -- what lies unread at the coordinator
+
+    def _read(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
+        """The coordinator comes to this at once, or when it has read what came before over that connection. Over others it
+        may have read what came later.
+        """
+        if not link.unread and self._faults.reads_at(worker) <= self._timeline.now:
+            act(worker, link)
+        else:
+            link.unread += 1
+            self._read_later(worker, link, act)
+
+    def _read_later(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
+        timeline = self._timeline
+        link.read_due = max(link.read_due, self._faults.reads_at(worker))
+        timeline.at(link.read_due, timeline.coordinator, self._read_now, worker, link, act)
+
+    def _read_now(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
+        if self._faults.reads_at(worker) > self._timeline.now:
+            self._read_later(worker, link, act)
+            return
+        link.unread -= 1
+        act(worker, link)
+        for handle in worker.handles:
+            self._world.touch(handle)  # whoever is counted on for what is so old is found out
 
     def _accepted(self, worker: SimWorker, link: Link) -> None:
         self._world.links[link.session] = (worker, link)
@@ -171,6 +201,9 @@ class ControlNetwork:
             link.up_due = max(link.up_due, blocked)
             timeline.at(blocked, timeline.coordinator, self._arrive_up, worker, link)
             return
+        self._read(worker, link, self._hear)
+
+    def _hear(self, worker: SimWorker, link: Link) -> None:
         message = link.up.popleft()
         if link.session not in self._world.links or link.is_lossy:
             return
@@ -190,9 +223,11 @@ class ControlNetwork:
         self._world.step(Received(link.session, message))
 
     def looked_for(self, session: int) -> None:
-        """The coordinator asks what of this session lies unread: it will have been passed on after all that happens now."""
+        """The coordinator asks what of this session lies unread. If nothing does, it is told so, after all of now."""
         timeline = self._timeline
-        timeline.at(timeline.now, timeline.coordinator, self._looked, session)
+        _, link = self._world.links.get(session, (None, None))
+        if link is None or not link.unread:
+            timeline.at(timeline.now, timeline.coordinator, self._looked, session)
 
     def _looked(self, session: int) -> None:
         self._world.step(Silent((session,)))
@@ -209,7 +244,10 @@ class ControlNetwork:
         if blocked:
             self._timeline.at(blocked, self._timeline.coordinator, self._arrive_end, worker, link)
         elif not link.is_lossy:
-            self._over(link)
+            self._read(worker, link, self._ends)
+
+    def _ends(self, worker: SimWorker, link: Link) -> None:
+        self._over(link)
 
     def _over(self, link: Link) -> None:
         if self._world.links.pop(link.session, None) is not None:

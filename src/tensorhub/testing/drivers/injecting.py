@@ -23,6 +23,7 @@ from tensorhub.types import HandleState
 
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
+BEHIND_LEASES = (1.1, 4.0)  # within 2.6 an owner that is cut off may have given up what it held
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
 ABSENT_S = 3.0  # at least: time for others to go on
 CALMER_AFTER = 2  # times the events that a seed has at least
@@ -69,6 +70,8 @@ class Injector:
         self.doubles_left = 0  # messages still to be delivered twice
         self.damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._broader_at = 2 * events_least
+        # Whose words lie unread ("": everybody's), until when, and how long it takes to read them all then.
+        self._unread: dict[str, tuple[float, float]] = {}
         self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
         self._ambushes: list[Fault] = []  # what strikes whoever votes next
         self._changes_of_mind: list[bool] = []  # who has voted next cancels; True: who has voted for what is staged
@@ -118,6 +121,7 @@ class Injector:
         self._cuts_short = False
         self._for_lanes.clear()
         self._stalled.clear()
+        self._unread.clear()
         # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
         last = list(self._world.workers) if Fault.CORRUPT in self.plan.weights else []
         self.damaged = dict.fromkeys(last, 1)
@@ -207,6 +211,12 @@ class Injector:
             if self._strike_worker(kind, worker, COORDINATOR, self._timeline.now + ABSENT_S):
                 self.happens(kind)
 
+    def reads_at(self, worker: SimWorker) -> float:
+        """When the coordinator reads what has come from that worker just now; across workers, in any order."""
+        now = self._timeline.now
+        until, reading_s = self._unread.get("", self._unread.get(worker.name, (0.0, 0.0))) if self._unread else (0.0, 0.0)
+        return until + self._random.random() * reading_s if until > now else now
+
     def cuts_short(self, actions: list[Action]) -> list[Action]:
         """What the coordinator comes to of these: it may die when it has told only some ranks how it all ended."""
         if not self._cuts_short:
@@ -291,6 +301,9 @@ class Injector:
                 if worker is not None and random.random() < 0.5:
                     worker.disconnect()
                 return False
+            case Fault.BEHIND:
+                assert worker is not None
+                return self._fall_behind(worker)
             case Fault.DUPLICATE:
                 self.doubles_left += random.choice((1, 1, 5, 30))
                 return False
@@ -316,8 +329,25 @@ class Injector:
         if not self._timeline.coordinator.alive:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
+        self._unread.clear()
         self.coordinator.crash(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
         return True
+
+    def _fall_behind(self, worker: TimedWorker) -> bool:
+        """The coordinator reads nothing of what comes from that worker, or from anybody: it is starved, so that its timers
+        run, or stopped, so that they do not. Workers go on saying things, and give up connections that bring no answer.
+        """
+        random, now, lease_s = self._random, self._timeline.now, self._world.options.lease_s
+        if any(now < until + reading_s + lease_s for until, reading_s in self._unread.values()):
+            return False  # it has to come to something meanwhile
+        until, reading_s = now + lease_s * random.uniform(*BEHIND_LEASES), lease_s * random.choice((0.0, 0.1, 1.0))
+        whose = random.choice((worker.name, ""))
+        self._unread = {whose: (until, reading_s)}
+        process = self._timeline.coordinator
+        if not whose and random.random() < 0.3:
+            process.stopped_until = max(process.stopped_until, until)
+        self._world.note(f"the coordinator reads nothing of {whose or 'anybody'} until {until:.3f}")
+        return worker.link is not None
 
     def _strike_data(self, kind: Fault) -> bool:
         random, handle, lane = self._random, self._handle(), self._lane()

@@ -29,6 +29,7 @@ class Fault(StrEnum):
     STALL = "stall"  # a source accepts its readers, and sends nothing
     SLOW = "slow"  # a link between two workers is a hundred times as slow
     PAUSE = "pause"  # a process is stopped, and goes on later
+    BEHIND = "behind"  # what somebody says, or everybody, lies unread at the coordinator for longer than a lease
     HOOK = "hook"  # a before_write raises
     CANCEL = "cancel"  # a call is cancelled
     DIFFER = "differ"  # the ranks of a group call differently, or one does not call

@@ -21,11 +21,13 @@ class Link:
     up: deque[FromWorker] = field(default_factory=deque)
     down: deque[FromCoordinator | None] = field(default_factory=deque)  # None: closed by the coordinator
     welcomed: bool = False
+    unread: int = 0  # what has come to the coordinator's machine, and lies unread there: its begin, messages, its end
     # Of a driver with a clock, for which nothing arrives before what was sent earlier:
     up_due: float = 0.0  # when the newest of `up` arrives
     down_due: float = 0.0
     held_until: float = 0.0  # nothing arrives before
     is_lossy: bool = False  # whatever is sent is lost, and nobody is told
+    read_due: float = 0.0  # when the coordinator comes to the last of what lies unread there
 
 
 class Partitions:

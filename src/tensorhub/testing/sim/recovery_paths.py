@@ -29,6 +29,8 @@ SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
 RECOVERY_PATHS: Final = (
     *PATHS.values(),
     "connected again",
+    "copy evicted",
+    "copy not ended",
     "completed from partial replicas",
     "copied from device memory (use)",
     "copied from host memory (prefetch)",

@@ -203,6 +203,11 @@ class SimWorker:
 
     # -- its connection
 
+    @property
+    def is_online(self) -> bool:
+        """Whether it has a connection over which it was welcomed."""
+        return self.link is not None and self.link.welcomed
+
     def connect(self) -> None:
         """Open a connection and join."""
         assert self.alive

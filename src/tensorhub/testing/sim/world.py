@@ -42,10 +42,12 @@ from tensorhub.messages import (
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.guarantees import Guarantees
+from tensorhub.testing.sim.judges.losses import Losses
 from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
 from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerWorld
 from tensorhub.types import HandleState, Location, Options
@@ -78,6 +80,7 @@ class World(WorkerWorld):
         self.ident = "c"  # of the coordinator's state
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
         self.guarantees = Guarantees(self)
+        self.losses = Losses(self)
         self.verified = VerifiedChunks()
         self.start_coordinator()
 
@@ -112,6 +115,7 @@ class World(WorkerWorld):
         """A new one begins, on what is durable."""
         self.epoch += 1
         self._joined.clear()
+        self.losses.forget()
         self.coordinator = Coordinator(
             cluster=self.ident,
             epoch=self.epoch,
@@ -153,6 +157,15 @@ class World(WorkerWorld):
         handle = self.handle_of(registration)
         return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
 
+    def session_of(self, incarnation: str) -> int | None:
+        """The newest connection over which the present coordinator has welcomed it."""
+        return self._joined.get(incarnation)
+
+    def unread(self, session: int) -> int | None:
+        """How much of that connection lies unread at the coordinator; None: it has read its end."""
+        _, link = self.links.get(session, (None, None))
+        return link.unread if link is not None else None
+
     def is_recording_rollback(self, model: str) -> bool:
         """Whether a rollback of that model is on its way to the store."""
         entries = (persist.entry for persist in self.unstored.values())
@@ -191,6 +204,7 @@ class World(WorkerWorld):
                     asked.append(action.session)
                 case _:
                     assert_never(action)
+        self.losses.stepped(event)
         for session in asked:
             self.control.looked_for(session)
 
@@ -292,6 +306,9 @@ class World(WorkerWorld):
     @abstractmethod
     def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
         """A process that is not connected yet."""
+
+    def touch(self, handle: HandlePort) -> None:
+        """Something has come to pass on which the coordinator's view of it depends."""
 
     def to_be_stored(self, persist: Persist) -> None:
         """The coordinator wants this recorded."""

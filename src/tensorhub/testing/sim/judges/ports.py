@@ -56,6 +56,10 @@ class JudgedWorker(Protocol):
     cut_off_at: float  # when it has last lost a connection over which it was heard
 
     @property
+    def is_online(self) -> bool:
+        """Whether it has a connection over which it was welcomed."""
+
+    @property
     def handles(self) -> Sequence[JudgedHandle]: ...
 
 
@@ -122,6 +126,14 @@ class JudgedWorld(Protocol):
     @abstractmethod
     def mates(self, handle: JudgedHandle) -> Sequence[JudgedHandle]:
         """The other ranks of its group."""
+
+    @abstractmethod
+    def session_of(self, incarnation: str) -> int | None:
+        """The newest connection over which the present coordinator has welcomed it."""
+
+    @abstractmethod
+    def unread(self, session: int) -> int | None:
+        """How much of that connection lies unread at the coordinator; None: it has read its end."""
 
     @abstractmethod
     def is_recording_rollback(self, model: str) -> bool:

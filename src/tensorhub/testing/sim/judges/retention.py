@@ -7,6 +7,7 @@ coordinator's own books say is used as little as may be.
 from __future__ import annotations
 
 from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
+from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.messages import Done
 from tensorhub.testing.sim.assertion import HOLDING, demand
@@ -16,6 +17,7 @@ from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedW
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
+from tensorhub.worker.registration_session import LEASE_MARGIN
 
 
 class RetentionJudge:
@@ -261,6 +263,8 @@ class RetentionJudge:
         """R4, R8: what the coordinator counts on, its owner knows."""
         member, content = self._world.coordinator.cluster.members.get(handle.id), handle.member.content
         holding = member.holding if member is not None else None
+        if holding is not None:
+            self._check_counted(handle, holding)
         if content is None or holding is None or holding.generation != content.generation:
             return
         if handle.member.state in HOLDING:
@@ -268,6 +272,20 @@ class RetentionJudge:
             demand(same, f"durable mark: {handle} holds {content.version}, and is thought to hold {holding.version.info}")
         counted = holding.told and holding.kept and handle.member.state in HOLDING
         demand(content.retained or not counted, f"leaving: {handle} does not know that it has to stay, and is counted on")
+
+    def _check_counted(self, handle: JudgedHandle, holding: Holding) -> None:
+        """R4: an owner that is cut off may give up what it holds when its lease is over; until then, and no longer, others
+        may leave because it holds that.
+        """
+        worker, cluster = handle.worker, self._world.coordinator.cluster
+        if worker.is_online or cluster.members[handle.id].worker.incarnation != worker.incarnation:
+            return
+        free_at = worker.cut_off_at + (1 + LEASE_MARGIN) * self._world.options.lease_s
+        counted = holding.version.retained and self._world.coordinator._retentions.is_reliable(holding)
+        demand(
+            cluster.now < free_at or not counted,  # `cluster.now`: when it could last let anybody go
+            f"leaving: {handle} is counted on, was cut off at {worker.cut_off_at:.3f}, may have gone since {free_at:.3f}",
+        )
 
     def check_told(self, message: Done) -> None:
         """R2, R4: when `retain` and `pin` return, that is durable, and every holder knows."""

@@ -1,0 +1,54 @@
+"""How late a coordinator comes to what it has to do: it has more of that than it comes to, or was stopped.
+
+Responsible for measuring that, and for saying so in the log. What is late waits in order, so nothing is lost by it; but
+everybody who calls waits longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+
+from tensorhub.logs import get_logger
+from tensorhub.runtime import clock
+
+PULSE_S = 0.5  # between two looks
+LATE = 1 / 8  # of a lease: a coordinator that is so late says so
+TURNS_TO_CORE = 4  # of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait
+
+log = get_logger("tensorhub.coordinator")
+
+
+class Pulse:
+    """Of one server, while `keep` runs."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0  # how much later than it should the last look came
+        self._due = math.inf  # when the next one should
+
+    def __repr__(self) -> str:
+        return f"<Pulse {self._late_s:.3f} s late>"
+
+    @property
+    def behind_s(self) -> float:
+        """How long what comes waits for its turn now."""
+        return max(self._late_s, clock.now() - self._due)
+
+    async def keep(self, lease_s: float, sessions: Callable[[], int]) -> None:
+        """Look, until cancelled. `sessions`: how many there are, for the log."""
+        worst_s = 0.0
+        while True:
+            self._due = clock.now() + PULSE_S
+            await anyio.sleep(PULSE_S)
+            for _ in range(TURNS_TO_CORE):
+                await anyio.lowlevel.checkpoint()
+            self._late_s = max(0.0, clock.now() - self._due)
+            if self._late_s > lease_s * LATE:
+                worst_s = max(worst_s, self._late_s)
+                log.warning("coordinator_behind", seconds=round(self._late_s, 1), sessions=sessions())
+            elif worst_s:
+                log.info("coordinator_caught_up", seconds=round(worst_s, 1), sessions=sessions())
+                worst_s = 0.0

@@ -1,0 +1,164 @@
+"""A coordinator that has more to do than it comes to: it says so, and whoever makes it so hurts himself alone.
+
+Covers `runtime.control.pulse`, `runtime.control.server` (turns) and `runtime.control.link` (who waits is told).
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+from tensorhub.coordinator import Action, Coordinator, Event, Received
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.messages import (
+    Dismissed,
+    Heartbeat,
+    HeartbeatAck,
+    Held,
+    Join,
+    ReaderCut,
+    Register,
+    Registered,
+    Welcome,
+)
+from tensorhub.protocol import codec
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.frames import READ_BYTES_MAX
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.control import pulse
+from tensorhub.runtime.control.server import MESSAGES_PER_TURN, CoordinatorServer
+from tensorhub.types import Location, Medium, Options, Purpose, parse_address
+from tests.rig import WAIT_S, connect, nothing_left, tensors, until
+from tests.runtime.control.test_server import serving
+
+LEASE_S = 0.8
+STEP_S = 0.5  # more than two beats
+
+
+def takes_long(monkeypatch: pytest.MonkeyPatch, about: type, seconds: float) -> None:
+    """Each such message takes the coordinator so long."""
+    step = Coordinator.step
+
+    def slow(self: Coordinator, event: Event, now: float) -> list[Action]:
+        if isinstance(event, Received) and isinstance(event.message, about):
+            time.sleep(seconds)
+        return step(self, event, now)
+
+    monkeypatch.setattr(Coordinator, "step", slow)
+
+
+async def test_a_coordinator_that_is_behind_says_so_and_so_do_those_who_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tensorhub.coordinator")
+
+    def told(logger: str, what: str) -> bool:
+        return any(record.name == logger and what in record.getMessage() for record in caplog.records)
+
+    monkeypatch.setattr(pulse, "PULSE_S", 0.05)
+    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server, connect(server.address) as hub:
+        await hub.register("m", tensors())
+        assert (await hub.describe("m")).coordinator_behind_s < STEP_S
+        with monkeypatch.context() as slowed:
+            takes_long(slowed, Heartbeat, STEP_S)
+            await until(lambda: told("tensorhub.coordinator", "event='coordinator_behind'"))
+            await until(lambda: told("tensorhub.worker", "event='coordinator_behind'"))
+            while (await hub.describe("m")).coordinator_behind_s < LEASE_S / 8:
+                pass
+        await until(lambda: told("tensorhub.coordinator", "event='coordinator_caught_up'"))
+        while (await hub.describe("m")).coordinator_behind_s > LEASE_S / 8:
+            pass
+        assert not told("tensorhub.worker", "worker_dismissed")
+
+
+async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[Any]:
+    host, port = parse_address(server.address)
+    messages = MessageStream[Any](await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20)
+    await messages.handshake(ClientHandshake("worker", f"life{number}", b"", bytes(NONCE_BYTES)), WAIT_S)
+    await messages.send(Join(f"w{number}", Location(), (), 1, 0))
+    return messages
+
+
+async def test_who_says_everything_faster_than_it_can_be_heard_fills_his_own_sockets_and_nobody_elses_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it says is read no faster than it is handled. The rest stays in the kernel, and in the end with its sender."""
+    heard: list[int] = []
+    step = Coordinator.step
+
+    def counting(self: Coordinator, event: Event, now: float) -> list[Action]:
+        if isinstance(event, Received) and isinstance(event.message, ReaderCut):
+            heard.append(event.session)
+        return step(self, event, now)
+
+    monkeypatch.setattr(Coordinator, "step", counting)
+    takes_long(monkeypatch, ReaderCut, 0.0005)
+    async with nothing_left(), serving(Options()) as server, AsyncExitStack() as stack:
+        greedy, other = [await stack.enter_async_context(await thin_worker(server, number)) for number in range(2)]
+        for messages in (greedy, other):
+            assert isinstance(await messages.receive(), Welcome)
+        loud = server._sessions[1]
+        body, said = codec.encode(ReaderCut("unknown")), 0
+
+        async def shout() -> None:
+            nonlocal said
+            while True:
+                await greedy._stream.send(greedy._encoder.frames(*[body] * 1000))
+                said += 1000
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(shout)
+            await until(lambda: len(heard) > 100)
+            for sequence in range(50):
+                before = len(heard)
+                await other.send(Heartbeat(sequence))
+                assert isinstance(await other.receive(), HeartbeatAck)
+                assert len(heard) - before <= 6 * MESSAGES_PER_TURN
+                assert len(loud.messages._decoder._buffer) <= 2 * READ_BYTES_MAX
+            tasks.cancel_scope.cancel()
+        assert set(heard) == {1}
+        states = {worker.name: worker.state for worker in server._core.cluster.workers.values()}
+        assert states == dict.fromkeys(("w0", "w1"), WorkerState.LIVE)
+
+
+WORKERS = 1000
+
+
+def registers(number: int, held: Held | None) -> Register:
+    use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", held)
+    return Register(1, f"r{number}", "m", f"g{number}", 0, 0, 1, *use)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # trio takes as long again, for the same server
+async def test_a_thousand_workers_that_come_back_at_once_are_the_ones_that_they_were() -> None:
+    """Their connections all break, as with a switch, and they all dial at once. Nobody is lost, or a newcomer."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 3 * WORKERS:
+        pytest.skip(f"{soft} descriptors are too few")
+    known = list[bool]()
+
+    async def lives(server: CoordinatorServer, number: int, stack: AsyncExitStack) -> None:
+        messages = await stack.enter_async_context(await thin_worker(server, number))
+        welcome = await messages.receive()
+        assert isinstance(welcome, Welcome), welcome
+        known.append(welcome.known)
+        await messages.send(registers(number, None))
+        while not isinstance(said := await messages.receive(), Registered):
+            assert not isinstance(said, Dismissed), said
+
+    async with nothing_left(), serving(Options(lease_s=WAIT_S, connect_timeout_s=WAIT_S)) as server:
+        for known_before in (False, True):
+            known.clear()
+            async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
+                for number in range(WORKERS):
+                    tasks.start_soon(lives, server, number, stack)
+            assert known == [known_before] * WORKERS
+            await until(lambda: not server._sessions)
+            assert len(server._core.cluster.workers) == len(server._core.cluster.members) == WORKERS
