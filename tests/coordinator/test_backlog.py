@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Silent, Tick
+from tensorhub.coordinator import Silent, Tick, limits
 from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Heartbeat
@@ -118,6 +118,30 @@ def test_a_stopped_coordinator_loses_nobody_and_listens_for_a_lease_first() -> N
     cluster.advance(0.2)  # who has not come back is lost
     assert list(cluster.coordinator.cluster.workers) == [trainer.worker.incarnation]
     assert states(cluster) == {WorkerState.LIVE}
+
+
+def test_after_a_stop_nobody_counts_until_he_answers_what_was_said_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first step there is no time for all timers; then heartbeats are read that were said before."""
+    monkeypatch.setattr(limits, "TIMERS_PER_STEP", 1)
+    cluster, trainer, reader = published()
+    retentions = cluster.coordinator._retentions
+    handles = (trainer, reader)
+    for handle in handles:
+        handle.worker.beat()
+    cluster.now += 2 * cluster.options.lease_s
+    cluster.step(Tick())
+    assert WorkerState.LIVE in states(cluster)
+    assert not any(retentions.is_reliable(holding(cluster, handle)) for handle in handles)
+    for handle in handles:
+        read_backlog(cluster, handle)
+        assert not any(retentions.is_reliable(holding(cluster, handle)) for handle in handles)
+    assert states(cluster) == {WorkerState.SUSPECT}
+    cluster.run()  # they hear what the coordinator says now
+    for handle in handles:
+        handle.worker.beat()
+        assert not retentions.is_reliable(holding(cluster, handle))
+        cluster.run()
+        assert retentions.is_reliable(holding(cluster, handle))
 
 
 def test_a_coordinator_that_was_stopped_right_after_its_restart_waits_for_holders_as_long() -> None:

@@ -89,6 +89,9 @@ class Actor:
     async def update(self, name: str = "w", at_least: int | None = None, timeout: float | None = None) -> Any:
         return _shown(await self._weights[name].update(at_least=at_least, timeout=timeout))
 
+    async def retain(self, latest: int) -> None:
+        await self._hub.retain("m", latest=latest)
+
     async def wait_for(self, at_least: int) -> int:
         return (await self._hub.wait_for("m", at_least=at_least)).version
 

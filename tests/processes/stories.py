@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from tests.processes.child_processes import ChildProcesses, Failed, Process
+from tests.processes.child_processes import WAIT_S, ChildProcesses, Failed, Process
+
+
+def until(process: Process, holds: Callable[[Any], bool], what: str = "describe") -> Any:
+    """Ask until the answer is such."""
+    deadline = time.monotonic() + WAIT_S
+    while not holds(answer := process.do(what)):
+        assert time.monotonic() < deadline, answer
+    return answer
 
 
 def a_source_is_killed_in_mid_read(

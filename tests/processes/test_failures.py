@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.processes.child_processes import ChildProcesses, Failed, Process
-from tests.processes.stories import a_source_is_killed_in_mid_read
+from tests.processes.stories import a_source_is_killed_in_mid_read, until
 
 MIB = 2**20
 NBYTES = 64 * MIB  # more than what lies in sockets' buffers
@@ -129,6 +129,29 @@ def test_a_coordinator_that_is_stopped_for_longer_than_a_lease_loses_nobody(proc
     assert reader.do("replicate")["version"] == 1
     assert trainer.do("incarnation") == life
     assert trainer.do("state") == ["ready", 1]
+
+
+def test_after_a_stop_of_the_coordinator_old_words_of_a_holder_let_nobody_leave(processes: ChildProcesses) -> None:
+    """What it said before it was stopped itself lies unread. Only when it answers may the other last holder go."""
+    coordinator, address = cluster(processes, lease_s=2.0)
+    trainer = trainer_with(processes, address)
+    holder = processes.worker(address, "holder", NBYTES)
+    holder.do("replicate")
+    trainer.do("retain", latest=1)
+    coordinator.stop()
+    holder.do("block", seconds=1.2)  # its heartbeats go on
+    holder.stop()
+    trainer.do("block", seconds=2.0)  # the fault lasts longer than a lease
+    coordinator.go_on()
+    until(trainer, lambda model: model["workers"].get("trainer") == "live")
+    assert trainer.do("describe")["workers"].get("holder") in ("suspect", None)
+    with pytest.raises(Failed, match="must stay: it is one of the newest 1, which are retained") as caught:
+        trainer.do("unpublish", timeout=0.5)
+    assert caught.value.kind == "RetentionError"
+    holder.go_on()
+    trainer.do("unpublish")
+    assert trainer.do("state") == ["empty", None]
+    assert trainer.do("replicate")["sources"] == {"holder": "used"}
 
 
 def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processes: ChildProcesses) -> None:

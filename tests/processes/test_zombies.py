@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from tests.processes.child_processes import WAIT_S, ChildProcesses, Failed, Process
+from tests.processes.child_processes import ChildProcesses, Failed, Process
+from tests.processes.stories import until
 from tests.processes.test_failures import MIB, NBYTES, cluster, trainer_with
-
-
-def until(process: Process, holds: Callable[[Any], bool], what: str = "describe") -> Any:
-    """Ask until the answer is such."""
-    deadline = time.monotonic() + WAIT_S
-    while not holds(answer := process.do(what)):
-        assert time.monotonic() < deadline, answer
-    return answer
 
 
 def stop_beyond_lease(zombie: Process, witness: Process) -> None:

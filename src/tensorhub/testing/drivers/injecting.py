@@ -187,7 +187,8 @@ class Injector:
         ]
         if not voters or not worker.alive:
             return
-        if self._changes_of_mind and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
+        is_stopped = worker.stopped_until > self._timeline.now  # then its user changes his mind later
+        if self._changes_of_mind and not is_stopped and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
             self._changes_of_mind.clear()
             voters[0].cancel()
             self.happens(Fault.CANCEL)
@@ -366,7 +367,7 @@ class Injector:
             case Fault.HOOK:
                 handle.hook_error = BrokenHook("the hook broke")
                 self._timeline.after(random.choice(LONG_S), handle.worker, self._mend_hook, handle)
-            case Fault.CANCEL if handle.member.running is not None:
+            case Fault.CANCEL if handle.member.running is not None and handle.worker.stopped_until <= self._timeline.now:
                 handle.cancel()
             case Fault.OVERWRITE:
                 return handle.overwrite()
