@@ -15,6 +15,7 @@ from tensorhub.runtime.control.pending_handshakes import (
     READING_STRANGERS_MAX,
     STRANGERS_MAX,
     PendingHandshakes,
+    descriptors_for,
     origin_of,
     readers_share,
     shares,
@@ -182,6 +183,15 @@ def test_what_counts_as_one_origin(host: object, origin: str) -> None:
 def test_descriptors_are_shared_out(monkeypatch: pytest.MonkeyPatch, soft: int, expected: tuple[int, int]) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     assert shares(9999) == expected
+
+
+@pytest.mark.parametrize("sessions", [1000, 12159, 12161, 16384])
+def test_so_many_descriptors_are_enough_and_one_less_is_not(monkeypatch: pytest.MonkeyPatch, sessions: int) -> None:
+    soft = descriptors_for(sessions)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert shares(sessions)[1] == sessions
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft - 1, soft - 1))
+    assert shares(sessions)[1] == sessions - 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import tensorhub
 from tensorhub.coordinator import Entry, Event
 from tensorhub.coordinator.answers import Answers
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
-from tensorhub.messages import Describe, Description, Join, ReaderCut, Register, Watch
+from tensorhub.messages import Describe, Description, Join, ReaderCut, Refused, Register, Watch, Welcome
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -128,11 +129,11 @@ async def test_a_publication_that_cannot_be_recorded_is_none() -> None:
         await source.publish(1)
 
 
-async def talk(server: CoordinatorServer, *words: Any) -> MessageStream[Any]:
+async def talk(server: CoordinatorServer, *words: Any, incarnation: str = "by-hand") -> MessageStream[Any]:
     """A worker by hand, that has proved itself and said `words`."""
     host, port = parse_address(server.address)
     messages = MessageStream(await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20)
-    await messages.handshake(ClientHandshake("worker", "by-hand", b"", bytes(NONCE_BYTES)), WAIT_S)
+    await messages.handshake(ClientHandshake("worker", incarnation, b"", bytes(NONCE_BYTES)), WAIT_S)
     for word in words:
         await messages.send(word)
     return messages
@@ -234,3 +235,24 @@ async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypa
         answers = 0
         while answers < 30:
             answers += isinstance(await messages.receive(), Description)
+
+
+async def test_if_descriptors_are_short_whoever_fits_is_served_and_the_log_says_how_to_help(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))  # of which 8 are for strangers, and 8 for everything else
+    async with nothing_left(), serving(OPTIONS) as server, contextlib.AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(16)]
+        assert {type(await each.receive()) for each in served} == {Welcome}
+        assert "no_descriptors" not in caplog.text
+        async with await talk(server, JOIN, incarnation="late") as late:
+            refused = await late.receive()
+            assert isinstance(refused, Refused)
+            assert "has 16 connections already (Options.sessions_max, or its `ulimit -n`)" in refused.error.message
+            assert refused.error.retryable
+        assert "no_descriptors_for_more_sessions" in caplog.text
+        assert f"raise `ulimit -n` to {OPTIONS.sessions_max + 4096 + 128}" in caplog.text
+        await served[0].aclose()
+        await until(lambda: "sessions=15" in repr(server))
+        async with await talk(server, JOIN, incarnation="next") as next_one:
+            assert isinstance(await next_one.receive(), Welcome)

@@ -177,6 +177,12 @@ def shares(sessions_max: int) -> tuple[int, int]:
     return strangers, max(1, min(sessions_max, soft - strangers - min(RESERVED_DESCRIPTORS, soft // 4)))
 
 
+def descriptors_for(sessions: int) -> int:
+    """The least `ulimit -n` at which so many sessions fit."""
+    kept = sessions + RESERVED_DESCRIPTORS
+    return min(kept + STRANGERS_MAX, 4 * (kept - 1) // 3 + 1)
+
+
 def readers_share() -> int:
     """How many strangers each listener of an owner may have: less of its process' descriptors, which are its user's."""
     return max(1, min(READING_STRANGERS_MAX, _descriptors() // 8))

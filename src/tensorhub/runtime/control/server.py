@@ -60,7 +60,7 @@ from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.doorstep import Doorstep, Stranger
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
-from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, shares
+from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, descriptors_for, shares
 from tensorhub.runtime.control.polled_stream import Poller
 from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, Session, Turn
@@ -110,6 +110,7 @@ class CoordinatorServer:
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
         self._shortages = Tally(log.warning, "accept_failed")
+        self._shortness = Tally(log.warning, "no_descriptors_for_more_sessions")
         frame_bytes_max = options.frame_bytes_max
         self._full = Kind(
             frame_bytes_max, Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)), Pot(max(ANSWERS_BYTES_MAX, frame_bytes_max))
@@ -347,6 +348,7 @@ class CoordinatorServer:
         messages.limit_received(FIRST_FRAME_BYTES_MAX)
         if handshake.peer.role == "worker":
             session.scope.deadline = self._now() + self._options.connect_timeout_s
+        self._tell_if_short()
         self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only, origin))
         try:
             with session.scope:
@@ -364,6 +366,12 @@ class CoordinatorServer:
         finally:
             del self._sessions[number]
             self._step(Disconnected(number))
+
+    def _tell_if_short(self) -> None:
+        """Sessions are refused because descriptors are short: whoever runs this can help that."""
+        if self._sessions_max < min(len(self._sessions), self._options.sessions_max):
+            needed = descriptors_for(self._options.sessions_max)
+            self._shortness.count(sessions=self._sessions_max, advice=f"raise `ulimit -n` to {needed}")
 
     async def _hear(self, session: Session) -> None:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
