@@ -23,7 +23,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Session, Version, Worker
+from tensorhub.coordinator.entities import Model, Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
     Disconnected,
@@ -51,7 +51,8 @@ from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
-GAP = 1 / 8  # of a lease: a step that is so late shows that the coordinator did not run
+GAP = 1 / 8  # of a lease: a step that is so late, with none before it, shows that the coordinator did not run
+FAILURES_OF_LOOK = 64  # sources that have failed a reader: each look at that reader passes over all of them
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
 
@@ -165,11 +166,11 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def step(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now` (seconds; it never goes back). Return what is to be done, in order."""
-        cluster = self.cluster
-        cluster.now = max(now, cluster.now)
+        cluster, before = self.cluster, self.cluster.now
+        cluster.now = max(now, before)
         cluster.cause += 1
         cluster.noted.clear()
-        self._notice_gap()
+        self._notice_gap(before)
         self._run_timers()
         self._handle(event)
         self._settle()
@@ -203,10 +204,12 @@ class Coordinator(Stateful[CoordinatorState]):
 
     # ------------------------------------------------------------------------------------------------------ events
 
-    def _notice_gap(self) -> None:
-        """A step that comes long after a deadline: this coordinator was stopped, or starved, and has heard nobody."""
+    def _notice_gap(self, before: float) -> None:
+        """A step that comes long after a deadline, and after the step at `before`: this coordinator was stopped, or starved,
+        and has heard nobody. (Deadlines that wait for their turn are no gap: it hears others between its steps.)
+        """
         cluster, due = self.cluster, self.cluster.timers.next()
-        if due is not None and cluster.now - due > cluster.options.lease_s * GAP:
+        if due is not None and cluster.now - max(due, before) > cluster.options.lease_s * GAP:
             cluster.listens_since = cluster.now
 
     def _run_timers(self) -> None:
@@ -361,15 +364,18 @@ class Coordinator(Stateful[CoordinatorState]):
                 model = cluster.models.get(name)
                 if model is None:
                     continue  # it was forgotten since
-                self._versions.refresh(model)
-                self._retentions.settle(model)
-                self._withdrawals.settle(model)
-                self._handovers.settle(model)
-                self._lineages.settle(model)
+                self._settle_model(model)
                 if stirs:
                     for operation in model.restless.values():
                         cluster.stir(operation)
                 cluster.forget_if_unused(model)
+
+    def _settle_model(self, model: Model) -> None:
+        self._versions.refresh(model)
+        self._retentions.settle(model)
+        self._withdrawals.settle(model)
+        self._handovers.settle(model)
+        self._lineages.settle(model)
 
     def _settle_stirred(self, *, is_their_turn: bool) -> None:
         """Settle a few of the stirred operations: steps stay short, however many are stirred. If there are many, they have
@@ -383,5 +389,5 @@ class Coordinator(Stateful[CoordinatorState]):
             for key in list(islice(queue, left)):
                 if left > 0:
                     operation = cluster.changed_operations[key] = queue.pop(key)
-                    left -= len(operation.parts)
+                    left -= sum(1 + len(part.failures) // FAILURES_OF_LOOK for part in operation.parts.values())
             self._settle()

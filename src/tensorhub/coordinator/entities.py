@@ -492,6 +492,12 @@ class RankPart:
         return self.reading and not self.voted and self.claim is None
 
     @property
+    def is_to_move(self) -> bool:
+        """Whether it is a guest's, and reads from a source that leaves: it gets another one when there is one for it."""
+        leaves = any(lease.holding.leaving and not lease.dropping for lease in self.leases.values())
+        return leaves and self.member.worker.read_only
+
+    @property
     def needs_source(self) -> bool:
         """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
         version = self.operation.version
@@ -553,11 +559,11 @@ class Operation(_Moving[OperationState]):
 
     @property
     def starves(self) -> bool:
-        """Whether some rank lacks a source, or agreement on its digests; not yet begun, whether all are ready for it."""
+        """Whether some rank lacks a source that stays, or agreement on its digests; not yet begun, whether all are ready."""
         parts = self.parts.values()
         if not self.writing and not self.unchanged and self.kind is not OpKind.PUBLISH and all(p.ready for p in parts):
             return True
-        return self.awaits_agreement or any(part.needs_source for part in parts)
+        return self.awaits_agreement or any(part.needs_source or part.is_to_move for part in parts)
 
     @property
     def is_of_available(self) -> bool:

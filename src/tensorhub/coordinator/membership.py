@@ -90,9 +90,11 @@ class Membership:
         elif worker.session is not None and worker.session != session.number:
             cluster.close_session(worker.session, "the same worker has connected again")
             cluster.sessions[worker.session].worker = None
-        worker.session = session.number
+        worker.session, before = session.number, worker.transports
         worker.connected_at(message.endpoints)
         cluster.reckon(member.holding for member in worker.members.values() if member.holding is not None)
+        if worker.transports != before:
+            self._reach_changed(worker)
         session.worker, session.welcomed_at = worker, cluster.now
         cluster.guests.joined(session)
         cluster.guests.away.pop(worker, None)
@@ -104,12 +106,22 @@ class Membership:
         cluster.send(session.number, welcome)
         self._handovers.back(worker)
 
+    def _reach_changed(self, worker: Worker) -> None:
+        """It has come back with other transports: there are other sources for its ranks, and it is one for other readers."""
+        cluster = self._cluster
+        for member in worker.members.values():
+            if member.group.operation is not None:
+                cluster.stir(member.group.operation)
+            if member.holding is not None:
+                cluster.wake(member.holding.version.starving)
+                cluster.wake(member.group.model.guests_unbound)
+
     def heard(self, worker: Worker, answers: float) -> None:
         """Any message renews the lease. The worker counts only while it answers what was said less than a lease ago.
 
         `answers`: when that was said; later than now, it is taken for now.
         """
-        cluster = self._cluster
+        cluster, counted = self._cluster, self._cluster.counts_on(worker)
         cluster.note(worker)
         worker.heard_at = cluster.now
         worker.answers = max(worker.answers, min(answers, cluster.now))
@@ -117,7 +129,10 @@ class Membership:
         if worker.state is WorkerState.SUSPECT and worker.session is not None and answered:
             cluster.become(worker, WorkerState.LIVE, "heard again")
             self._set_deadline(worker)
+        if cluster.counts_on(worker) and not counted:
             self._touch_models(worker)
+            if worker.host_bytes:
+                self._handovers.room_changed()
 
     def disconnected(self, session: Session) -> None:
         """Its connection has ended, or is about to, and nothing more that comes over it counts. The worker has a lease from
@@ -329,8 +344,8 @@ class Membership:
         part = member.part
         filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
-        self._cluster.touch(group.model)  # it has perhaps not heard what it was asked before
-        for version in group.model.versions.values():
+        self._cluster.touch(group.model, stirs=member.serves)  # it has perhaps not heard what it was asked before
+        for version in group.model.versions.values() if member.serves else ():
             self._cluster.wake(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))

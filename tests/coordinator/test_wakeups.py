@@ -1,0 +1,235 @@
+"""What lets a call go on wakes it at once, and few others; a coordinator that is busy is not one that was stopped."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Tick, limits
+from tensorhub.coordinator.entities import Operation
+from tensorhub.coordinator.operations import Operations
+from tensorhub.messages import (
+    Abandon,
+    AddSource,
+    DropSource,
+    ErrorInfo,
+    Fill,
+    Heartbeat,
+    Join,
+    Leave,
+    LeaveGranted,
+    LeaveRequest,
+    Prepared,
+    ReadFailed,
+    Register,
+    Registered,
+    Start,
+)
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, StepwiseCluster
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
+from tests.coordinator.test_guests import Lobby
+
+LEASE_S = Options().lease_s
+ENOUGH = ErrorInfo("StateError", "enough", False)
+
+
+class Hall(Lobby):
+    """With workers of any transports."""
+
+    def arrives(self, session: int, life: str, *transports: str) -> None:
+        """For the first time, or again."""
+        self.step(Connected(session, life, "worker"))
+        self.say(session, Join(life, Location(), tuple(Endpoint(each, "x") for each in transports), 1, 0))
+
+    def replicates(self, session: int, name: str) -> OpKey:
+        key = OpKey("m", name, self.core.cluster.models["m"].groups[name].epoch, 0)
+        self.say(session, Fill(key, 0, name, OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
+        return key
+
+    def holds(self, session: int, name: str) -> None:
+        """It has a copy of the version that is there."""
+        self.register(session, name)
+        self.say(session, Prepared(self.replicates(session, name), 0))
+
+    def lease(self, name: str) -> str:
+        """By which this group reads."""
+        (operation,) = [o for o in self.core.cluster.undecided.values() if o.key.group == name]
+        (lease,) = operation.parts[0].leases
+        return lease
+
+
+@pytest.fixture
+def one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one guest at each copy. To be set before anything is published."""
+    monkeypatch.setattr(limits, "GUESTS_OF_HOLDING_MAX", 1)
+
+
+@pytest.fixture
+def hall() -> Hall:
+    """A trainer that everybody reaches has published, and another worker has a copy that rdma alone reaches."""
+    hall = Hall()
+    hall.arrives(2, "trainer", "tcp", "rdma")
+    hall.register(2, "t")
+    hall.publish(2, "t", 1, 0)
+    hall.arrives(3, "copier", "rdma")
+    hall.holds(3, "c")
+    return hall
+
+
+def test_a_reader_that_is_back_with_the_transport_of_a_source_is_given_that_source(hall: Hall) -> None:
+    hall.arrives(4, "reader", "tcp")
+    hall.register(4, "r")
+    key = hall.replicates(4, "r")
+    lease = hall.lease("r")
+    hall.say(2, Leave("done"))
+    hall.say(4, ReadFailed(key, 0, lease, "lost", ""))
+    assert not hall.core.cluster.leases
+    hall.arrives(5, "reader", "tcp", "rdma")
+    (added,) = [heard for heard in hall.heard[5] if isinstance(heard, AddSource)]
+    assert added.grant.source == "copier"
+
+
+@pytest.mark.usefixtures("one_place")
+def test_who_waits_for_a_place_has_it_at_a_source_that_is_back_with_another_transport(hall: Hall) -> None:
+    hall.guest(1)
+    for name in "ab":
+        hall.asks(1, name)
+    hall.arrives(4, "copier", "rdma", "tcp")
+    starts = [heard for heard in hall.heard[1] if isinstance(heard, Start)]
+    assert [grant.source for start in starts for grant in start.grants] == ["trainer", "copier"]
+
+
+def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    lobby = Lobby()
+    lobby.connect(2)
+    lobby.register(2, "t")
+    lobby.publish(2, "t", 1, 0)
+    lobby.guest(1)
+    keys = [lobby.asks(1, str(number)) for number in range(3)]
+    lobby.say(2, Leave("done"))
+    for key in keys:
+        (lease,) = lobby.core.cluster.undecided[str(key)].parts[0].leases
+        lobby.say(1, ReadFailed(key, 0, lease, "lost", ""))
+    assert len(lobby.core.cluster.models["m"].versions[1].starving) == 3
+    looked: list[Operation] = []
+    settle = Operations.settle
+
+    def noting(self: Operations, operation: Operation) -> None:
+        looked.append(operation)
+        settle(self, operation)
+
+    monkeypatch.setattr(Operations, "settle", noting)
+    use = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    lobby.say(1, Register(99, "read-only-0", "m", "read-only-0", 0, 0, 1, *use))
+    assert isinstance(lobby.heard[1][-1], Registered)
+    assert not looked
+
+
+@pytest.mark.usefixtures("one_place")
+def test_a_guest_that_reads_where_it_cannot_stay_is_moved_when_there_is_a_place() -> None:
+    """Else the owner of that memory waits for it: for a whole grace."""
+    hall = Hall()
+    hall.arrives(2, "trainer", "tcp")
+    hall.register(2, "t")
+    hall.publish(2, "t", 1, 0)
+    hall.arrives(3, "copier", "tcp")
+    hall.holds(3, "c")
+    hall.guest(1)
+    for name in "ab":
+        hall.asks(1, name)
+    (first, second) = hall.core.cluster.leases.values()
+    leaving, staying = (first, second) if first.holding.member.worker.name == "trainer" else (second, first)
+    hall.say(2, LeaveRequest(7, "t", 1, 60.0, False, False, False))
+    hall.say(1, Abandon(staying.part.operation.key, 0, ENOUGH))
+    (added, dropped) = hall.heard[1][-2:]
+    assert isinstance(added, AddSource)
+    assert isinstance(dropped, DropSource)
+    hall.say(1, ReadFailed(leaving.part.operation.key, 0, leaving.id, "dropped", ""))
+    assert LeaveGranted(7) in hall.heard[2]
+
+
+def test_a_leave_goes_on_when_the_other_holder_is_counted_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease was over, and it was not suspected yet: very many deadlines had come at once."""
+    cluster = StepwiseCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.worker.retain(1)
+    trainer.publish(1)
+    reader.replicate()
+    cluster.run()
+    monkeypatch.setattr(limits, "TIMERS_PER_STEP", 0)
+    cluster.now += cluster.options.lease_s
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    for _ in range(2):  # the second one answers what was said to the first
+        reader.worker.beat()
+        cluster.run()
+    assert asked.has_ended()
+
+
+def test_a_leave_goes_on_when_a_worker_with_room_for_a_copy_is_heard_again() -> None:
+    """It has nothing of that model."""
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.host_bytes = CHUNKS * CHUNK_BYTES
+    other = cluster.worker("other")
+    cluster.run()
+    trainer.worker.retain(1)
+    trainer.publish(1)
+    cluster.run()
+    other.stopped_until = cluster.now + 0.6 * cluster.options.lease_s
+    cluster.advance(0.55 * cluster.options.lease_s)
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    cluster.advance(0.3 * cluster.options.lease_s)
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+# ------------------------------------------------------------------------------------------------- a busy coordinator
+
+
+def beat_until(lobby: Lobby, end: float, *sessions: int) -> None:
+    while lobby.now < end:
+        lobby.now += 0.5
+        for session in sessions:
+            lobby.step(Received(session, Heartbeat(1, lobby.now)))
+        lobby.ticks()
+
+
+def test_deadlines_that_wait_for_their_turn_are_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guests can have very many at one time. Nobody who has died was lost while they were heeded, some in each step."""
+    monkeypatch.setattr(limits, "TIMERS_PER_STEP", 1)
+    lobby, calls = Lobby(), 100
+    lobby.connect(2)
+    lobby.guest(1)
+    for number in range(calls):
+        lobby.asks(1, str(number), timeout_s=10.0 - lobby.now)
+    beat_until(lobby, 9.5, 1, 2)
+    lobby.step(Disconnected(2))
+    lobby.now = 10.0
+    while lobby.core.cluster.undecided:
+        lobby.now += 0.03
+        lobby.step(Tick())
+    assert lobby.now > 10.0 + LEASE_S / 4  # so late was the last one
+    assert lobby.core.cluster.listens_since == 0.0
+    beat_until(lobby, 9.5 + LEASE_S + 0.5, 1)
+    assert "life2" not in lobby.core.cluster.workers
+
+
+def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at it passes over all of these: a step would be long with as many looks as at others."""
+    lobby, many = Lobby(), 3 * limits.STIRRED_PER_STEP
+    lobby.guest(1)
+    keys = [lobby.asks(1, str(number)) for number in range(many)]
+    for key in keys:
+        lobby.core.cluster.undecided[str(key)].parts[0].failures = {f"life{number}": 1 for number in range(15 * 64)}
+    lobby.connect(2)
+    lobby.register(2, "t")
+    lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
+    (record,) = lobby.core.cluster.records
+    lobby.core.step(Persisted(record), lobby.now)
+    before = len(lobby.core.cluster.stirred_guests)
+    lobby.core.step(Tick(), lobby.now)
+    assert before - len(lobby.core.cluster.stirred_guests) == limits.STIRRED_PER_STEP / 16
