@@ -251,3 +251,20 @@ def test_a_reader_that_is_lost_before_it_has_left_what_is_quarantined_leaves_no_
     assert shard_states(cluster)["trainer"] == "quarantined"
     cluster.advance(100)
     assert not cluster.coordinator.cluster.leases
+
+
+def test_a_reader_that_leaves_what_is_quarantined_after_its_call_has_failed_leaves_no_lease() -> None:
+    cluster, (trainer, reader) = holders("trainer")
+    other = cluster.handle("other")
+    cluster.run()
+    for each in (other, reader):
+        each.replicate("available")
+        let_all_but_reads_happen(cluster)
+    assert (source_of(other), accuse(cluster, reader)) == ("trainer", "other")  # without cause
+    trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
+    assert accuse(cluster, reader) == "trainer"
+    del trainer.worker.hear
+    with pytest.raises(VersionUnavailable):
+        _ = other.last_call.number if other.last_call is not None else None
+    assert shard_states(cluster)["trainer"] == "quarantined"  # its owner's fence would end a lease, and does not stand
+    assert not cluster.coordinator.cluster.leases

@@ -76,6 +76,8 @@ class Operations:
                 part = member.part
                 if part is not None and part.operation.key == message.key:
                     self._hear_of(part, message)
+                elif isinstance(message, ReadFailed):
+                    self._readers.left(member, message.lease)
 
     def _hear_of(self, part: RankPart, message: ReadyToWrite | Prepared | Compared | ReadFailed | Progress) -> None:
         """A rank says how its part in the group's undecided operation goes."""

@@ -259,6 +259,12 @@ class Readers:
             self.avoid(part, lease.holding, reason, detail)
         return lease.holding
 
+    def left(self, member: Member, lease_id: str) -> None:
+        """This reader reads no more under a lease of an operation that is over."""
+        lease = member.reads.get(lease_id)
+        if lease is not None:
+            self.release(lease, "left after its operation's end")
+
     def avoid(self, part: RankPart, holding: Holding, reason: str, detail: str) -> None:
         """A read there has failed this reader: the source is tried again after a while, and last."""
         source = holding.member.worker
