@@ -1,4 +1,4 @@
-"""A real coordinator over real sockets, and thousands of thin workers: connecting, assignment, idling, memory.
+"""A real coordinator over real sockets, and thousands of thin workers: connecting, assignment, idling, memory, faults.
 
 The coordinator is a process of its own, all thin workers are in this one. They speak the real protocol, MACs included. Every
 worker waits for the next version before it is published; its *assignment* is the time from the publisher's `Publish` until
@@ -9,128 +9,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import anyio
-import anyio.abc
 
-import tensorhub
 from benches.comparison.facts import facts
-from benches.remotes import Remote, obey
-from benches.scale.thin import ThinWorker, make_manifest
-from tensorhub.messages import (
-    AddSource,
-    FromCoordinator,
-    FromWorker,
-    Heartbeat,
-    HeartbeatAck,
-    LeaveGranted,
-    Outcome,
-    Registered,
-    Start,
-    Welcome,
-    Write,
-)
-from tensorhub.protocol.codec import FROM_COORDINATOR
-from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
-from tensorhub.protocol.stream import MessageStream
-from tensorhub.types import Options, parse_address
+from benches.scale.connected import WAIT_S, Cluster
+from tensorhub.types import Options
 
-WAIT_S = 120.0
-DIALS = 64  # connections that are begun at a time
 IDLE_S = 5.0
-BEATS_PER_LEASE = 4
+BURST_LEASE_S = 2.0  # far less than a version takes with very many workers
+PER_WORKER_S = 2e-2  # that a scenario may take
 
 
-def coordinator_main(pipe: Connection, options: Options) -> None:
-    anyio.run(_coordinate, pipe, options)
+def _options(workers: int, lease_s: float) -> Options:
+    return Options(sessions_max=max(4096, 2 * workers), lease_s=lease_s)
 
 
-async def _coordinate(pipe: Connection, options: Options) -> None:
-    async with tensorhub.serve(options=options) as coordinator:
-        pipe.send((True, coordinator.address))
-        await obey(pipe, {"usage": _usage})
+def _quantile(ordered: Sequence[float], part: float) -> float:
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
 
 
-async def _usage() -> tuple[float, int]:
-    """CPU seconds of this process, and its resident bytes."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime, _resident_bytes()
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Connected:
-    """A thin worker's connection."""
-
-    def __init__(self, worker: ThinWorker) -> None:
-        self.worker = worker
-        self.registered = anyio.Event()
-        self.assigned_at: float | None = None
-        self.done = anyio.Event()
-        self.fenced = anyio.Event()
-        self.lost = False
-        self._answers = 0.0  # when the coordinator has said what came last
-        self._messages: MessageStream[FromCoordinator]
-
-    async def run(self, host: str, port: int, lease_s: float, dialling: anyio.Semaphore) -> None:
-        """Connect, register, and answer what comes, until it is cancelled."""
-        async with dialling:
-            stream = await anyio.connect_tcp(host, port)
-            self._messages = MessageStream(stream, FROM_COORDINATOR, Options().frame_bytes_max)
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            await self._messages.handshake(ClientHandshake("worker", self.worker.incarnation, b"", nonce), WAIT_S)
-        async with self._messages, anyio.create_task_group() as tasks:
-            await self._messages.send(self.worker.join())
-            tasks.start_soon(self._beat, lease_s)
-            async for message in self._messages:
-                await self._hear(message)
-            self.lost = True
-
-    async def _hear(self, message: FromCoordinator) -> None:
-        if isinstance(message, Start | Write | AddSource) and self.worker.leases == {} and self.assigned_at is None:
-            grants = (message.grant,) if isinstance(message, AddSource) else message.grants
-            self.assigned_at = time.perf_counter() if grants else None
-        if isinstance(message, Welcome | HeartbeatAck):
-            self._answers = message.said_at
-        await self.say(self.worker.hear(message))
-        match message:
-            case Welcome():
-                await self._messages.send(self.worker.register())
-            case Registered():
-                self.registered.set()
-            case Start(write=True) | Write() | AddSource():
-                while (report := self.worker.report()) is not None:
-                    await self._messages.send(report)
-            case Outcome():
-                self.done.set()
-            case LeaveGranted():
-                self.fenced.set()
-
-    async def _beat(self, lease_s: float) -> None:
-        sequence = 0
-        while True:
-            await anyio.sleep(lease_s / BEATS_PER_LEASE)
-            sequence += 1
-            await self._messages.send(Heartbeat(sequence, self._answers))
-
-    async def say(self, messages: Iterable[FromWorker]) -> None:
-        for message in messages:
-            await self._messages.send(message)
-
-    def begin(self) -> None:
-        """Forget how the last version went."""
-        self.assigned_at, self.done, self.fenced = None, anyio.Event(), anyio.Event()
+# ------------------------------------------------------------------------------------------------------------ assignment
 
 
 @dataclass(frozen=True)
@@ -160,75 +66,146 @@ HEAD = (
 )
 
 
-def _quantile(ordered: Sequence[float], part: float) -> float:
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
-
-
-async def _version(publishers: list[Connected], readers: list[Connected], number: int) -> tuple[list[float], float]:
-    """Milliseconds until each reader was assigned a source, and seconds until all have the version."""
-    for each in (*publishers, *readers):
-        each.begin()
-    for each in readers:
-        await each.say([each.worker.fill(number)])
-    await anyio.sleep(1.0)  # the calls have arrived, and wait: what is timed begins after that
-    if number > 1:
-        for each in publishers:
-            await each.say([each.worker.unpublish()])
-        for each in publishers:
-            await each.fenced.wait()
-    began = time.perf_counter()
-    for each in publishers:
-        await each.say(each.worker.publish(number))
-    for each in (*publishers, *readers):
-        await each.done.wait()
-    took_s = time.perf_counter() - began
-    return [(each.assigned_at - began) * 1e3 for each in readers if each.assigned_at is not None], took_s
-
-
 async def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, lease_s: float) -> Row:
-    options = Options(sessions_max=max(4096, 2 * workers), lease_s=lease_s)
-    coordinator = Remote("coordinator", coordinator_main, options)
-    try:
-        host, port = parse_address(coordinator.hear())
-        manifest = make_manifest(manifest_bytes)
-        everybody = [
-            Connected(ThinWorker(number, f"g{number // ranks}", number % ranks, ranks, manifest))
-            for number in range(workers + ranks)
-        ]
-        publishers, readers = everybody[:ranks], everybody[ranks:]
-        _, bytes_before = coordinator.ask("usage")
-        assigned_ms, version_s, dialling = list[float](), list[float](), anyio.Semaphore(DIALS)
-        with anyio.fail_after(WAIT_S + 2e-2 * workers * versions):
-            async with anyio.create_task_group() as tasks:
-                began = time.perf_counter()
-                for each in everybody:
-                    tasks.start_soon(each.run, host, port, lease_s, dialling)
-                for each in everybody:
-                    await each.registered.wait()
-                connect_s = time.perf_counter() - began
-                _, bytes_after = coordinator.ask("usage")
-                idle_before, _ = coordinator.ask("usage")
-                await anyio.sleep(IDLE_S)
-                busy_before, _ = coordinator.ask("usage")
-                for number in range(1, versions + 1):
-                    milliseconds, seconds = await _version(publishers, readers, number)
-                    assigned_ms += milliseconds
-                    version_s.append(seconds)
-                busy_after, _ = coordinator.ask("usage")
-                tasks.cancel_scope.cancel()
-        return Row(
-            workers,
-            ranks,
-            connect_s,
-            sorted(assigned_ms),
-            version_s,
-            (busy_before - idle_before) / IDLE_S,
-            (bytes_after - bytes_before) / workers / 1e3,
-            (busy_after - busy_before) / workers / versions * 1e3,
-            sum(each.lost for each in everybody),
+    cluster = Cluster(_options(workers, lease_s), ranks, manifest_bytes)
+    assigned_ms, version_s = list[float](), list[float]()
+    with anyio.fail_after(WAIT_S + PER_WORKER_S * workers * versions):
+        async with cluster.running():
+            _, bytes_before = await cluster.usage()
+            began = time.perf_counter()
+            publishers = await cluster.join(ranks)
+            readers = await cluster.join(workers)
+            connect_s = time.perf_counter() - began
+            idle_before, bytes_after = await cluster.usage()
+            await anyio.sleep(IDLE_S)
+            busy_before, _ = await cluster.usage()
+            for _ in range(versions):
+                milliseconds, seconds = await cluster.version(publishers, readers)
+                assigned_ms += milliseconds
+                version_s.append(seconds)
+            busy_after, _ = await cluster.usage()
+    return Row(
+        workers,
+        ranks,
+        connect_s,
+        sorted(assigned_ms),
+        version_s,
+        (busy_before - idle_before) / IDLE_S,
+        (bytes_after - bytes_before) / workers / 1e3,
+        (busy_after - busy_before) / workers / versions * 1e3,
+        cluster.lost,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+async def burst(workers: int, manifest_bytes: int, lease_s: float = BURST_LEASE_S) -> Row:
+    """A version for so many workers that the coordinator is busy with it for longer than their lease."""
+    return await measure(workers, 1, 1, manifest_bytes, lease_s)
+
+
+@dataclass(frozen=True)
+class Churn:
+    """Some workers are gone at once while all wait for a version, and as many others join."""
+
+    workers: int
+    replaced: int
+    join_s: float  # until the newcomers are registered
+    assigned_ms: list[float]  # of the next version: who has stayed, and who has come
+    version_s: float
+    lost: int  # of those
+
+    def __str__(self) -> str:
+        return (
+            f"{self.replaced} of {self.workers} workers gone and replaced: registered after {self.join_s:.2f} s, "
+            f"assigned after {_quantile(self.assigned_ms, 0.5):.0f} ms (p99 {_quantile(self.assigned_ms, 0.99):.0f}), "
+            f"{self.lost} lost"
         )
-    finally:
-        coordinator.end()
+
+
+async def churn(workers: int, manifest_bytes: int, lease_s: float) -> Churn:
+    cluster = Cluster(_options(workers, lease_s), 1, manifest_bytes)
+    with anyio.fail_after(WAIT_S + PER_WORKER_S * workers):
+        async with cluster.running():
+            publishers = await cluster.join(1)
+            readers = await cluster.join(workers)
+            await cluster.version(publishers, readers)
+            gone, stay = readers[: workers // 4], readers[workers // 4 :]
+            began = time.perf_counter()
+            cluster.lose(gone)
+            come = await cluster.join(len(gone))
+            join_s = time.perf_counter() - began
+            assigned_ms, version_s = await cluster.version(publishers, [*stay, *come])
+    return Churn(workers, len(gone), join_s, sorted(assigned_ms), version_s, cluster.lost)
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The coordinator is killed while all wait for a version, and started again on its state."""
+
+    workers: int
+    listening_s: float  # from its death until the next one listens
+    back_s: float  # from then on, until all are registered again
+    assigned_s: float  # the same, until all of the calls that waited are assigned a source
+    lost: int
+
+    def __str__(self) -> str:
+        return (
+            f"restart with {self.workers} workers: listens after {self.listening_s:.2f} s; from then on all are back after "
+            f"{self.back_s:.2f} s, and assigned after {self.assigned_s:.2f} s; {self.lost} lost"
+        )
+
+
+async def restart(workers: int, manifest_bytes: int, lease_s: float) -> Restart:
+    cluster = Cluster(_options(workers, lease_s), 1, manifest_bytes)
+    with tempfile.TemporaryDirectory() as state_dir, anyio.fail_after(WAIT_S + PER_WORKER_S * workers):
+        async with cluster.running(0, state_dir):
+            publishers = await cluster.join(1)
+            readers = await cluster.join(workers)
+            await cluster.publish(publishers)
+            await publishers[0].done.wait()
+            await cluster.wait_for_next(readers)
+            killed_at, listened_at = await cluster.restart(state_dir)
+            await cluster.are_registered(publishers)
+            await cluster.publish(publishers)
+            await cluster.are_registered(readers)
+            back_at = time.perf_counter()
+            for each in readers:
+                await each.done.wait()
+            assigned_at = max(each.assigned_at or float("inf") for each in readers)
+    return Restart(workers, listened_at - killed_at, back_at - listened_at, assigned_at - listened_at, cluster.lost)
+
+
+@dataclass(frozen=True)
+class Short:
+    """The coordinator's `ulimit -n` is too low for its workers."""
+
+    workers: int
+    descriptors: int
+    served: int
+    refusal: str  # of the others
+    assigned: int  # of those that are served
+    lost: int
+
+    def __str__(self) -> str:
+        return (
+            f"ulimit -n {self.descriptors} and {self.workers} workers: {self.served} served, {self.assigned} assigned, "
+            f"{self.lost} lost; the others hear: {self.refusal}"
+        )
+
+
+async def short(workers: int, descriptors: int, manifest_bytes: int, lease_s: float) -> Short:
+    cluster = Cluster(_options(workers, lease_s), 1, manifest_bytes)
+    with anyio.fail_after(WAIT_S + PER_WORKER_S * workers):
+        async with cluster.running(0, None, descriptors):
+            publishers = await cluster.join(1)
+            readers = await cluster.join(workers)
+            served = [each for each in readers if not each.refused]
+            assigned_ms, _ = await cluster.version(publishers, served)
+            refusal = next((each.refused for each in readers if each.refused), "")
+    lost = sum(each.lost for each in (*publishers, *served))
+    return Short(workers, descriptors, len(served), refusal, len(assigned_ms), lost)
 
 
 def main(arguments: list[str]) -> int:
@@ -238,21 +215,36 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--versions", type=int, default=3)
     parser.add_argument("--manifest", type=int, default=100_000, metavar="BYTES")
     parser.add_argument("--lease", type=float, default=10.0, metavar="S")
+    parser.add_argument("--burst", type=int, metavar="N", help=f"also N workers with a lease of {BURST_LEASE_S:g} s")
+    parser.add_argument("--faults", type=int, metavar="N", help="also losses and joins, a restart, and too few descriptors")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard < max(options.workers) + 200:
-        print(f"skipped: ulimit -n is {hard}, and {max(options.workers)} workers have a connection each")
+    most = max([*given.workers, given.burst or 0, given.faults or 0])
+    if hard < most * 4 // 3 + 400:
+        print(f"skipped: ulimit -n is {hard}, and {most} workers have a connection each")
         return 0
-    rows = []
+    rows = list[Row]()
     print(HEAD)
-    for ranks in options.ranks:
-        for workers in options.workers:
-            rows.append(anyio.run(measure, workers, ranks, options.versions, options.manifest, options.lease))
+    for ranks in given.ranks:
+        for workers in given.workers:
+            rows.append(anyio.run(measure, workers, ranks, given.versions, given.manifest, given.lease))
             print(rows[-1], flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"facts": facts(), "rows": [asdict(row) for row in rows]}, indent=1))
+    if given.burst:
+        rows.append(anyio.run(burst, given.burst, given.manifest))
+        print(f"{rows[-1]}  (a burst, lease {BURST_LEASE_S:g} s)", flush=True)
+    faults = list[Churn | Restart | Short]()
+    if given.faults:
+        faults.append(anyio.run(churn, given.faults, given.manifest, given.lease))
+        print(faults[-1], flush=True)
+        faults.append(anyio.run(restart, given.faults, given.manifest, given.lease))
+        print(faults[-1], flush=True)
+        faults.append(anyio.run(short, given.faults, given.faults, given.manifest, given.lease))
+        print(faults[-1], flush=True)
+    if given.json:
+        found = {"facts": facts(), "rows": [asdict(row) for row in rows], "faults": [asdict(each) for each in faults]}
+        given.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

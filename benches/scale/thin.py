@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tensorhub.digests import root_of
 from tensorhub.manifest import TensorDescription, build_manifest, id_of
@@ -22,6 +22,7 @@ from tensorhub.messages import (
     Fill,
     FromCoordinator,
     FromWorker,
+    Held,
     Join,
     LeaveGranted,
     LeaveRequest,
@@ -40,7 +41,7 @@ from tensorhub.messages import (
     TellManifests,
     Write,
 )
-from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.registration_session import TOLD_UNASKED_BYTES
 
 MODEL = "actor"
@@ -85,6 +86,8 @@ class ThinWorker:
     reports: int = -1  # of the fill that is under way; -1: it may not write yet
     publishes: bool = False
     held: int | None = None  # the newest version that it has
+    content: VersionInfo | None = None  # the same, as long as it is published
+    call: Fill | None = None  # that is under way
 
     @property
     def incarnation(self) -> str:
@@ -117,9 +120,37 @@ class ThinWorker:
             nbytes=CHUNKS * CHUNK_BYTES,
             chunks=CHUNKS,
             manifest=self.manifest if told or len(self.manifest) <= TOLD_UNASKED_BYTES else b"",
-            held=None,
+            held=self._held(told=told),
             manifest_id=_id_of(self.manifest),
         )
+
+    def _held(self, *, told: bool) -> Held | None:
+        """What a coordinator that has restarted is told."""
+        content, manifest = self.content, b""
+        if content is None:
+            return None
+        if told or len(self.manifest) <= TOLD_UNASKED_BYTES:
+            manifest = self.manifest
+        root = b"" if self.publishes else ROOT
+        return Held(
+            content.version,
+            content.content_id,
+            self.generation,
+            self.world_size,
+            content.nbytes,
+            manifest,
+            published=self.publishes,
+            root=root,
+            manifest_id=_id_of(self.manifest),
+        )
+
+    def call_again(self) -> Fill | None:
+        """A call that was under way when the connection ended, and had not begun to write."""
+        if self.call is None or self.key is None:
+            return None
+        former = self.key
+        self.call = replace(self.call, key=self._next_key(), former=(former,))
+        return self.call
 
     def publish(self, version: int) -> Iterator[FromWorker]:
         self.generation += 1
@@ -133,7 +164,7 @@ class ThinWorker:
         """Replicate, or update."""
         kind = OpKind.REPLICATE if self.held is None else OpKind.UPDATE
         key, generation = self._next_key(), self.generation + 1
-        return Fill(
+        self.call = Fill(
             key,
             self.rank,
             self.registration,
@@ -145,6 +176,7 @@ class ThinWorker:
             staged=False,
             timeout_s=TIMEOUT_S,
         )
+        return self.call
 
     def _next_key(self) -> OpKey:
         self.key = OpKey(MODEL, self.group, self.epoch, self.sequence)
@@ -185,7 +217,8 @@ class ThinWorker:
             case Outcome():
                 if not message.committed or message.version is None:
                     raise AssertionError(f"{self.group}/{self.rank}: {message.error}")
-                self.key, self.held = None, message.version.version
+                self.key, self.call, self.held = None, None, message.version.version
+                self.content = message.version
                 self.sequence = message.key.sequence + 1
                 if self.publishes:
                     yield Digests(self.registration, self.generation, CHUNKS, ((0, CHUNKS),), DIGESTS, True)
@@ -194,7 +227,7 @@ class ThinWorker:
             case SetRetained():
                 yield RetainedAck(self.registration, message.content_id, message.keep, message.seq)
             case LeaveGranted():
-                self.held = None
+                self.held = self.content = None
                 yield Fenced(self.registration, self.generation)
             case TellDigests():
                 yield Digests(self.registration, message.generation, CHUNKS, ((0, CHUNKS),), DIGESTS, True)

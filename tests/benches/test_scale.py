@@ -36,3 +36,24 @@ def test_over_sockets_everybody_is_assigned_a_source_and_nobody_is_lost() -> Non
     assert len(row.assigned_ms) == 16 * 2
     assert row.lost == 0
     assert str(row).split()[0] == "16"
+
+
+@pytest.mark.slow
+def test_over_sockets_newcomers_take_the_place_of_who_is_gone() -> None:
+    row = anyio.run(server.churn, 16, 1000, 10.0)
+    assert (row.replaced, row.lost, len(row.assigned_ms)) == (4, 0, 16)
+
+
+@pytest.mark.slow
+def test_over_sockets_calls_that_wait_survive_a_restart_of_the_coordinator() -> None:
+    row = anyio.run(server.restart, 16, 10_000, 10.0)  # with a manifest that it has to ask for
+    assert row.lost == 0
+    assert row.back_s <= row.assigned_s < float("inf")
+
+
+@pytest.mark.slow
+def test_over_sockets_whoever_fits_the_descriptors_is_served() -> None:
+    row = anyio.run(server.short, 60, 60, 1000, 10.0)
+    assert 0 < row.served == row.assigned < 60
+    assert row.lost == 0
+    assert "ulimit -n" in row.refusal

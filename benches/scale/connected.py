@@ -1,0 +1,289 @@
+"""A thin worker's connection, and a cluster of many: a real coordinator in a process of its own, all workers in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+import tensorhub
+from benches.remotes import Remote, obey
+from benches.scale.thin import ThinWorker, make_manifest
+from tensorhub.messages import (
+    AddSource,
+    Dismissed,
+    FromCoordinator,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    LeaveGranted,
+    Outcome,
+    Refused,
+    Registered,
+    Start,
+    Welcome,
+    Write,
+)
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.control.polled_stream import Poller
+from tensorhub.types import Options, parse_address
+
+WAIT_S = 120.0
+DIALS = 64  # connections that are begun at a time
+BEATS_PER_LEASE = 4
+AGAIN_S = 0.05  # between two attempts to connect
+
+
+# -------------------------------------------------------------------------------------------- the coordinator's process
+
+
+def coordinator_main(
+    pipe: Connection, options: Options, port: int = 0, state_dir: str | None = None, descriptors: int | None = None
+) -> None:
+    """`descriptors`: its `ulimit -n`."""
+    if descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    anyio.run(_coordinate, pipe, options, port, state_dir)
+
+
+async def _coordinate(pipe: Connection, options: Options, port: int, state_dir: str | None) -> None:
+    async with tensorhub.serve(port=port, state_dir=state_dir, options=options) as coordinator:
+        pipe.send((True, coordinator.address))
+        await obey(pipe, {"usage": _usage})
+
+
+async def _usage() -> tuple[float, int]:
+    """CPU seconds of this process, and its resident bytes."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, _resident_bytes()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ------------------------------------------------------------------------------------------------------------ the workers
+
+
+class Connected:
+    """A thin worker's connection."""
+
+    def __init__(self, worker: ThinWorker, cluster: Cluster) -> None:
+        self.worker = worker
+        self.registered = anyio.Event()
+        self.assigned_at: float | None = None
+        self.done = anyio.Event()
+        self.fenced = anyio.Event()
+        self.lost = False  # the coordinator has given it up
+        self.refused = ""  # why the coordinator does not take it
+        self.scope = anyio.CancelScope()
+        self._cluster = cluster
+        self._is_welcome = False  # in this session
+        self._answers = 0.0  # when the coordinator has said what came last
+        self._messages: MessageStream[FromCoordinator]
+
+    async def run(self) -> None:
+        """Connect, register, and answer what comes, until it is cancelled; again if the coordinator is another one."""
+        with self.scope:
+            while not (self.lost or self.refused):
+                generation, self._is_welcome = self._cluster.generation, False
+                with contextlib.suppress(ConnectionLost, OSError, tensorhub.TensorHubError):
+                    await self._session()
+                if self._is_welcome and self._cluster.generation == generation:
+                    self.lost = True
+                await anyio.sleep(AGAIN_S)
+
+    async def _session(self) -> None:
+        cluster = self._cluster
+        async with cluster.dialling:
+            connection = socket.create_connection((cluster.host, cluster.port))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+            stream = cluster.poller.stream(connection)
+            self._messages = MessageStream(stream, FROM_COORDINATOR, Options().frame_bytes_max)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            try:
+                await self._messages.handshake(ClientHandshake("worker", self.worker.incarnation, b"", nonce), WAIT_S)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await self._messages.aclose()
+                raise
+        try:
+            async with self._messages, anyio.create_task_group() as tasks:
+                await self._messages.send(self.worker.join())
+                tasks.start_soon(self._beat, cluster.lease_s)
+                async for message in self._messages:
+                    await self._hear(message)
+                tasks.cancel_scope.cancel()
+        except* ConnectionLost:
+            pass
+
+    async def _hear(self, message: FromCoordinator) -> None:
+        if isinstance(message, Start | Write | AddSource) and self.worker.leases == {} and self.assigned_at is None:
+            grants = (message.grant,) if isinstance(message, AddSource) else message.grants
+            self.assigned_at = time.perf_counter() if grants else None
+        if isinstance(message, Welcome | HeartbeatAck):
+            self._answers = message.said_at
+        await self.say(*self.worker.hear(message))
+        match message:
+            case Welcome():
+                self._is_welcome = True
+                await self.say(self.worker.register())
+            case Registered():
+                self.registered.set()
+                again = self.worker.call_again()
+                if again is not None:
+                    await self.say(again)
+            case Start(write=True) | Write() | AddSource():
+                while (report := self.worker.report()) is not None:
+                    await self.say(report)
+            case Outcome():
+                self.done.set()
+            case LeaveGranted():
+                self.fenced.set()
+            case Refused():
+                self.refused = message.error.message
+                self.registered.set()
+            case Dismissed():
+                self.lost = True
+
+    async def _beat(self, lease_s: float) -> None:
+        sequence = 0
+        while True:
+            await anyio.sleep(lease_s / BEATS_PER_LEASE)
+            sequence += 1
+            await self.say(Heartbeat(sequence, self._answers))
+
+    async def say(self, *messages: FromWorker) -> None:
+        for message in messages:
+            await self._messages.send(message)
+
+    def begin(self) -> None:
+        """Forget how the last version went."""
+        self.assigned_at, self.done, self.fenced = None, anyio.Event(), anyio.Event()
+
+
+class Cluster:
+    """A coordinator, and the workers that have joined. `versions` counts what was published."""
+
+    def __init__(self, options: Options, ranks: int, manifest_bytes: int) -> None:
+        self.lease_s = options.lease_s
+        self.poller = Poller()
+        self.dialling = anyio.Semaphore(DIALS)
+        self.everybody: list[Connected] = []
+        self.versions = 0
+        self.generation = 0  # of the coordinator
+        self.host, self.port = "", 0
+        self._options = options
+        self._ranks = ranks
+        self._manifest = make_manifest(manifest_bytes)
+        self._minted = 0
+        self._remote: Remote
+        self._tasks: anyio.abc.TaskGroup
+
+    async def start(self, *arguments: Any) -> None:
+        """The coordinator: `coordinator_main` with these arguments."""
+        self._remote = Remote("coordinator", coordinator_main, self._options, *arguments)
+        address = await anyio.to_thread.run_sync(self._remote.hear)
+        self.host, self.port = parse_address(address)
+
+    async def restart(self, state_dir: str) -> tuple[float, float]:
+        """Kill it and start it again on its state. When it was killed, and when the next one listened."""
+        self.generation += 1
+        killed_at = time.perf_counter()
+        await anyio.to_thread.run_sync(self._remote.kill)
+        for each in self.everybody:
+            each.registered = anyio.Event()
+        await self.start(self.port, state_dir)
+        return killed_at, time.perf_counter()
+
+    async def usage(self) -> tuple[float, int]:
+        """CPU seconds of the coordinator, and its resident bytes."""
+        found: tuple[float, int] = await anyio.to_thread.run_sync(self._remote.ask, "usage")
+        return found
+
+    async def join(self, workers: int) -> list[Connected]:
+        """So many more workers, once they are registered."""
+        come = []
+        for _ in range(workers):
+            number = self._minted
+            self._minted += 1
+            group, rank = divmod(number, self._ranks)
+            come.append(Connected(ThinWorker(number, f"g{group}", rank, self._ranks, self._manifest), self))
+        for each in come:
+            self._tasks.start_soon(each.run)
+        self.everybody += come
+        await self.are_registered(come)
+        return come
+
+    async def are_registered(self, workers: Iterable[Connected]) -> None:
+        for each in workers:
+            await each.registered.wait()
+
+    def lose(self, workers: Sequence[Connected]) -> None:
+        """They are gone without a word."""
+        for each in workers:
+            each.scope.cancel()
+        gone = set(map(id, workers))
+        self.everybody = [each for each in self.everybody if id(each) not in gone]
+
+    async def wait_for_next(self, readers: Sequence[Connected]) -> None:
+        """They call for the next version, which is not there yet."""
+        for each in readers:
+            each.begin()
+            await each.say(each.worker.fill(self.versions + 1))
+        await anyio.sleep(1.0)  # the calls have arrived, and wait: what is timed begins after that
+
+    async def publish(self, publishers: Sequence[Connected]) -> float:
+        """The next version. When that was said."""
+        self.versions += 1
+        for each in publishers:
+            each.begin()
+        if publishers[0].worker.content is not None:
+            for each in publishers:
+                await each.say(each.worker.unpublish())
+            for each in publishers:
+                await each.fenced.wait()
+        began = time.perf_counter()
+        for each in publishers:
+            await each.say(*each.worker.publish(self.versions))
+        return began
+
+    async def version(self, publishers: Sequence[Connected], readers: Sequence[Connected]) -> tuple[list[float], float]:
+        """Milliseconds until each reader was assigned a source, and seconds until all have the version."""
+        await self.wait_for_next(readers)
+        began = await self.publish(publishers)
+        for each in (*publishers, *readers):
+            await each.done.wait()
+        took_s = time.perf_counter() - began
+        return [(each.assigned_at - began) * 1e3 for each in readers if each.assigned_at is not None], took_s
+
+    @property
+    def lost(self) -> int:
+        return sum(each.lost for each in self.everybody)
+
+    @contextlib.asynccontextmanager
+    async def running(self, *arguments: Any) -> AsyncIterator[None]:
+        """With a coordinator that was started with these arguments."""
+        await self.start(*arguments)
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self.poller.keep)
+                yield
+                self._tasks.cancel_scope.cancel()
+        finally:
+            self._remote.end()
