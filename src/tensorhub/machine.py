@@ -7,6 +7,7 @@ or any particular machine.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -128,6 +129,11 @@ class Timers:
             if len(self._heap) > 2 * len(self._when) + SWEEP_AT:  # what was cancelled or replaced is most of it
                 self._heap = [(due, name) for name, due in self._when.items()]
                 heapq.heapify(self._heap)
+
+    def hasten(self, kind: str, key: str, when: float) -> None:
+        """Let (kind, key) come due at `when`, if it would not come sooner."""
+        if when < self._when.get((kind, key), math.inf):
+            self.set(kind, key, when)
 
     def cancel(self, kind: str, key: str) -> None:
         """Forget (kind, key), if it is set."""

@@ -76,6 +76,18 @@ def test_timers_that_are_set_again_and_again_are_swept() -> None:
     assert timers.next() is None
 
 
+def test_a_deadline_that_is_hastened_is_never_put_off() -> None:
+    from tensorhub.machine import Timers
+
+    timers = Timers()
+    for when in (5.0, 3.0, 4.0):
+        timers.hasten("retry", "k", when)
+    assert timers.next() == 3.0
+    assert timers.pop_due(9.0) == ("retry", "k")
+    timers.hasten("retry", "k", 4.0)
+    assert timers.next() == 4.0
+
+
 def test_only_the_newest_versions_are_recovered() -> None:
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")

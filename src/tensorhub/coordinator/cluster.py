@@ -197,6 +197,13 @@ class Cluster:
         if not operation.decided:
             (self.stirred_guests if operation.is_of_guests else self.stirred)[operation.key] = operation
 
+    def wants_source(self, operation: Operation) -> None:
+        """Have it settled since a rank reads on: a guest's in its turn, since very many sources may have failed it."""
+        if operation.is_of_guests:
+            self.stir(operation)
+        else:
+            self.changed(operation)
+
     def wake(self, waiting: dict[OpKey, Operation]) -> None:
         """What they wait for may be there. They leave where they wait: who is woken again and again is looked at once."""
         for operation in waiting.values():

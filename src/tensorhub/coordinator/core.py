@@ -23,7 +23,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Model, Session, Version, Worker
+from tensorhub.coordinator.entities import Model, Operation, Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
     Disconnected,
@@ -52,7 +52,6 @@ from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
 GAP = 1 / 8  # of a lease: a step that is so late, with none before it, shows that the coordinator did not run
-FAILURES_OF_LOOK = 64  # sources that have failed a reader: each look at that reader passes over all of them
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
 
@@ -383,11 +382,17 @@ class Coordinator(Stateful[CoordinatorState]):
         """
         cluster, left = self.cluster, limits.STIRRED_PER_STEP
         while queue := cluster.stirred or cluster.stirred_guests:
-            if left <= 0 or (len(queue) > left and not is_their_turn):
+            are_few = len(queue) <= left and sum(map(_looks, queue.values())) <= left
+            if left <= 0 or not (are_few or is_their_turn):
                 cluster.timers.set("stirred", "", cluster.now)
                 return
             for key in list(islice(queue, left)):
                 if left > 0:
                     operation = cluster.changed_operations[key] = queue.pop(key)
-                    left -= sum(1 + len(part.failures) // FAILURES_OF_LOOK for part in operation.parts.values())
+                    left -= _looks(operation)
             self._settle()
+
+
+def _looks(operation: Operation) -> int:
+    """As how many it counts when it is settled: a look at a rank passes over all sources that have failed it."""
+    return sum(1 + len(part.failures) for part in operation.parts.values())

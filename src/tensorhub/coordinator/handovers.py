@@ -211,7 +211,7 @@ class Handovers:
                 continue
             failures, retry_at = version.refusals.get((shard, worker.incarnation), (0, 0.0))
             if retry_at > self._cluster.now:
-                self._cluster.timers.set("handovers", model.name, retry_at)
+                self._cluster.timers.hasten("handovers", model.name, retry_at)
                 continue
             apart = distance(near.location, worker.location)
             fit.append((failures, worker is not near, apart, -room, worker.incarnation))

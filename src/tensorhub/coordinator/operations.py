@@ -96,7 +96,7 @@ class Operations:
                 holding = self._readers.failed(part, message.lease, message.reason, message.detail)
                 if holding is not None and message.reason == "corrupt" and message.chunk is not None:
                     self._corruption_checks.ask(part, holding, message.chunk)
-                self._cluster.changed(operation)
+                self._cluster.wants_source(operation)
             case Progress():
                 if part.holding is not None and not part.holding.complete:
                     part.holding.chunks_verified = min(message.chunks_verified, part.member.chunks)

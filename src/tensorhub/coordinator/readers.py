@@ -276,8 +276,8 @@ class Readers:
             del part.faults[next(iter(part.faults))]
         failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
         wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
-        part.retry_at[incarnation] = self._cluster.now + wait_s
-        self.set_retry_timer(part.operation)
+        retry_at = part.retry_at[incarnation] = self._cluster.now + wait_s
+        self._cluster.timers.hasten("retry", str(part.operation.key), retry_at)
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""

@@ -90,7 +90,7 @@ class Testimonies:
             part.comparisons += 1
             if part.holding is not None:
                 self._readers.verified(part.holding, is_so=False)
-            self._cluster.changed(part.operation)
+            self._cluster.wants_source(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
             part.page = None
             self._cluster.changed(part.operation)
