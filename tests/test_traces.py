@@ -50,6 +50,7 @@ def retained(cluster: StepwiseCluster, room: str) -> SimHandle:
         cluster.host_bytes = ROOM * (name == room)
         cluster.worker(name)
     trainer = cluster.handle("trainer")
+    cluster.run()
     trainer.worker.retain(1)
     cluster.run()
     trainer.publish(1)
@@ -250,6 +251,7 @@ def handed_over_to_its_own_host_copy(cluster: StepwiseCluster) -> None:
     trainer = cluster.handle("trainer")
     cluster.host_bytes = 0
     reader, keeper = cluster.handle("reader"), cluster.handle("keeper")
+    cluster.run()
     trainer.worker.retain(2)
     cluster.run()
     keeper.publish(1)

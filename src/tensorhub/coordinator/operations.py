@@ -103,6 +103,7 @@ class Operations:
                 progress = message.chunks_verified, message.bytes_read
                 if progress != part.progress:
                     part.progress, part.moved_at = progress, self._cluster.now
+                    self._cluster.note(operation)
                 self._readers.learn(part, message.flows)
             case _:
                 assert_never(message)

@@ -262,8 +262,8 @@ class SimWorker:
             self.cluster.guarantees.history.unpinned(pin)
 
     def say(self, message: messages.FromWorker) -> None:
-        """Tell the coordinator; without a connection it is not said."""
-        if self.link is not None:
+        """Tell the coordinator; without a session it is not said, as `runtime.control.link` has it."""
+        if self.link is not None and (self.link.welcomed or isinstance(message, messages.Join)):
             if isinstance(message, messages.Register) and message.held is not None and not message.held.voted:
                 self._said_held[message.request] = message.held.content_id
                 asker = self.router.asker(message.request)
