@@ -5,8 +5,8 @@ A cell's value names its bytes (their digest) and carries them. Not responsible 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence
-from typing import Self, overload
+from collections.abc import Iterator
+from typing import Self
 
 import xxhash
 
@@ -29,7 +29,7 @@ class Cell(str):
         return cell
 
 
-class TensorCells(MutableSequence[str]):
+class TensorCells:
     """One memory, cut into the chunks of a manifest."""
 
     def __init__(self, memory: Memory, manifest: Manifest) -> None:
@@ -48,25 +48,14 @@ class TensorCells(MutableSequence[str]):
     def __len__(self) -> int:
         return len(self._chunks.sizes)
 
-    @overload
-    def __getitem__(self, chunk: int) -> str: ...
-    @overload
-    def __getitem__(self, chunk: slice) -> MutableSequence[str]: ...
-    def __getitem__(self, chunk: int | slice) -> str | MutableSequence[str]:
-        if isinstance(chunk, slice):
-            return [self[each] for each in range(*chunk.indices(len(self)))]
-        if not 0 <= chunk < len(self):
-            raise IndexError(chunk)
+    def __iter__(self) -> Iterator[str]:
+        return (self[chunk] for chunk in range(len(self)))
+
+    def __getitem__(self, chunk: int) -> str:
         known = self._known[chunk]
         return known if self._chunks.buffer(chunk) == known.data else self._read(chunk)
 
-    @overload
-    def __setitem__(self, chunk: int, cell: str) -> None: ...
-    @overload
-    def __setitem__(self, chunk: slice, cell: Iterable[str]) -> None: ...
-    def __setitem__(self, chunk: int | slice, cell: str | Iterable[str]) -> None:
-        assert isinstance(chunk, int)
-        assert isinstance(cell, str)
+    def __setitem__(self, chunk: int, cell: str) -> None:
         if chunk in self.unwanted:
             return
         place = self._chunks.buffer(chunk)
@@ -74,12 +63,6 @@ class TensorCells(MutableSequence[str]):
         for source, target in self._copies:  # tensors that share memory at the source
             copy_bytes(source, target)
         self._known[chunk] = self._read(chunk)
-
-    def __delitem__(self, chunk: int | slice) -> None:
-        raise TypeError("chunks stay")
-
-    def insert(self, index: int, value: str) -> None:
-        raise TypeError("chunks stay")
 
     def _read(self, chunk: int) -> Cell:
         return Cell.of(b"" if chunk in self.unwanted else bytes(self._chunks.buffer(chunk)))

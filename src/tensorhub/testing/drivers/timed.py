@@ -18,13 +18,12 @@ from tensorhub.testing.drivers.control_network import ControlNetwork, TimedWorke
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector
-from tensorhub.testing.drivers.timeline import Party, Timeline
+from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import Fault, FaultPlan
 from tensorhub.testing.sim.handle import HandleShell
-from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.testing.sim.ports import HandlePort
+from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, Options
 from tensorhub.worker.calls import Fence, Say
@@ -47,7 +46,7 @@ class TimedCluster(World):
         self.timeline = timeline = Timeline(seed)
         self._touched: dict[HandlePort, None] = {}
         self._doing: set[HandlePort] = set()  # whose next action is on its way; never iterated over
-        self._wakes: dict[HandlePort | SimHostCopies, float] = {}  # when its deadline will be looked at
+        self._wakes: dict[object, float] = {}  # when the deadline of which machine will be looked at
         random = timeline.random
         chunks = random.choice((1, 2, 3, 5, 8))
         drawn = Options(
@@ -159,23 +158,18 @@ class TimedCluster(World):
         self._touched[handle] = None
         if handle.todo:
             self._do_soon(handle, 0.0)
-        self._wake_at(handle, handle.member.next_deadline(), handle.worker, lambda: self._tick(handle))
+        self.wake_at(handle.member.next_deadline(), handle, handle.worker, lambda: self._tick(handle))
 
     def _tick(self, handle: HandlePort) -> None:
         self._touched[handle] = None
         handle.apply(handle.member.tick(self.now))
 
-    def copies_moved(self, copies: SimHostCopies) -> None:
-        self._wake_at(copies, copies.machine.next_deadline(), copies.worker, copies.tick)
-
-    def _wake_at(
-        self, machine: HandlePort | SimHostCopies, due: float | None, worker: Party, tick: Callable[[], None]
-    ) -> None:
+    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
         if due is not None and self._wakes.get(machine) != due:
             self._wakes[machine] = due
             self.timeline.at(max(due, self.now), worker, self._wake, machine, due, tick)
 
-    def _wake(self, machine: HandlePort | SimHostCopies, due: float, tick: Callable[[], None]) -> None:
+    def _wake(self, machine: object, due: float, tick: Callable[[], None]) -> None:
         if self._wakes.get(machine) == due:
             del self._wakes[machine]
             tick()

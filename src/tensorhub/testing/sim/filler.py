@@ -6,7 +6,7 @@ read of them. Not responsible for what is read from whom (`pulling`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from functools import partial
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.digests import WIDTHS
 from tensorhub.messages import Origin
+from tensorhub.testing.sim.judges.ports import Cells
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
@@ -107,7 +108,7 @@ class SimFiller:
         kept = handle.worker.owner.kept(handle.id, generation)
         return [(chunk, digest) for chunk, digest in kept if digest_of(handle.cells[chunk]) == digest]
 
-    def _target(self, *, staged: bool) -> tuple[RegistrationId, MutableSequence[str]]:
+    def _target(self, *, staged: bool) -> tuple[RegistrationId, Cells]:
         """What is filled: under which id the owner knows it, and its cells."""
         handle = self._handle
         if not staged:
@@ -115,7 +116,7 @@ class SimFiller:
         assert handle.staging is not None
         return handle.staging_id, handle.staging
 
-    def _cells_of(self, registration: str) -> MutableSequence[str]:
+    def _cells_of(self, registration: str) -> Cells:
         """The memory of one of this worker's registrations, or what is staged for this one."""
         if registration == self._handle.staging_id:
             return self._target(staged=True)[1]

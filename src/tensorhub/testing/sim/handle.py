@@ -8,22 +8,20 @@ for when anything happens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, MutableSequence, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.manifest import Manifest
 from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
-from tensorhub.testing.sim.host_copies import CopiesWorld, CopyRequest, SimHostCopies
-from tensorhub.testing.sim.judges.ports import JudgedCall
+from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
+from tensorhub.testing.sim.judges.ports import Cells, JudgedCall
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
-from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
@@ -38,10 +36,8 @@ from tensorhub.types import (
 from tensorhub.worker import calls
 from tensorhub.worker.fencing import look
 from tensorhub.worker.interpreter import Interpreter
-from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Router
 
 
 class BrokenHook(Exception):
@@ -70,22 +66,10 @@ class CallRecord(JudgedCall):
 class HandleWorker(SimWorkerPort, Protocol):
     """The worker that has it."""
 
-    link: Link | None
-    manifests: dict[str, Manifest]
-    found_copies: LocalCopies
     copies: SimHostCopies
 
-    @property
-    def router(self) -> Router[Any]: ...
 
-    def drop(self, handle: HandleShell) -> None:
-        """Forget a handle that has served."""
-
-    def closed(self, handle: HandleShell) -> None:
-        """It is closed: its user still has it, and a host copy has no user."""
-
-
-class HandleWorld(LaneWorld, CopiesWorld, Protocol):
+class HandleWorld(LaneWorld, Protocol):
     """What it needs of its world."""
 
     def hook_called(self, handle: HandleShell) -> None:
@@ -111,7 +95,7 @@ class HandleShell:
         self.shard = shard
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
-        self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
+        self.cells: Cells = ["unset"] * cluster.chunks
         self.hooks: deque[calls.CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
         self.serving: dict[SimLane, None] = {}  # of others, which read this memory

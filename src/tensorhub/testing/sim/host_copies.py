@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
-from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort, WorldPort
+from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import Say
 from tensorhub.worker.host_copies import HostCopies
@@ -30,7 +30,6 @@ from tensorhub.worker.host_copy_actions import (
     LogEvent,
     StartHandle,
 )
-from tensorhub.worker.registration_session import Shard
 
 
 @dataclass(eq=False)
@@ -66,33 +65,10 @@ class CopyRequest:
         return self.report.version
 
 
-class CopiesWorld(WorldPort, Protocol):
-    """What they need of their world."""
-
-    def copies_moved(self, copies: SimHostCopies) -> None:
-        """They have had an input: there may be another deadline."""
-        return
-
-
-class CopiesWorker(SimWorkerPort, Protocol):
-    """The worker that they are in."""
-
-    host_bytes: int
-
-    @property
-    def cluster(self) -> CopiesWorld: ...
-
-    def take(self, shard: Shard) -> object:
-        """What registers that memory, of any kind."""
-
-    def registered(self, registration: str) -> HandlePort | None:
-        """What it has under that id."""
-
-
 class SimHostCopies:
     """Those of one worker."""
 
-    def __init__(self, worker: CopiesWorker, op_timeout_s: float = 60.0) -> None:
+    def __init__(self, worker: SimWorkerPort, op_timeout_s: float = 60.0) -> None:
         self.worker = worker
         self._cluster = cluster = worker.cluster
         self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
@@ -207,7 +183,7 @@ class SimHostCopies:
             self._is_busy = False
         if self.worker.alive:
             self.machine.check_invariants()
-            self._cluster.copies_moved(self)
+            self._cluster.wake_at(self.machine.next_deadline(), self, self.worker, self.tick)
 
     def _do(self, action: CopyAction) -> None:
         worker, now = self.worker, self._cluster.now
@@ -217,7 +193,7 @@ class SimHostCopies:
             case StartHandle():
                 worker.take(action.shard)
             case DropHandle():
-                handle = worker.registered(action.registration)
+                handle = self._handle(action.registration)
                 if handle is not None:
                     worker.say(Deregister(next(self._cluster.numbers), action.registration, True))
                     handle.stop()
@@ -225,11 +201,11 @@ class SimHostCopies:
                 self._begin(action)
             case CancelCall():
                 if action.number in self._calls.values():
-                    handle = worker.registered(action.registration)
+                    handle = self._handle(action.registration)
                     assert handle is not None
                     handle.apply(handle.member.cancel(action.error, now))
             case EndCopysPrefetch():
-                handle = worker.registered(action.registration)
+                handle = self._handle(action.registration)
                 if handle is not None:
                     handle.apply(handle.member.end_prefetch(now))
             case AskManifest():
@@ -244,8 +220,11 @@ class SimHostCopies:
             case _:
                 assert_never(action)
 
+    def _handle(self, registration: str) -> HandlePort | None:
+        return self.worker.router.handles.get(registration)
+
     def _begin(self, action: BeginCall) -> None:
-        handle = self.worker.registered(action.registration)
+        handle = self._handle(action.registration)
         error: TensorHubError = StateError("it was given up; register again")
         if handle is not None and not handle.is_stopping:
             try:

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Container, Iterator
-from typing import Protocol
+from collections.abc import Callable, Collection, Container, Iterator
+from typing import Any, Protocol
 
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
+from tensorhub.testing.sim.network import Link
 from tensorhub.types import FetchReport, RegistrationId
 from tensorhub.worker.calls import Action, Call
+from tensorhub.worker.local_copies import LocalCopies
+from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Router
 
 
 class SimWorkerPort(JudgedWorker, Protocol):
     """A worker process."""
 
+    link: Link | None
+    host_bytes: int
+    manifests: dict[str, Manifest]
+    found_copies: LocalCopies
+
+    @property
+    def cluster(self) -> WorldPort: ...
+
+    @property
+    def router(self) -> Router[Any]: ...
+
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
+
+    def take(self, shard: Shard) -> object:
+        """What registers that memory, of any kind."""
+
+    def drop(self, handle: HandlePort) -> None:
+        """Forget a handle that has served."""
+
+    def closed(self, handle: HandlePort) -> None:
+        """It is closed: its user still has it, and a host copy has no user."""
 
 
 class HandlePort(JudgedHandle, Protocol):
@@ -77,6 +101,10 @@ class WorldPort(JudgedWorld, Protocol):
 
     def handle_moved(self, handle: HandlePort) -> None:
         """Its member has had an input: there may be something to do, and another deadline."""
+        return
+
+    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
+        """Have that machine's `tick` called when it is due, unless it is due at another time by then."""
         return
 
     def access_ended(self, handle: HandlePort) -> None:

@@ -16,6 +16,7 @@ from tensorhub.testing.sim.handle import CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.types import Endpoint, HandleState, Location, Medium, OpKind, Selector
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
@@ -182,7 +183,7 @@ class SimWorker:
         """Its shell."""
         return SimHandle(self.cluster, self, shard)
 
-    def drop(self, handle: HandleShell) -> None:
+    def drop(self, handle: HandlePort) -> None:
         """Forget a handle that has served."""
         self.handles = [each for each in self.handles if each is not handle]
         self.router.remove(handle.shard)
@@ -190,7 +191,7 @@ class SimWorker:
         self.cluster.by_registration.pop(handle.shard.registration, None)
         self.copies.ended(handle)
 
-    def closed(self, handle: HandleShell) -> None:
+    def closed(self, handle: HandlePort) -> None:
         """It is closed: its user still has it, and a host copy has no user."""
         if handle.shard.medium is Medium.HOST:
             self.drop(handle)

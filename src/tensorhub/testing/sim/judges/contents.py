@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tensorhub.coordinator import Publication
 from tensorhub.testing.sim.assertion import demand
-from tensorhub.testing.sim.judges.ports import JudgedHandle
+from tensorhub.testing.sim.judges.ports import Cells, JudgedHandle
 from tensorhub.types import OpKey, VersionInfo
 
 
@@ -27,7 +25,7 @@ class Contents:
         """The coordinator knows of none of them any more."""
         self.numbers.clear()
 
-    def promise(self, key: OpKey, rank: int, cells: Sequence[str]) -> None:
+    def promise(self, key: OpKey, rank: int, cells: Cells) -> None:
         """A rank votes to publish what its memory holds now."""
         self.promised.setdefault(key, {})[rank] = tuple(cells)
 

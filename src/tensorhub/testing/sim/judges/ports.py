@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -43,6 +43,15 @@ class JudgedCall:
     error: Exception | None = None
 
 
+class Cells(Protocol):
+    """What memory holds, chunk by chunk."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, chunk: int, /) -> str: ...
+    def __setitem__(self, chunk: int, cell: str, /) -> None: ...
+
+
 class JudgedWorker(Protocol):
     """A worker process."""
 
@@ -71,7 +80,7 @@ class JudgedHandle(Protocol):
     shard: Shard
     member: Member
     todo: deque[Action]
-    cells: MutableSequence[str]
+    cells: Cells
     staging: list[str] | None  # the cells of what is staged
     generation: int  # under which its memory is open, or was last
     last_held: str  # the content id that it held last

@@ -5,10 +5,11 @@ Cells are what is remembered, so that what a user has written since is not taken
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.judges.ports import Cells
 from tensorhub.types import RegistrationId
 
 
@@ -24,7 +25,7 @@ class VerifiedChunks:
     def __init__(self) -> None:
         self._filled: dict[RegistrationId, _Filled] = {}
 
-    def begins(self, memory: RegistrationId, content_id: str, cells: Sequence[str], kept: Collection[int]) -> None:
+    def begins(self, memory: RegistrationId, content_id: str, cells: Cells, kept: Collection[int]) -> None:
         """It is to be filled with that; `kept`: chunks that it has of it already. What a fill of the same content that was
         broken off has verified, and nobody has written since, is kept.
         """
