@@ -288,8 +288,9 @@ def worker_of(used: Hub | Weights) -> Worker:
 
 def copies_of(hub: Hub) -> list[Handle]:
     """The handles of its copies in host memory."""
-    copies = worker_of(hub).copies
-    return [copies._handles[ident] for ident in copies.machine._pool.copies if ident in copies._handles]
+    worker = worker_of(hub)
+    handles = worker.router.handles
+    return [handles[ident] for ident in worker.copies.machine._pool.copies if ident in handles]
 
 
 def thread_of(hub: Hub) -> LoopThread:

@@ -28,7 +28,8 @@ from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient, MessageSink
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.mapped_memory import pinning
-from tensorhub.types import FetchReport, Options, Purpose, Selector, VersionInfo
+from tensorhub.runtime.worker.ports import CallersCopies
+from tensorhub.types import FetchReport, Options, Purpose
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import CloseCall, FillCall, Say
 from tensorhub.worker.host_copies import HostCopies
@@ -44,6 +45,7 @@ from tensorhub.worker.host_copy_actions import (
     StartHandle,
 )
 from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Router
 
 log = get_logger("tensorhub.worker")
 
@@ -56,6 +58,9 @@ class HostingWorker(Protocol):
 
     @property
     def link(self) -> MessageSink: ...
+
+    @property
+    def router(self) -> Router[Handle]: ...
 
     def callers(self) -> Iterable[Handle]:
         """The handles of its callers that are not closed."""
@@ -83,7 +88,7 @@ class _CopysCall:
     error: Exception | None = None  # it is to end with that
 
 
-class HostCopyRunner:
+class HostCopyRunner(CallersCopies):
     """`tasks`: the worker's, while it runs. Its handles have this as their room, see `HostRoom`."""
 
     def __init__(self, worker: HostingWorker) -> None:
@@ -91,7 +96,6 @@ class HostCopyRunner:
         options = worker.options
         self.machine = HostCopies(options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12))
         self.tasks: anyio.abc.TaskGroup | None = None
-        self._handles: dict[str, Handle] = {}  # all of this worker, by registration
         self._calls: dict[int, _CopysCall] = {}  # that run, by number
         self._asked: dict[int, _Request] = {}  # by request
         self._requests = itertools.count(1)
@@ -108,25 +112,13 @@ class HostCopyRunner:
 
     # -------------------------------------------------------------------------------------------------- what is asked for
 
-    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
-        return await self._fill(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, clock.now()))
-
-    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
-        return await self._fill(lambda n: self.machine.seed(n, info, shard, timeout_s, clock.now()))
-
-    async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
-        await self._ask(lambda n: self.machine.close(n, handle.member, timeout_s, clock.now(), abandon=abandon))
-
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
         await self._ask(lambda n: self.machine.make_room(n, ident, purpose, nbytes, clock.now()))
 
-    async def _fill(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport:
-        report = await self._ask(ask)
-        assert report is not None
-        return report
+    def _now(self) -> float:
+        return clock.now()
 
     async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
-        """Wait for what was asked for; cancelling ends it as soon as may be, and leaves nothing running."""
         request, asked = next(self._requests), _Request()
         self._asked[request] = asked
         self._apply(ask(request))
@@ -147,12 +139,10 @@ class HostCopyRunner:
 
     def began(self, handle: Handle) -> None:
         """The worker has a new handle."""
-        self._handles[handle.member.shard.registration] = handle
         self.machine.began(handle.member, in_file=handle.memory.digests_first)
 
     def ended(self, registration: str) -> None:
         """A handle is no more."""
-        self._handles.pop(registration, None)
         self._apply(self.machine.ended(registration, clock.now()))
 
     def answered(self, registration: str, refusal: Exception | None) -> None:
@@ -214,7 +204,7 @@ class HostCopyRunner:
             case StartHandle():
                 self._start(action.shard)
             case DropHandle():
-                handle = self._handles.get(action.registration)
+                handle = self._worker.router.handles.get(action.registration)
                 if handle is not None:
                     self._worker.drop_handle(handle)
             case BeginCall():
@@ -226,7 +216,7 @@ class HostCopyRunner:
                 elif call is not None:
                     call.error = action.error
             case EndCopysPrefetch():
-                handle = self._handles.get(action.registration)
+                handle = self._worker.router.handles.get(action.registration)
                 if handle is not None:
                     handle.end_prefetch()
             case AskManifest():
@@ -249,7 +239,7 @@ class HostCopyRunner:
         self._worker.start_handle(shard, HostMemory(reserve, pinning(devices[0] if devices else None)))
 
     def _begin(self, action: BeginCall) -> None:
-        handle = self._handles.get(action.registration)
+        handle = self._worker.router.handles.get(action.registration)
         if self.tasks is None or handle is None:
             error = StateError("the hub was closed while the call was running")
             self._apply(self.machine.call_ended(action.number, clock.now(), error=error))

@@ -1,12 +1,13 @@
 """What the public classes need of the library's other side: host copies, and a thread to call.
 
-`runtime.worker.host_copies` and `runtime.loop_thread` implement these protocols. So does a simulation, on which the same
-`Hub` and `Weights` stand. The public classes use nothing that is not in a protocol here, in
+`runtime.worker.host_copies` and `runtime.loop_thread` implement these. So does a simulation, on which the same `Hub` and
+`Weights` stand. The public classes use nothing that is not in a class here, in
 `runtime.worker.calling.CallersHandle`, or in `runtime.worker.registering.CallersWorker`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -14,19 +15,38 @@ from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.types import FetchReport, Selector, VersionInfo
+from tensorhub.worker.host_copies import HostCopies
+from tensorhub.worker.host_copy_actions import CopyAction
 
 T = TypeVar("T")
 
 
-class HostCopiesPort(Protocol):
+class CallersCopies(ABC):
     """A worker's copies in host memory, as its callers use them."""
 
-    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport: ...
+    machine: HostCopies
+
+    @abstractmethod
+    def _now(self) -> float: ...
+
+    @abstractmethod
+    async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
+        """Wait for what was asked for; cancelling ends it as soon as may be, and leaves nothing running."""
+
+    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
+        return await self._fill(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._now()))
+
+    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
+        return await self._fill(lambda n: self.machine.seed(n, info, shard, timeout_s, self._now()))
 
     async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it."""
+        await self._ask(lambda n: self.machine.close(n, handle.member, timeout_s, self._now(), abandon=abandon))
 
-    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport: ...
+    async def _fill(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport:
+        report = await self._ask(ask)
+        assert report is not None
+        return report
 
 
 class ThreadPort(Protocol):

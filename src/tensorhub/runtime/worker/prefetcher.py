@@ -12,7 +12,7 @@ import anyio
 from tensorhub.errors import TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.runtime.worker.calling import CallersHandle
-from tensorhub.runtime.worker.ports import HostCopiesPort
+from tensorhub.runtime.worker.ports import CallersCopies
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import LATEST, HandleState, VersionInfo
 
@@ -23,7 +23,7 @@ class Prefetcher:
     """Follows one handle's model for it; `run` until cancelled."""
 
     def __init__(
-        self, handle: CallersHandle, version_watches: VersionWatches, copies: HostCopiesPort, timeout_s: float
+        self, handle: CallersHandle, version_watches: VersionWatches, copies: CallersCopies, timeout_s: float
     ) -> None:
         self._handle = handle
         self._version_watches = version_watches

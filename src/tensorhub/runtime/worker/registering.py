@@ -21,7 +21,7 @@ from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.pins import Pins
-from tensorhub.runtime.worker.ports import HostCopiesPort
+from tensorhub.runtime.worker.ports import CallersCopies
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import READ_ONLY, FetchReport, HandleState, OpKind, Options, Selector, VersionInfo, as_timeout_s
@@ -40,7 +40,7 @@ class CallersWorker(ABC):
     version_watches: VersionWatches
     coordinator: CoordinatorClient
     pins: Pins
-    copies: HostCopiesPort
+    copies: CallersCopies
     router: Router[Any]  # of its handles, of any kind
 
     @abstractmethod

@@ -12,7 +12,6 @@ import contextlib
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any, Self, TypeVar
 
@@ -26,26 +25,25 @@ from tensorhub.messages import Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
+from tensorhub.runtime.worker.ports import CallersCopies
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.stream_sync import StreamSync
-from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker, Tasks
+from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import (
     FetchReport,
-    HandleState,
     Location,
     Options,
-    Selector,
     VersionInfo,
 )
 from tensorhub.worker.calls import (
     Action,
     Call,
-    CloseCall,
     Finish,
 )
+from tensorhub.worker.host_copy_actions import CopyAction
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
 
@@ -135,17 +133,49 @@ class CallersLoop:
         self._cluster.check_running(self._worker)
 
 
+class Waiting:
+    """For what one worker was asked for, until it ends or the worker does."""
+
+    def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
+        self._cluster = cluster
+        self._worker = worker
+
+    async def end_of(self, asked: CallRecord | CopyRequest, cancel: Callable[[], None]) -> None:
+        """Cancelling ends it by `cancel` as soon as may be, and leaves nothing running."""
+        try:
+            await self._wait(asked)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self.end(asked, cancel)
+            raise
+
+    async def end(self, asked: CallRecord | CopyRequest, cancel: Callable[[], None]) -> None:
+        if not asked.done and self._worker.alive and not self._cluster.is_over:
+            self._cluster.sync()
+            cancel()
+            with contextlib.suppress(StateError):  # it has crashed meanwhile
+                await self._wait(asked)
+
+    async def _wait(self, asked: CallRecord | CopyRequest) -> None:
+        while not asked.done:
+            self._cluster.check_running(self._worker)
+            event = anyio.Event()
+            asked.ends = event.set
+            await event.wait()
+
+
 class HandleFacade(CallersHandle):
     """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated handle."""
 
-    def __init__(self, cluster: HostedCluster, simulated: TensorHandle, tasks: Tasks) -> None:
+    def __init__(self, cluster: HostedCluster, simulated: TensorHandle, worker: HostedWorker) -> None:
         super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
         self.simulated = simulated
-        self._tasks = tasks
         self._cluster = cluster
+        self._worker = worker
+        self._waiting = Waiting(cluster, worker)
         self._hook: HookRequest | None = None
-        self._ended = anyio.Event()  # a call; replaced then
-        simulated.on_answer, simulated.on_hook, simulated.on_end = self._answered, self._hook_begins, self._call_over
+        simulated.on_answer, simulated.on_hook = self._answered, self._hook_begins
+        simulated.on_end = lambda: self.call_ended()
 
     # -- what it is told
 
@@ -157,15 +187,10 @@ class HandleFacade(CallersHandle):
         if self._hook is not None:
             self._hook(version)
 
-    def _call_over(self) -> None:
-        self._ended.set()
-        self._ended = anyio.Event()
-        self.call_ended()
-
     # -- its calls
 
     def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._tasks.start_soon(task)
+        self._worker.tasks.start_soon(task)
 
     async def _before_publish(self, timeout_s: float) -> None:
         """Its cells need nothing."""
@@ -173,30 +198,17 @@ class HandleFacade(CallersHandle):
     async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
         handle, self._hook = self.simulated, hook
         record = handle.call(call, timeout_s)
-        try:
-            await self._wait(record)
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await self._end(record, self.interpreter.cancelled)
-            raise
+        await self._waiting.end_of(record, lambda: self._apply(self.interpreter.cancelled(self._cluster.now)))
         return Finish(record.version, record.changed, record.error), lambda: handle.report_of(record)
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`."""
-        if self.simulated.last_call is not None:
-            await self._end(self.simulated.last_call, partial(self.member.cancel, error))
+        last = self.simulated.last_call
+        if last is not None:
+            await self._waiting.end(last, lambda: self._apply(self.member.cancel(error, self._cluster.now)))
 
-    async def _wait(self, record: CallRecord) -> None:
-        while not record.done:
-            self._cluster.check_running(self.simulated.worker)
-            await self._ended.wait()
-
-    async def _end(self, record: CallRecord, cancel: Callable[[float], list[Action]]) -> None:
-        if not record.done and self.simulated.worker.alive and not self._cluster.is_over:
-            self._cluster.sync()
-            self.simulated.apply(cancel(self._cluster.now))
-            with contextlib.suppress(StateError):  # it has crashed meanwhile
-                await self._wait(record)
+    def _apply(self, actions: list[Action]) -> None:
+        self.simulated.apply(actions)
 
     def hook_returned(self, error: Exception | None) -> None:
         handle = self.simulated
@@ -209,58 +221,24 @@ class HandleFacade(CallersHandle):
             handle.hook_error = None
 
 
-def _simulated(handle: CallersHandle) -> TensorHandle:
-    assert isinstance(handle, HandleFacade)
-    return handle.simulated
+class HostCopiesFacade(CallersCopies):
+    """Those of a simulated worker."""
 
+    def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
+        self.machine = worker.copies.machine
+        self._cluster = cluster
+        self._copies = worker.copies
+        self._waiting = Waiting(cluster, worker)
 
-class HostCopiesFacade:
-    """See `runtime.worker.host_copies.HostCopyRunner`, as far as callers use it."""
+    def _now(self) -> float:
+        return self._cluster.now
 
-    def __init__(self, shell: WorkerFacade) -> None:
-        self._shell = shell
-
-    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
-        wanted = await self._end_of(self._shell.worker.copies.prefetch(_simulated(handle), selector, timeout_s))
-        assert wanted.report is not None
-        return wanted.report
-
-    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
-        wanted = await self._end_of(self._shell.worker.copies.seed(info, shard, timeout_s))
-        assert wanted.report is not None
-        return wanted.report
-
-    async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
-        assert isinstance(handle, HandleFacade)
-        was_closed = handle.member.state is HandleState.CLOSED
-        await self._end_of(self._shell.worker.copies.close(handle.simulated, timeout_s, abandon=abandon))
-        if not was_closed:
-            handle.interpreter.raise_for(CloseCall(abandon), Finish())
-
-    async def _end_of(self, wanted: CopyRequest) -> CopyRequest:
-        """Wait for it; cancelling ends it as soon as may be, and leaves nothing running."""
-        try:
-            await self._wait(wanted)
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True), contextlib.suppress(StateError):  # it has crashed meanwhile
-                self._check_running()
-                self._shell.cluster.sync()
-                self._shell.worker.copies.cancel(wanted)
-                await self._wait(wanted)
-            raise
+    async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
+        wanted = self._copies.want(ask)
+        await self._waiting.end_of(wanted, lambda: self._copies.cancel(wanted))
         if wanted.error is not None:
             raise wanted.error
-        return wanted
-
-    async def _wait(self, wanted: CopyRequest) -> None:
-        while not wanted.done:
-            self._check_running()
-            event = anyio.Event()
-            wanted.ends = event.set
-            await event.wait()
-
-    def _check_running(self) -> None:
-        self._shell.cluster.check_running(self._shell.worker)
+        return wanted.report
 
 
 class WorkerFacade(CallersWorker):
@@ -286,7 +264,7 @@ class WorkerFacade(CallersWorker):
         self._groups = count(1)
         self._handles: list[HandleFacade] = []
         self.version_watches, self.coordinator, self.pins = worker.version_watches, worker.coordinator, worker.kept_pins
-        self.copies = HostCopiesFacade(self)
+        self.copies = HostCopiesFacade(cluster, worker)
         self.router: Router[Any] = worker.router
 
     def __repr__(self) -> str:
@@ -301,13 +279,14 @@ class WorkerFacade(CallersWorker):
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
     def start_handle(self, shard: Shard, memory: Memory) -> HandleFacade:
-        handle = HandleFacade(self.cluster, self.worker.take_memory(shard, memory), self.worker.tasks)
+        handle = HandleFacade(self.cluster, self.worker.take_memory(shard, memory), self.worker)
         self._handles.append(handle)
         return handle
 
     def drop_handle(self, handle: CallersHandle) -> None:
         if self.worker.alive and not self.cluster.is_over:
-            self.worker.drop_memory(_simulated(handle))
+            assert isinstance(handle, HandleFacade)
+            self.worker.drop_memory(handle.simulated)
 
     # -- its end
 

@@ -126,7 +126,8 @@ class HostedWorker(TimedWorker):
             handle.registration_error = (
                 StateError(OVER) if self._hosted.is_over else WorkerCrashed(f"{self.name} has crashed")
             )
-            handle.on_end()
+            if handle.last_call is not None:
+                handle.last_call.ends()
             handle.on_answer()
 
     def disconnect(self) -> None:

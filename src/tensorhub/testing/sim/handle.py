@@ -8,7 +8,7 @@ for when anything happens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, assert_never
@@ -49,6 +49,7 @@ class CallRecord(JudgedCall):
     """One call of a handle, and how it ended."""
 
     handle: HandleShell = field(kw_only=True)
+    ends: Callable[[], None] = lambda: None  # called when it has ended, or never will
 
     def has_ended(self) -> bool:
         return self.done
@@ -494,6 +495,7 @@ class HandleShell:
         self.interpreter.finished(action)
         record.done, record.version, record.changed, record.error = True, action.version, action.changed, action.error
         self.cluster.call_ended(self, record)
+        record.ends()
         if self.interpreter.is_over:
             self.worker.router.remove(self.shard)
         if not self.shard.serves:  # it was made for this call

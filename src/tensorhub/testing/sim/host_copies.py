@@ -17,7 +17,7 @@ from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
-from tensorhub.worker.calls import Say
+from tensorhub.worker.calls import Finish, Say
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
     AskManifest,
@@ -82,20 +82,20 @@ class SimHostCopies:
     # -- what is asked for
 
     def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
-        return self._want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
+        return self.want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
 
     def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
-        return self._want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
+        return self.want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
 
     def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
-        return self._want(
+        return self.want(
             lambda n: self.machine.close(n, handle.member, timeout_s, self._cluster.now, abandon=abandon), handle
         )
 
     def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> CopyRequest:
-        return self._want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
+        return self.want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
 
-    def _want(self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None) -> CopyRequest:
+    def want(self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None) -> CopyRequest:
         wanted = CopyRequest(next(self._cluster.numbers), handle)
         self.wanted[wanted.request] = wanted
         self._apply(ask(wanted.request))
@@ -119,9 +119,15 @@ class SimHostCopies:
     def call_ended(self, handle: HandlePort, record: JudgedCall) -> None:
         number = self._calls.pop(record, None)
         if number is not None:
-            report = handle.report_of(record) if record.error is None and record.version is not None else None
+            report, error = None, record.error
+            try:
+                handle.interpreter.raise_for(record.what, Finish(record.version, record.changed, error))
+            except Exception as raised:
+                error = raised
+            if error is None and record.version is not None:
+                report = handle.report_of(record)
             nbytes = self.memory.get(handle.id, 0)
-            self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=record.error, nbytes=nbytes))
+            self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=error, nbytes=nbytes))
 
     def end_prefetch(self, handle: HandlePort) -> None:
         self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now))
@@ -228,8 +234,9 @@ class SimHostCopies:
         error: TensorHubError = StateError("it was given up; register again")
         if handle is not None and not handle.is_stopping:
             try:
+                handle.interpreter.check(action.call)
                 record = handle.call(action.call, action.timeout_s)
-            except StateError as raised:
+            except TensorHubError as raised:
                 error = raised
             else:
                 self._calls[record] = action.number

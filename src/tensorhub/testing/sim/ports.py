@@ -14,6 +14,7 @@ from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.network import Link
 from tensorhub.types import FetchReport, RegistrationId
 from tensorhub.worker.calls import Action, Call
+from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
@@ -50,6 +51,7 @@ class HandlePort(JudgedHandle, Protocol):
     """One registration."""
 
     staging_id: RegistrationId
+    interpreter: Interpreter
     is_stopping: bool  # it was given up: it is no more once nobody reads it
 
     @property
