@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.scheduler.pull import Pull
-from tensorhub.scheduler.requests import Requests, sort_out
+from tensorhub.scheduler.requests import Requests
 from tensorhub.types import LeaseId
 
 LEASE = LeaseId("lease")
@@ -51,9 +51,9 @@ def test_what_came_with_another_digest_and_what_is_lacking_is_wanted_again() -> 
 def test_a_chunk_is_good_with_its_digest_which_is_the_published_one(
     named: int | None, made: int, published: dict[int, int], is_good: bool
 ) -> None:
-    good, bad = sort_out([(0, named)], {0: made}, published, is_digested=True)
+    good, bad = Requests.sort_out([(0, named)], {0: made}, published, is_digested=True)
     assert (good, bad) == (([(0, named)], []) if is_good else ([], [0]))
 
 
 def test_without_digests_whatever_arrives_is_good() -> None:
-    assert sort_out([(0, None), (1, 3)], {}, {}, is_digested=False) == ([(0, None), (1, 3)], [])
+    assert Requests.sort_out([(0, None), (1, 3)], {}, {}, is_digested=False) == ([(0, None), (1, 3)], [])

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from tensorhub.messages import Flow
 from tensorhub.types import Location
 
 SUPPOSED_BYTES_PER_S = (40e9, 1.25e9, 1e9, 0.1e9)  # by distance; a network of 10 Gbit/s
@@ -55,6 +56,29 @@ def distance(a: Location, b: Location) -> Distance:
 class _Vote:
     bytes_per_s: float
     said_at: float
+
+
+class FlowMeter:
+    """What comes over the link from one source, as its reader tells it: from the first bytes on."""
+
+    def __init__(self) -> None:
+        self._began_at: float | None = None  # when its first bytes were there
+        self._seconds = 0.0  # from then up to the last ones
+        self._nbytes = 0  # that came in that time
+
+    def __repr__(self) -> str:
+        return f"<FlowMeter: {self._nbytes} bytes in {self._seconds:.3f} s>"
+
+    def arrived(self, nbytes: int, now: float) -> None:
+        if self._began_at is None:
+            self._began_at = now
+        else:
+            self._nbytes += nbytes
+            self._seconds = max(self._seconds, now - self._began_at)
+
+    def flow(self, lease: str) -> Flow | None:
+        """What is told of it, once it has lasted long enough to tell something."""
+        return Flow(lease, self._nbytes, self._seconds) if self._seconds >= SECONDS_MIN else None
 
 
 class Links:

@@ -53,22 +53,22 @@ class Requests:
         for chunk in bad:
             self._pull.arrived(self._lease, chunk, ok=False)
 
+    @staticmethod
+    def sort_out(
+        arrived: Iterable[Named], made: Mapping[int, int], published: Mapping[int, int], *, is_digested: bool
+    ) -> tuple[list[Named], list[int]]:
+        """Which of these chunks have their digest, and which have not. `made`: the digests of what is in the destination;
+        `published`: what some chunks must have as digest, whatever their source says.
+        """
+        good: list[Named] = []
+        bad: list[int] = []
+        for chunk, digest in arrived:
+            found = made.get(chunk)
+            if found != (digest if is_digested else None) or published.get(chunk, found) != found:
+                bad.append(chunk)
+            else:
+                good.append((chunk, digest))
+        return good, bad
+
     def _answered(self, chunks: set[int]) -> None:
         self.asked = [left for batch in self.asked if (left := batch - chunks)]
-
-
-def sort_out(
-    arrived: Iterable[Named], made: Mapping[int, int], published: Mapping[int, int], *, is_digested: bool
-) -> tuple[list[Named], list[int]]:
-    """Which of these chunks have their digest, and which have not. `made`: the digests of what is in the destination;
-    `published`: what some chunks must have as digest, whatever their source says.
-    """
-    good: list[Named] = []
-    bad: list[int] = []
-    for chunk, digest in arrived:
-        found = made.get(chunk)
-        if found != (digest if is_digested else None) or published.get(chunk, found) != found:
-            bad.append(chunk)
-        else:
-            good.append((chunk, digest))
-    return good, bad

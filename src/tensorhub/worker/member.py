@@ -295,6 +295,13 @@ class Member:
             self.running.pull_stopped()
         return self._context.take_actions()
 
+    def progress(self, chunks_verified: int, bytes_read: int, flows: tuple[messages.Flow, ...]) -> messages.Progress | None:
+        """What is said of a pull that runs; None: the coordinator knows of no call that it belongs to."""
+        running = self.running
+        if running is None or running.key is None:
+            return None
+        return messages.Progress(running.key, self.shard.rank, chunks_verified, bytes_read, flows)
+
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
     def state_lost(self, now: float) -> list[calls.Action]:

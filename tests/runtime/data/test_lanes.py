@@ -17,8 +17,8 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwne
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.data import receive_sizer
 from tensorhub.runtime.data.lanes import SourceFailed
+from tensorhub.scheduler import links
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 from tests.runtime.data_rig import (
     CHUNKS,
@@ -53,7 +53,7 @@ async def test_what_a_source_gave_is_told_without_the_time_before_its_first_byte
     monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     """Neither the connection nor what came with the first answer says how fast the link is."""
-    monkeypatch.setattr(receive_sizer, "SECONDS_MIN", 0.0)
+    monkeypatch.setattr(links, "SECONDS_MIN", 0.0)
     a, b = Node("a", manifest_of(), filled=True).open(complete=True), Node("b", manifest_of(), filled=False)
     b.open(complete=False)
     async with serving(a, b), b.runner(transport=transport, batch_bytes=1, lanes=1) as runner:

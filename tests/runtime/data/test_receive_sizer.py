@@ -44,10 +44,10 @@ def test_where_small_pieces_do_not_pay_calls_are_larger(verify_s: float, is_dige
 def test_a_flow_begins_with_its_first_bytes() -> None:
     sizer = ReceiveSizer()
     sizer.arrived(10**6, 5.0, 0.0, 100.0, is_digested=True)
-    assert sizer.flow("l") is None
+    assert sizer.meter.flow("l") is None
     sizer.arrived(7, 0.1, 0.0, 100.0 + SECONDS_MIN / 2, is_digested=True)
-    assert sizer.flow("l") is None
+    assert sizer.meter.flow("l") is None
     sizer.arrived(8, 0.1, 0.0, 104.0, is_digested=True)
-    flow = sizer.flow("l")
+    flow = sizer.meter.flow("l")
     assert flow is not None
     assert (flow.lease, flow.nbytes, flow.seconds) == ("l", 15, 4.0)

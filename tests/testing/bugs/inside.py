@@ -33,10 +33,13 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
+from tensorhub.scheduler.requests import Requests
 from tensorhub.testing import Fault
 from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.budget import Budget
+from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.leases import Leases
+from tensorhub.worker.local_copying import Copier
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.registration_session import RegistrationSession
@@ -502,4 +505,35 @@ def answered_by_the_newest() -> Iterator[None]:
 @bug("R5: room is reserved whatever other copies have reserved")
 def room_reserved_twice() -> Iterator[None]:
     with replaced(Budget, "_missing", lambda self, ident, nbytes: 0), replaced(Budget, "check_invariants", nothing):
+        yield
+
+
+# -- what the runtime's lanes, links and copies share with the simulated ones
+
+
+@bug("R8: what has arrived with another digest than its source has told counts as verified", faults=(Fault.CORRUPT,))
+def damaged_chunk_counts() -> Iterator[None]:
+    def sort_out(arrived: Any, made: Any, published: Any, *, is_digested: bool) -> Any:
+        return [*arrived], []
+
+    with replaced(Requests, "sort_out", staticmethod(sort_out)):
+        yield
+
+
+@bug(
+    "R9: of what a host copy had, all that was asked of it counts as copied",
+    faults=(Fault.CANCEL, Fault.CRASH, Fault.CORRUPT),
+)
+def whatever_was_asked_for_is_copied() -> Iterator[None]:
+    def copy(before: Any, self: Any, sources: Any, count: int, there: frozenset[int]) -> Any:
+        found = before(self, sources, count, there)
+        return frozenset(range(count)) if found - there else found
+
+    with around(Copier, "copy", copy):
+        yield
+
+
+@bug("G7: a worker does not give up a connection in which nothing comes back", faults=(Fault.DROP,))
+def silence_is_not_noticed() -> Iterator[None]:
+    with replaced(Heartbeats, "is_in_vain", lambda self: False):
         yield

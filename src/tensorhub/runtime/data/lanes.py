@@ -38,7 +38,7 @@ from tensorhub.runtime.data.receive_sizer import ReceiveSizer
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
-from tensorhub.scheduler.requests import Requests, sort_out
+from tensorhub.scheduler.requests import Requests
 from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
@@ -268,7 +268,7 @@ class PullRunner:
 
     @staticmethod
     def _flow(lane: _Lane) -> Flow | None:
-        return lane.sizer.flow(lane.lease) if lane.failure is None else None
+        return lane.sizer.meter.flow(lane.lease) if lane.failure is None else None
 
     def _source_report(self, lane: _Lane, now: float) -> SourceReport:
         bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
@@ -434,7 +434,7 @@ class PullRunner:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
         started = time.perf_counter()
         made, is_digested = self._digests(arrival), bool(self._memory.width)
-        good, bad = sort_out(arrival.chunks, made, self._published, is_digested=is_digested)
+        good, bad = Requests.sort_out(arrival.chunks, made, self._published, is_digested=is_digested)
         seconds = time.perf_counter() - started + arrival.digest_s
         nbytes = sum([self._memory.sizes[chunk] for chunk, _ in arrival.chunks])
         with self._changed:

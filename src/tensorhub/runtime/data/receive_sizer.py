@@ -8,8 +8,7 @@ Responsible for these figures. Not responsible for calls, threads and books (`la
 
 from __future__ import annotations
 
-from tensorhub.messages import Flow
-from tensorhub.scheduler.links import SECONDS_MIN
+from tensorhub.scheduler.links import FlowMeter
 from tensorhub.transport.streaming_digest import SMALL_BYTES, GilWatch
 
 FIRST_BYTES = 2**16  # received by the first call
@@ -26,10 +25,8 @@ class ReceiveSizer:
         self.call_bytes = FIRST_BYTES  # what the next call receives
         self.transfer_s = 0.0  # of all calls, from their first bytes on
         self.verify_s = 0.0
+        self.meter = FlowMeter()
         self._gil = GilWatch()
-        self._began_at: float | None = None  # when its first bytes were there
-        self._seconds = 0.0  # from then up to the last ones
-        self._nbytes = 0  # that came in that time
 
     def arrived(self, nbytes: int, transfer_s: float, verify_s: float, now: float, *, is_digested: bool) -> None:
         """A call has brought so many bytes, which were there at `now`."""
@@ -39,15 +36,7 @@ class ReceiveSizer:
         most = LARGE_BYTES if self._gil.is_contended or not is_digested else CACHED_BYTES
         in_time = nbytes * (CONTENDED_S if self._gil.is_contended else OFFER_S) / max(transfer_s, 1e-6)
         self.call_bytes = min(most, 4 * max(nbytes, FIRST_BYTES), int(in_time))
-        if self._began_at is None:
-            self._began_at = now
-        else:
-            self._nbytes += nbytes
-            self._seconds = max(self._seconds, now - self._began_at)
-
-    def flow(self, lease: str) -> Flow | None:
-        """What is told of it, once it has lasted long enough to tell something."""
-        return Flow(lease, self._nbytes, self._seconds) if self._seconds >= SECONDS_MIN else None
+        self.meter.arrived(nbytes, now)
 
     def __repr__(self) -> str:
-        return f"<ReceiveSizer of {self._nbytes} bytes in {self._seconds:.3f} s, {self.call_bytes} by the next call>"
+        return f"<ReceiveSizer of {self.meter!r}, {self.call_bytes} by the next call>"

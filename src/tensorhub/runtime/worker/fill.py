@@ -21,7 +21,6 @@ from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import MappedRegions, Memory
-from tensorhub.messages import Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.copying import copy_chunks
@@ -267,10 +266,9 @@ class Filler:
         self._apply(self._member.source_failed(event.lease, event.reason, detail, clock.now(), chunk=event.chunk))
 
     def _say_progress(self, report: PullReport) -> None:
-        running = self._member.running
-        if running is not None and running.key is not None:
-            rank = self._member.shard.rank
-            self._link.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read, report.flows))
+        progress = self._member.progress(report.chunks_verified, report.bytes_read, report.flows)
+        if progress is not None:
+            self._link.say(progress)
 
     def _show_progress(self, report: PullReport) -> None:
         if self.progress is None:

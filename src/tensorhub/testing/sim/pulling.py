@@ -12,10 +12,10 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Origin, Progress
-from tensorhub.scheduler.links import SECONDS_MIN
+from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
+from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
-from tensorhub.scheduler.requests import Requests, sort_out
+from tensorhub.scheduler.requests import Requests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
@@ -100,6 +100,7 @@ class SimLane:
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         self.requests = Requests(reading.books, self.lease)
+        self.meter = FlowMeter()
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
         self.is_cut = False  # its reader wants no more of it
@@ -150,13 +151,14 @@ class SimLane:
             self.requests.lacked(frame.lacking, frame.has)
             reader.cluster.data.lanes_wanted(reading)
             return
-        reading.note_flow(self.lease, [chunk for chunk, _, _ in frame.chunks])
+        nbytes = sum(reading.start.manifest.chunks[chunk].nbytes for chunk, _, _ in frame.chunks)
+        self.meter.arrived(nbytes, reader.cluster.now)
         for chunk, cell, _ in frame.chunks:
             reader.filler.receive(chunk, cell, reading.start)
         named = [(chunk, digest) for chunk, _, digest in frame.chunks]
         is_digested = reading.start.manifest.digest != "none"
         made = {chunk: digest_of(cell) for chunk, cell, _ in frame.chunks if is_digested}
-        good, bad = sort_out(named, made, reading.start.published, is_digested=is_digested)
+        good, bad = Requests.sort_out(named, made, reading.start.published, is_digested=is_digested)
         self.requests.arrived(good, bad)
         reader.filler.offer(reading.start, good, Origin(self.grant.registration, self.grant.generation))
         reading.settled(self)
@@ -245,7 +247,6 @@ class Reading:
         self.stopped = False
         self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
-        self._flows: dict[LeaseId, tuple[float, Flow]] = {}  # with when their first bytes were there
         for grant in start.grants:
             self.add(grant)
 
@@ -291,20 +292,13 @@ class Reading:
             self.over = self.stopped = True
             self._cut_all()
 
-    def note_flow(self, lease: LeaseId, chunks: list[int]) -> None:
-        """These have come under this lease."""
-        now = self.reader.cluster.now
-        begun, flow = self._flows.get(lease, (now, None))
-        nbytes = sum(self.start.manifest.chunks[chunk].nbytes for chunk in chunks)
-        self._flows[lease] = (begun, Flow(lease, flow.nbytes + nbytes if flow else 0, now - begun))
-
     def _tell_flows(self) -> None:
         """What links have carried, where that tells something."""
-        flows = tuple(flow for _, flow in self._flows.values() if flow.seconds >= SECONDS_MIN)
-        running = self.reader.member.running
-        if flows and running is not None and running.key is not None:
-            rank = self.reader.member.shard.rank
-            progress = Progress(running.key, rank, self.books.chunks_verified, self.books.bytes_read, flows)
+        flows = tuple(
+            flow for lane in self.all_lanes if not lane.failure and (flow := lane.meter.flow(lane.lease)) is not None
+        )
+        progress = self.reader.member.progress(self.books.chunks_verified, self.books.bytes_read, flows)
+        if flows and progress is not None:
             self.reader.worker.say(progress)
 
     def settled(self, lane: SimLane) -> None:
