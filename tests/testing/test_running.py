@@ -263,6 +263,29 @@ def test_a_cancelled_call_leaves_nothing_running(run: Callable[..., list[str]]) 
 # --------------------------------------------------------------------------------------------------- processes, faults
 
 
+def test_a_closed_hub_ends_the_calls_that_still_run(run: Callable[..., list[str]]) -> None:
+    """Whoever called waits for the same end as whoever closes."""
+
+    async def main(cluster: RunningCluster) -> None:
+        hub = await cluster.connect(name="rollout", options=OPTIONS)
+        weights = await hub.register("actor", tensors())
+        ended: list[errors.TensorHubError] = []
+
+        async def wait_for_a_version() -> None:
+            with pytest.raises(errors.StateError, match="closed") as raised:
+                await weights.update(at_least=5, timeout=500)
+            ended.append(raised.value)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait_for_a_version)
+            await anyio.sleep(1)
+            await hub.close()
+        assert ended
+        assert cluster.now < 100
+
+    run(main)
+
+
 def test_a_crash_ends_the_block_and_its_calls(run: Callable[..., list[str]]) -> None:
     async def main(cluster: RunningCluster) -> None:
         ended = []

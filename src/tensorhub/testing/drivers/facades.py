@@ -160,7 +160,7 @@ class Waiting:
         while not asked.done:
             self._cluster.check_running(self._worker)
             event = anyio.Event()
-            asked.ends = event.set
+            asked.on_end.append(event.set)
             await event.wait()
 
 

@@ -36,8 +36,8 @@ from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.handle import BrokenHook
-from tensorhub.testing.sim.host_copies import SimHostCopies
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord
+from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.registration_session import Shard
@@ -120,15 +120,15 @@ class HostedWorker(TimedWorker):
     def let_go(self) -> None:
         """It is no more: nobody waits for an answer any longer."""
         self.tasks.cancel()
-        for wanted in list(self.copies.wanted.values()):
-            wanted.ends()
+        asked: list[CallRecord | CopyRequest] = [*self.copies.wanted.values()]
         for handle in [handle for handle in self.handles if isinstance(handle, TensorHandle)]:
             handle.registration_error = (
                 StateError(OVER) if self._hosted.is_over else WorkerCrashed(f"{self.name} has crashed")
             )
-            if handle.last_call is not None:
-                handle.last_call.ends()
+            asked += [handle.last_call] if handle.last_call is not None else []
             handle.on_answer()
+        for tell in [tell for each in asked for tell in each.on_end]:
+            tell()
 
     def disconnect(self) -> None:
         super().disconnect()

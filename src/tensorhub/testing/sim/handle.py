@@ -49,7 +49,7 @@ class CallRecord(JudgedCall):
     """One call of a handle, and how it ended."""
 
     handle: HandleShell = field(kw_only=True)
-    ends: Callable[[], None] = lambda: None  # called when it has ended, or never will
+    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when it has ended, or never will
 
     def has_ended(self) -> bool:
         return self.done
@@ -295,7 +295,7 @@ class HandleShell:
             return True
         if self.room is None:
             self.room = self.worker.copies.make_room(self.staging_id, Purpose.USE, action.manifest.nbytes)
-            self.room.ends = lambda: self.apply([])
+            self.room.on_end.append(lambda: self.apply([]))
         stops = any(isinstance(each, calls.StopPull) for each in self.todo)
         if stops and not self.room.done:
             self.worker.copies.cancel(self.room)
@@ -495,7 +495,8 @@ class HandleShell:
         self.interpreter.finished(action)
         record.done, record.version, record.changed, record.error = True, action.version, action.changed, action.error
         self.cluster.call_ended(self, record)
-        record.ends()
+        for tell in record.on_end:
+            tell()
         if self.interpreter.is_over:
             self.worker.router.remove(self.shard)
         if not self.shard.serves:  # it was made for this call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from tensorhub.errors import StateError, TensorHubError
@@ -34,14 +34,14 @@ from tensorhub.worker.host_copy_actions import (
 
 @dataclass(eq=False)
 class CopyRequest:
-    """What was asked of a worker's host copies, and how it ended. `ends` is called then."""
+    """What was asked of a worker's host copies, and how it ended."""
 
     request: int
     of: HandlePort | None = None  # the handle that it is about
     done: bool = False
     report: FetchReport | None = None
     error: Exception | None = None
-    ends: Callable[[], None] = lambda: None
+    on_end: list[Callable[[], None]] = field(default_factory=list)  # called when it has ended, or never will
 
     def has_ended(self) -> bool:
         return self.done
@@ -222,7 +222,8 @@ class SimHostCopies:
             case FinishRequest():
                 wanted = self.wanted.pop(action.request)
                 wanted.done, wanted.report, wanted.error = True, action.report, action.error
-                wanted.ends()
+                for tell in wanted.on_end:
+                    tell()
             case _:
                 assert_never(action)
 
