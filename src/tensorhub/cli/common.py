@@ -181,7 +181,7 @@ def check_token_file(path: Path | None) -> Path | None:
 async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:
     """A progress line, if nothing is published under this name: what the command does next is to wait for it."""
     try:
-        mark = (await hub.describe(model)).mark
+        mark = (await hub.summarize(model)).mark
     except VersionUnavailable:
         mark = None
     if mark is None:
