@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import tensorhub
+from tensorhub.coordinator import limits
 from tensorhub.errors import (
     GroupAborted,
     OperationTimeout,
@@ -216,6 +217,25 @@ async def test_parts_of_a_model_and_its_summary() -> None:
         assert await trainer.summarize() == (model,)
         with pytest.raises(VersionUnavailable, match="no model 'n' is known here; known models: m"):
             await trainer.summarize("n")
+
+
+async def test_a_large_model_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("trainer", *(f"reader-{number}" for number in range(4))) as c:
+        trainer, *readers = c.hubs
+        for model in ("k", "m", "n"):
+            await (await trainer.register(model, tensors(1))).publish(1)
+        for reader in readers:
+            await (await reader.register("m", tensors())).replicate()
+        everything = await trainer.describe()
+        monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", 3)
+        assert await trainer.describe() == everything
+        assert await trainer.describe("m") == everything[1]
+        assert await trainer.describe("m", limit=5) == everything[1]
+        assert await trainer.describe("m", version=1, limit=7) == everything[1]
+        page = await trainer.describe("m", limit=3)
+        assert page.workers == everything[1].workers[:3]
+        page = await trainer.describe("m", after=page.workers[-1], limit=3)
+        assert page.workers == everything[1].workers[3:]
 
 
 async def test_what_was_done_before_is_in_the_summary() -> None:

@@ -1,4 +1,4 @@
-"""What watching a large cluster costs its coordinator: CPU of a summary, of a page and of a whole description.
+"""What watching a large cluster costs its coordinator: CPU of a summary, of a page and of a part of a whole description.
 
 The pure coordinator with thin workers, at rest and while all of them wait or read. Each question is asked again and again in
 one thread; its step and its answer's encoding are timed in this thread's CPU time. Whoever watches asks once a second: 10 ms
@@ -58,7 +58,7 @@ def measure(workers: int, ranks: int, rounds: int) -> None:
         for question, make in (
             ("summarize", lambda number: Summarize(number, name)),
             ("page of 40", lambda number: Describe(number, name, workers_max=40)),
-            ("describe", lambda number: Describe(number, name)),
+            ("a part", lambda number: Describe(number, name)),  # the first of those that make up `describe(name)`
         ):
             step_s, encoding_s, nbytes = ask(core, make, rounds)
             figures = f"{step_s * 1e3:>9.2f}{encoding_s * 1e3:>13.2f}{nbytes:>12,}"

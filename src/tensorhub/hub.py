@@ -40,6 +40,7 @@ from tensorhub.types import (
     Options,
     Selector,
     VersionInfo,
+    WorkerView,
     check_flag,
     check_name,
     check_selector,
@@ -345,7 +346,7 @@ class Hub(Unpicklable):
         timeout: float | None = None,
         *,
         version: int | None = None,
-        after: str | None = None,
+        after: WorkerView | str | None = None,
         limit: int | None = None,
     ) -> ModelInfo: ...
     @overload
@@ -356,18 +357,19 @@ class Hub(Unpicklable):
         timeout: float | None = None,
         *,
         version: int | None = None,
-        after: str | None = None,
+        after: WorkerView | str | None = None,
         limit: int | None = None,
     ) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all, by name; what was done before the call is in it.
 
-        Of all, each model is as it is at some time during the call. One model is as it is at one moment. The answer grows
-        with the model's workers: with a thousand of them, ask `summarize` again and again, and this for details.
+        Of all, each model is as it is at some time during the call. One model is as it is at one moment if it has less than
+        1,024 workers, shards and reads. Of a larger one, each worker is as it is at some time during the call. The answer
+        grows with the model's workers: to watch thousands of them, ask `summarize`, and this for details.
 
         Of one model a part can be asked for. `version`: only that version, its replicas, its reads, and the workers that
-        hold or read it. `limit`, `after`: a page of workers by name, the next `limit` after the name `after`, with the
-        shards that they hold and the reads that bring them bytes. `after=info.workers[-1].name` gets the next page, as
-        things are then. Raises VersionUnavailable for an unknown model or version.
+        hold or read it. `limit`, `after`: a page of workers by name, the next `limit` after `after`, with the shards that
+        they hold and the reads that bring them bytes. `after` is a name, or a worker of the page before:
+        `after=info.workers[-1]`. Raises VersionUnavailable for an unknown model or version.
         """
         _check_part(model, version, after, limit)
         call = partial(self._worker.coordinator.describe, version=version, after=after, workers_max=limit or 0)
@@ -566,7 +568,7 @@ def _check_part(model: object, version: object, after: object, limit: object) ->
     if version is not None:
         check_version(version)
     if after is not None:
-        check_name("worker", after)
+        check_name("worker", after.name if isinstance(after, WorkerView) else after)
     if limit is not None and (
         not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= WORKERS_OF_PAGE_MAX
     ):

@@ -23,7 +23,7 @@ from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Unpicklable, close_after, wrong_use
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import BlockingMode, finish_blocking as _finish
-from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
+from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo, WorkerView
 from tensorhub.watcher import Watcher as AsyncWatcher
 from tensorhub.weights import BeforeWrite, Weights as AsyncWeights
 
@@ -166,7 +166,7 @@ class Hub(Unpicklable):
         timeout: float | None = None,
         *,
         version: int | None = None,
-        after: str | None = None,
+        after: WorkerView | str | None = None,
         limit: int | None = None,
     ) -> ModelInfo: ...
     @overload
@@ -177,7 +177,7 @@ class Hub(Unpicklable):
         timeout: float | None = None,
         *,
         version: int | None = None,
-        after: str | None = None,
+        after: WorkerView | str | None = None,
         limit: int | None = None,
     ) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all; see `tensorhub.Hub.describe`."""

@@ -390,6 +390,7 @@ class ReplicaView:
     layout_id: Name
     spot: bool
     shards: Annotated[tuple[ShardView, ...], Length(2**20)]
+    replica: Id = ""  # an id that no other replica has
 
 
 @dataclass(frozen=True, slots=True)

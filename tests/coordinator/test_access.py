@@ -298,7 +298,7 @@ def test_however_many_guests_doubt_a_source_it_digests_once_a_second() -> None:
     cluster.run()
     assert sum(isinstance(message, DigestAgain) for message in questions) == 2
     del trainer.worker.hear
-    info = describe(cluster.coordinator.cluster.models["actor"])
+    info = describe(cluster.coordinator.cluster.models["actor"])[0]
     assert [shard.state for replica in info.replicas for shard in replica.shards] == ["complete"]
 
 

@@ -29,7 +29,7 @@ def holders(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
 
 
 def shard_states(cluster: StepwiseCluster) -> dict[str, str]:
-    info = describe(cluster.coordinator.cluster.models["actor"])
+    info = describe(cluster.coordinator.cluster.models["actor"])[0]
     return {shard.worker: shard.state for replica in info.replicas for shard in replica.shards}
 
 

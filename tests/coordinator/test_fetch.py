@@ -38,7 +38,7 @@ def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle) -> CallRecord:
 
 
 def described(cluster: StepwiseCluster) -> ModelInfo:
-    return views.describe(cluster.coordinator.cluster.models["actor"])
+    return views.describe(cluster.coordinator.cluster.models["actor"])[0]
 
 
 def assert_nothing_is_left(cluster: StepwiseCluster, groups: list[list[SimHandle]]) -> None:

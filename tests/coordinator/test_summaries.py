@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.coordinator import Connected, Received, limits
+from tensorhub.coordinator import Received, limits
 from tensorhub.coordinator.summaries import summarize
 from tensorhub.coordinator.views import describe
-from tensorhub.messages import Describe, Description, Leave, Progress, Refused, Summarize, Summary
+from tensorhub.messages import Leave, Progress, Refused, Summarize, Summary
 from tensorhub.model_summary import ModelSummary
 from tensorhub.testing import Choice, StepwiseCluster
-from tensorhub.types import ModelInfo
-from tests.coordinator.test_answers import OBSERVER, ask, observed
+from tests.coordinator.test_answers import ask, observed
 from tests.coordinator.test_retention import fill, retained, run_but
 from tests.coordinator.test_testimonies import published as published_by_digests
 from tests.coordinator.test_withdrawals import reading, run_without_reads
@@ -44,7 +43,8 @@ def step(cluster: StepwiseCluster) -> Iterator[None]:
 def check_agreement(cluster: StepwiseCluster) -> None:
     """The summary counts what `describe` lists."""
     model = cluster.coordinator.cluster.models["actor"]
-    found, info = summarize(model, cluster.now), describe(model)
+    found, (info, is_cut) = summarize(model, cluster.now), describe(model)
+    assert not is_cut
     shards = [(replica, shard) for replica in info.replicas for shard in replica.shards]
     assert (found.model, found.lineage, found.mark, found.retain) == (info.model, info.lineage, info.mark, info.retain)
     assert found.workers == len(info.workers)
@@ -305,89 +305,3 @@ def test_a_model_that_is_not_known_is_an_error_that_names_the_known_ones() -> No
     refused = ask(cluster, Summarize(1, "criti"))
     assert isinstance(refused, Refused)
     assert "no model 'criti' is known here; known models: actor" in refused.error.message
-
-
-# ---------------------------------------------------------------------------------------------- parts of one model
-
-
-def part(cluster: StepwiseCluster, question: Describe) -> Description:
-    answer = ask(cluster, question)
-    assert isinstance(answer, Description)
-    return answer
-
-
-def several() -> StepwiseCluster:
-    """A trainer that holds version 2, readers of version 1, of which one reads version 2."""
-    cluster, trainer = observed()
-    readers = [cluster.handle(f"reader-{number}") for number in range(5)]
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    for handle in readers:
-        handle.replicate()
-    cluster.run()
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
-    readers[3].update()
-    run_without_reads(cluster)
-    return cluster
-
-
-def test_pages_of_workers_are_what_describe_lists() -> None:
-    cluster = several()
-    (whole,) = part(cluster, Describe(1, "actor")).models
-    pages: list[ModelInfo] = []
-    after = ""
-    while not pages or pages[-1].workers:
-        (page,) = part(cluster, Describe(2, "actor", after, workers_max=2)).models
-        pages.append(page)
-        after = page.workers[-1].name if page.workers else after
-    assert [len(page.workers) for page in pages] == [2, 2, 2, 0]
-    assert tuple(worker for page in pages for worker in page.workers) == whole.workers
-    assert {replica for page in pages for replica in page.replicas} == set(whole.replicas)  # each has one rank
-    assert [lease for page in pages for lease in page.leases] == list(whole.leases)
-    assert all(page.versions == whole.versions for page in pages)
-
-
-def test_a_page_has_only_the_shards_of_its_workers() -> None:
-    cluster = StepwiseCluster()
-    trainers = cluster.group("trainer", 3)
-    cluster.run()
-    for handle in trainers:
-        handle.publish(1)
-    cluster.run()
-    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), cluster.now)
-    (page,) = part(cluster, Describe(1, "actor", trainers[0].worker.name, workers_max=1)).models
-    (replica,) = page.replicas
-    assert [shard.worker for shard in replica.shards] == [trainers[1].worker.name]
-    assert replica.state == "ready"
-
-
-def test_workers_of_one_name_come_together() -> None:
-    cluster, _ = observed()
-    for number in range(3):
-        worker = cluster.worker(f"w{number}")
-        cluster.handle(f"w{number}")
-        cluster.run()
-        cluster.coordinator.cluster.workers[worker.incarnation].name = "same"
-    (page,) = part(cluster, Describe(1, "actor", None, workers_max=1)).models
-    assert [worker.name for worker in page.workers] == ["same"] * 3
-    (page,) = part(cluster, Describe(1, "actor", "same", workers_max=1)).models
-    assert [worker.name for worker in page.workers] == ["trainer"]
-
-
-def test_one_version_has_its_replicas_its_reads_and_who_holds_or_reads_it() -> None:
-    cluster = several()
-    (two,) = part(cluster, Describe(1, "actor", version=2)).models
-    assert [view.version for view in two.versions] == [2]
-    assert [(view.group, view.version) for view in two.replicas] == [("reader-3", 2), ("trainer", 2)]
-    assert [(view.reader, view.version) for view in two.leases] == [("reader-3", 2)]
-    assert [view.name for view in two.workers] == ["reader-3", "trainer"]
-    (page,) = part(cluster, Describe(1, "actor", "reader-3", version=2, workers_max=9)).models
-    assert [view.group for view in page.replicas] == ["trainer"]
-    refused = ask(cluster, Describe(1, "actor", version=3))
-    assert isinstance(refused, Refused)
-    assert refused.error.kind == "VersionUnavailable"
-    assert "version 3 of 'actor' is not known here; held now: version 2 by 1 replica" in refused.error.message

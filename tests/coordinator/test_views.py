@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Connected, Received, limits
+from tensorhub.coordinator import Connected, Received, limits, views
 from tensorhub.messages import (
     Describe,
     Description,
     Leave,
+    Refused,
 )
+from tensorhub.runtime.worker.coordinator_client import joined
 from tensorhub.testing import StepwiseCluster
-from tests.coordinator.test_answers import ask as ask_one, observed
+from tensorhub.types import ModelInfo, ReplicaView, ShardView, WorkerView
+from tests.coordinator.test_answers import OBSERVER as WATCHER, ask as ask_one, observed
+from tests.coordinator.test_withdrawals import run_without_reads
 from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, crowd, pages
 
 
@@ -89,3 +93,167 @@ def test_one_models_leases_are_found_without_looking_at_the_others() -> None:
     lost = core.members[reader.shard.registration].worker  # also what a lost reader reads is found without
     cluster.coordinator.step(Received(lost.session or 0, Leave("")), cluster.now)
     assert {lease.state.value for lease in dict.values(core.leases)} <= {"fencing"}
+
+
+# ---------------------------------------------------------------------------------------------- parts of one model
+
+
+def part(cluster: StepwiseCluster, question: Describe) -> Description:
+    answer = ask_one(cluster, question)
+    assert isinstance(answer, Description)
+    return answer
+
+
+def several() -> StepwiseCluster:
+    """A trainer that holds version 2, readers of version 1, of which one reads version 2."""
+    cluster, trainer = observed()
+    readers = [cluster.handle(f"reader-{number}") for number in range(5)]
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    readers[3].update()
+    run_without_reads(cluster)
+    return cluster
+
+
+def test_pages_of_workers_are_what_describe_lists() -> None:
+    cluster = several()
+    (whole,) = part(cluster, Describe(1, "actor")).models
+    pages: list[ModelInfo] = []
+    after = ""
+    while not pages or pages[-1].workers:
+        (page,) = part(cluster, Describe(2, "actor", after, workers_max=2)).models
+        pages.append(page)
+        after = page.workers[-1].name if page.workers else after
+    assert [len(page.workers) for page in pages] == [2, 2, 2, 0]
+    assert tuple(worker for page in pages for worker in page.workers) == whole.workers
+    assert {replica for page in pages for replica in page.replicas} == set(whole.replicas)  # each has one rank
+    assert [lease for page in pages for lease in page.leases] == list(whole.leases)
+    assert all(page.versions == whole.versions for page in pages)
+
+
+def test_a_page_has_only_the_shards_of_its_workers() -> None:
+    cluster = StepwiseCluster()
+    trainers = cluster.group("trainer", 3)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    cluster.coordinator.step(Connected(WATCHER, "observer.1", "observer"), cluster.now)
+    (page,) = part(cluster, Describe(1, "actor", trainers[0].worker.name, workers_max=1)).models
+    (replica,) = page.replicas
+    assert [shard.worker for shard in replica.shards] == [trainers[1].worker.name]
+    assert replica.state == "ready"
+
+
+def test_workers_of_one_name_are_told_apart_by_their_incarnations() -> None:
+    cluster, _ = observed()
+    for number in range(3):
+        worker = cluster.worker(f"w{number}")
+        cluster.handle(f"w{number}")
+        cluster.run()
+        cluster.coordinator.cluster.workers[worker.incarnation].name = "same"
+    met: list[WorkerView] = []
+    for _ in range(4):
+        after, incarnation = (met[-1].name, met[-1].incarnation) if met else (None, None)
+        answer = part(cluster, Describe(1, "actor", after, incarnation, workers_max=1))
+        met += answer.models[0].workers
+        assert answer.is_cut is (len(met) < 4)
+    assert [worker.name for worker in met] == ["same"] * 3 + ["trainer"]
+    assert len({worker.incarnation for worker in met}) == 4
+    (page,) = part(cluster, Describe(1, "actor", "same")).models
+    assert [worker.name for worker in page.workers] == ["trainer"]
+
+
+def test_one_version_has_its_replicas_its_reads_and_who_holds_or_reads_it() -> None:
+    cluster = several()
+    (two,) = part(cluster, Describe(1, "actor", version=2)).models
+    assert [view.version for view in two.versions] == [2]
+    assert [(view.group, view.version) for view in two.replicas] == [("reader-3", 2), ("trainer", 2)]
+    assert [(view.reader, view.version) for view in two.leases] == [("reader-3", 2)]
+    assert [view.name for view in two.workers] == ["reader-3", "trainer"]
+    (page,) = part(cluster, Describe(1, "actor", "reader-3", version=2, workers_max=9)).models
+    assert [view.group for view in page.replicas] == ["trainer"]
+    refused = ask_one(cluster, Describe(1, "actor", version=3))
+    assert isinstance(refused, Refused)
+    assert refused.error.kind == "VersionUnavailable"
+    assert "version 3 of 'actor' is not known here; held now: version 2 by 1 replica" in refused.error.message
+
+
+def whole(cluster: StepwiseCluster) -> tuple[ModelInfo, int]:
+    """What a client makes of the parts that it is told, and how many these are."""
+    model, found, is_cut = cluster.coordinator.cluster.models["actor"], list[ModelInfo](), True
+    while is_cut:
+        last = found[-1].workers[-1] if found else None
+        info, is_cut = views.describe(model, after=(last.name, last.incarnation) if last is not None else None)
+        found.append(info)
+    return joined(found), len(found)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_a_large_model_is_told_in_parts_which_together_are_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step of an interaction, with a loss in it."""
+    cluster, trainer = observed()
+    readers = [cluster.group(f"reader-{number}", 2) for number in range(2)]
+    pair = cluster.group("pair", 2)
+    cluster.run()
+    (first, *_), _ = readers
+    most = 0
+
+    def compare() -> None:
+        nonlocal most
+        expected, count = whole(cluster)
+        assert count == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(limits, "DESCRIBED_ROWS_MAX", rows)
+            found, count = whole(cluster)
+        assert found == expected
+        most = max(most, count)
+
+    for number in (1, 2):
+        for handle in pair:
+            handle.publish(number)
+        cluster.run()
+        for handle in (handle for group in readers for handle in group):
+            handle.update()
+        while choices := cluster.choices():
+            cluster.do(choices[0])
+            compare()
+        for handle in pair:
+            handle.unpublish()
+        cluster.run()
+    first.worker.crash()
+    cluster.advance(11, run=False)
+    compare()
+    cluster.run()
+    compare()
+    assert most > 2
+    assert trainer.member.version is None
+
+
+def test_a_part_costs_as_much_however_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", 5)
+    cluster = several()
+    answer = part(cluster, Describe(1, "actor"))
+    (info,) = answer.models
+    assert answer.is_cut
+    assert len(info.workers) == 3  # each with a shard: after five rows no other worker is told
+    everything = part(cluster, Describe(1, None))
+    assert (everything.models, everything.more, everything.is_cut) == ((info,), True, True)
+
+
+def test_what_is_told_of_a_replica_twice_counts_as_it_was_told_last() -> None:
+    shards = [ShardView(rank, "w", "filling", chunks, 9, 0) for rank, chunks in ((0, 1), (1, 2), (1, 3), (2, 4))]
+    views = [
+        ReplicaView("g", 1, state, "device", "use", "", False, tuple(mine), "r")
+        for state, mine in (("filling", shards[:2]), ("ready", shards[2:]))
+    ]
+    info = joined([ModelInfo("m", 0, 1, 0, (), (view,), (), ()) for view in views])
+    assert [(view.state, view.shards) for view in info.replicas] == [("ready", (shards[0], *shards[2:]))]

@@ -23,8 +23,8 @@ class Answers:
     def describe(self, session: int, message: Describe) -> None:
         """One model, or a part of it, or a page of all."""
         if message.model is None:
-            models, more = views.page(self._cluster, message.after)
-            self._cluster.send(session, Description(message.request, models, more))
+            models, more, is_cut = views.page(self._cluster, message.after)
+            self._cluster.send(session, Description(message.request, models, more, is_cut))
             return
         model = self._model(session, message, message.model)
         if model is None:
@@ -33,8 +33,9 @@ class Answers:
             error = VersionUnavailable(f"version {message.version} of {model.name!r} is not known here; {held_text(model)}")
             self._cluster.answer(session, message.request, error)
             return
-        found = views.describe(model, message.version, message.after, message.workers_max)
-        self._cluster.send(session, Description(message.request, (found,)))
+        after = None if message.after is None else (message.after, message.incarnation)
+        found, is_cut = views.describe(model, message.version, after, message.workers_max)
+        self._cluster.send(session, Description(message.request, (found,), is_cut=is_cut))
 
     def summarize(self, session: int, message: Summarize) -> None:
         """One model in counts, or a page of all."""

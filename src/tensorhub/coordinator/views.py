@@ -1,29 +1,39 @@
-"""What `describe` shows: the coordinator's knowledge of a model as plain values. Changes nothing."""
+"""What `describe` shows: the coordinator's knowledge of a model as plain values. Changes nothing.
+
+A large model is told in parts, by its workers' names: each part has so many rows, and costs as much, however large the model
+is. (Only to find the next workers, each part looks at all of the model's registrations.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from heapq import nsmallest
-from typing import TypeVar
+from collections.abc import Iterator
+from heapq import heapify, heappop, nsmallest
+from itertools import islice
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Model, ReadLease, Replica, Worker
+from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
-T = TypeVar("T")
+Place = tuple[str, str | None]  # among workers: a name and an incarnation; None: after all of that name
+Found = tuple[ModelInfo, bool]  # a part of a model, and whether the rest is still to be told
 
 
-def page(cluster: Cluster, after: str | None) -> tuple[tuple[ModelInfo, ...], bool]:
-    """The models after that name, as many as one answer has room for but one at least; and whether there are more."""
+def page(cluster: Cluster, after: str | None) -> tuple[tuple[ModelInfo, ...], bool, bool]:
+    """The models after that name, as many as one answer has room for but one at least; whether there are more; and whether
+    the last of them is told in part.
+    """
     models, entries = list[ModelInfo](), 0
     for model in cluster.models_after(after):
         if entries >= limits.DESCRIBED_MAX:
-            return tuple(models), True
-        models.append(describe(model))
-        entries += _entries(models[-1])
-    return tuple(models), False
+            return tuple(models), True, False
+        info, is_cut = describe(model)
+        models.append(info)
+        if is_cut:
+            return tuple(models), True, True
+        entries += _entries(info)
+    return tuple(models), False, False
 
 
 def _entries(model: ModelInfo) -> int:
@@ -32,27 +42,80 @@ def _entries(model: ModelInfo) -> int:
     return 1 + len(model.versions) + len(model.replicas) + shards + len(model.leases) + len(model.workers)
 
 
-def describe(model: Model, version: int | None = None, after: str | None = None, workers_max: int = 0) -> ModelInfo:
+def describe(model: Model, version: int | None = None, after: Place | None = None, workers_max: int = 0) -> Found:
     """Versions, replicas, leases and workers of one model, each in a stable order.
 
-    With `version`, only what concerns it. With `after` and `workers_max` (0: all), of the workers after that name only the
-    next so many, with what they hold and read. Workers of one name come together.
+    With `version`, only what concerns it. Of the workers after a place, the next `workers_max` (0: all), with what they hold
+    and read; fewer, if there are too many rows. Whose worker is not known any more is told with the last worker.
     """
+    known = _members(model)
+    ahead = [(members[0].worker.name, incarnation) for incarnation, members in known.items()]
+    if after is not None:
+        ahead = [place for place in ahead if (place > after if after[1] is not None else place[0] > after[0])]
+    heapify(ahead)
+    workers = list[Worker]()
+    shards: dict[Replica, list[Holding]] = {}
+    leases = list[ReadLease]()
+    rows = 0
+    while ahead and rows < limits.DESCRIBED_ROWS_MAX and not 0 < workers_max <= len(workers):
+        members = known[heappop(ahead)[1]]
+        held = [h for m in members for h in m.holdings if _is_of(h, version) and h.replica.holdings.get(h.rank) is h]
+        read = [lease for m in members for lease in m.reads.values() if _is_of(lease.holding, version)]
+        if version is None or held or read:
+            workers.append(members[0].worker)
+            leases += read
+            for holding in held:
+                shards.setdefault(holding.replica, []).append(holding)
+            rows += 1 + len(held) + len(read)
+    if not ahead:
+        for replica in _of_nobody(model, version):
+            strangers = [h for h in replica.holdings.values() if not _is_known(h.member)]
+            shards.setdefault(replica, []).extend(strangers)
+        leases += [
+            lease for lease in model.leases.values() if _is_of(lease.holding, version) and not _is_known(lease.part.member)
+        ]
+    return _info(model, version, shards, leases, workers), bool(ahead)
+
+
+def _members(model: Model) -> dict[str, list[Member]]:
+    """Its registrations by their workers' incarnations. Of read-only workers only the first ones: there may be very many."""
+    found: dict[str, list[Member]] = {}
+    for group in model.groups.values():
+        for member in group.members.values():
+            found.setdefault(member.worker.incarnation, []).append(member)
+    guests = [(members[0].worker.name, incarnation) for incarnation, members in found.items() if members[0].worker.read_only]
+    if len(guests) > limits.DESCRIBED_MAX:
+        for _, incarnation in set(guests) - set(nsmallest(limits.DESCRIBED_MAX, guests)):
+            del found[incarnation]
+    return found
+
+
+def _is_of(holding: Holding, version: int | None) -> bool:
+    return version is None or holding.version.number == version
+
+
+def _is_known(member: Member) -> bool:
+    return member.group.members.get(member.rank) is member
+
+
+def _of_nobody(model: Model, version: int | None) -> Iterator[Replica]:
+    """Replicas of which nothing is left but their state, or of which some rank is not known any more."""
+    for replica in (replica for group in model.serving.values() for replica in group.replicas):
+        holdings = replica.holdings.values()
+        if version is not None and replica.version.number != version:
+            continue
+        if not holdings or not all(_is_known(holding.member) for holding in holdings):
+            yield replica
+
+
+def _info(
+    model: Model,
+    version: int | None,
+    shards: dict[Replica, list[Holding]],
+    leases: list[ReadLease],
+    workers: list[Worker],
+) -> ModelInfo:
     retained = model.retained()
-    held = [replica for group in sorted(model.serving.values(), key=lambda g: g.name) for replica in group.replicas]
-    read: Iterable[ReadLease] = model.leases.values()
-    mine = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
-    if version is not None:
-        held = [replica for replica in held if replica.version.number == version]
-        read = [lease for lease in read if lease.holding.version.number == version]
-        concerned = {h.member.worker.incarnation for replica in held for h in replica.holdings.values()}
-        concerned.update(lease.part.member.worker.incarnation for lease in read)
-        mine = {incarnation: worker for incarnation, worker in mine.items() if incarnation in concerned}
-    only: Container[str] | None = None
-    if after is not None or workers_max:
-        only = mine = _next(mine, after or "", workers_max)
-        held = [replica for replica in held if any(m.worker.incarnation in mine for m in replica.group.members.values())]
-        read = [lease for lease in read if lease.part.member.worker.incarnation in mine]
     versions = tuple(
         VersionView(
             version=v.number,
@@ -66,45 +129,37 @@ def describe(model: Model, version: int | None = None, after: str | None = None,
         for v in sorted(model.versions.values(), key=lambda v: v.number)
         if version is None or v.number == version
     )
-    replicas = tuple(_replica(replica, only) for replica in held)
-    leases = tuple(
-        LeaseView(
-            lease=lease.id,
-            reader=lease.part.member.worker.name,
-            source=lease.holding.member.worker.name,
-            version=lease.holding.version.number,
-            rank=lease.part.shard,
-            state=lease.state.value,
-        )
-        for lease in _shown(read, lambda lease: lease.part.member.worker.read_only)
+    in_order = sorted(shards, key=lambda replica: (replica.group.name, replica.version.number, replica.id))
+    return ModelInfo(
+        model.name,
+        model.lineage,
+        model.mark,
+        model.retain,
+        versions,
+        tuple(_replica(replica, shards[replica]) for replica in in_order),
+        tuple(_lease(lease) for lease in _told(leases)),
+        tuple(WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints) for w in workers),
     )
-    workers = tuple(
-        WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints)
-        for w in sorted(_shown(mine.values(), lambda w: w.read_only), key=lambda w: (w.name, w.incarnation))
+
+
+def _told(leases: list[ReadLease]) -> Iterator[ReadLease]:
+    """Those of workers, and as many of guests as one answer has room for."""
+    yield from (lease for lease in leases if not lease.part.member.worker.read_only)
+    yield from islice((lease for lease in leases if lease.part.member.worker.read_only), limits.DESCRIBED_MAX)
+
+
+def _lease(lease: ReadLease) -> LeaseView:
+    return LeaseView(
+        lease=lease.id,
+        reader=lease.part.member.worker.name,
+        source=lease.holding.member.worker.name,
+        version=lease.holding.version.number,
+        rank=lease.part.shard,
+        state=lease.state.value,
     )
-    return ModelInfo(model.name, model.lineage, model.mark, model.retain, versions, replicas, leases, workers)
 
 
-def _next(workers: dict[str, Worker], after: str, most: int) -> dict[str, Worker]:
-    """The workers whose names come after that one: `most` (0: all), and those that are called as the last of them."""
-    names = [worker.name for worker in workers.values() if worker.name > after]
-    last = max(nsmallest(most, names), default="") if most else max(names, default="")
-    return {incarnation: worker for incarnation, worker in workers.items() if after < worker.name <= last}
-
-
-def _shown(all_: Iterable[T], is_guests: Callable[[T], bool]) -> Iterator[T]:
-    """Those of workers, and as many of guests as one answer has room for: there may be very many."""
-    room = limits.DESCRIBED_MAX
-    for each in all_:
-        if is_guests(each):
-            room -= 1
-            if room < 0:
-                continue
-        yield each
-
-
-def _replica(replica: Replica, only: Container[str] | None) -> ReplicaView:
-    """With the shards of these workers, or (None) of all."""
+def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
     group = replica.group
     shards = tuple(
         ShardView(
@@ -115,8 +170,7 @@ def _replica(replica: Replica, only: Container[str] | None) -> ReplicaView:
             chunks=holding.member.chunks,
             readers=holding.active_readers,
         )
-        for _, holding in sorted(replica.holdings.items())
-        if only is None or holding.member.worker.incarnation in only
+        for holding in sorted(holdings, key=lambda holding: holding.rank)
     )
     return ReplicaView(
         group=group.name,
@@ -127,6 +181,7 @@ def _replica(replica: Replica, only: Container[str] | None) -> ReplicaView:
         layout_id=group.layout_id,
         spot=group.spot,
         shards=shards,
+        replica=replica.id,
     )
 
 

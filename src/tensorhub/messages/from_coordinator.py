@@ -268,11 +268,14 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Answer to Describe. Each model is as it is now. `more`: further models follow after the last of these."""
+    """Answer to Describe. Each model is as it is now. `more`: further models follow after the last of these. `is_cut`: of
+    that one, further workers follow after its last one.
+    """
 
     request: U64
     models: Annotated[tuple[ModelInfo, ...], Length(2**16)]
     more: bool = False
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

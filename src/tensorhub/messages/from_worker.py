@@ -338,13 +338,15 @@ class Check:
 class Describe:
     """Ask for one model, or for all (None), in pages ordered by name: the models after `after`.
 
-    Of one model a part may be asked for: what concerns `version`, and of the workers after the name `after` the next
-    `workers_max` (0: all), with what they hold and read.
+    Of one model a part may be asked for: what concerns `version`, and of its workers the next `workers_max` (0: all), with
+    what they hold and read. The next ones are those after the name `after`; or, of the workers with that name, those after
+    `incarnation`, and all whose names come after it.
     """
 
     request: U64
     model: Name | None
     after: Name | None = None
+    incarnation: Id | None = None
     version: U64 | None = None
     workers_max: U64 = 0
 

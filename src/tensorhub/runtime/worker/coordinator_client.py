@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Protocol, overload
+from typing import Protocol
 
 import anyio
 
 from tensorhub import messages
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict, VersionUnavailable
 from tensorhub.model_summary import ModelSummary
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
-from tensorhub.types import ModelInfo, VersionInfo
+from tensorhub.types import ModelInfo, ReplicaView, VersionInfo, WorkerView
 
 Answer = messages.Done | messages.Refused | messages.Description | messages.Summary | messages.ManifestReply
 
@@ -84,39 +85,66 @@ class CoordinatorClient:
         raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
 
     async def describe(
-        self, model: str | None, timeout_s: float, version: int | None = None, after: str | None = None, workers_max: int = 0
+        self,
+        model: str | None,
+        timeout_s: float,
+        version: int | None = None,
+        after: WorkerView | str | None = None,
+        workers_max: int = 0,
     ) -> tuple[ModelInfo, ...]:
-        """What the coordinator knows of one model, or a part of that (see `messages.Describe`), or of all."""
-        if model is None:
-            return await self._pages(messages.Describe, "describe", timeout_s)
-        make = partial(messages.Describe, model=model, after=after, version=version, workers_max=workers_max)
-        answer = await self.ask(make, "describe", timeout_s)
-        assert isinstance(answer, messages.Description)
-        return answer.models
+        """What the coordinator knows of one model, or a part of that (see `messages.Describe`), or of all.
 
-    async def summarize(self, model: str | None, timeout_s: float) -> tuple[ModelSummary, ...]:
-        """One model in counts, or all."""
-        if model is None:
-            return await self._pages(messages.Summarize, "summarize", timeout_s)
-        answer = await self.ask(partial(messages.Summarize, model=model), "summarize", timeout_s)
-        assert isinstance(answer, messages.Summary)
-        return answer.models
-
-    @overload
-    async def _pages(self, question: type[messages.Describe], what: str, timeout_s: float) -> tuple[ModelInfo, ...]: ...
-    @overload
-    async def _pages(self, question: type[messages.Summarize], what: str, timeout_s: float) -> tuple[ModelSummary, ...]: ...
-    async def _pages(
-        self, question: type[messages.Describe | messages.Summarize], what: str, timeout_s: float
-    ) -> tuple[ModelInfo | ModelSummary, ...]:
-        """All models, a page at a time: each as it is at some time during this call."""
+        A large model comes in parts. Each worker is then as it is at some time during this call.
+        """
         deadline = anyio.current_time() + timeout_s
-        found: list[ModelInfo | ModelSummary] = []
+        if model is not None:
+            place = after if isinstance(after, str | None) else after.name
+            incarnation = None if isinstance(after, str | None) else after.incarnation
+            first = messages.Describe(0, model, place, incarnation, version, workers_max)
+            answer = await self._description(first, timeout_s, deadline)
+            return (await self._whole(answer, version, workers_max, timeout_s, deadline),)
+        found: list[ModelInfo] = []
         is_last = False
         while not is_last:
-            after = found[-1].model if found else None
-            answer = await self._ask(partial(question, model=None, after=after), what, timeout_s, deadline)
-            assert isinstance(answer, messages.Description | messages.Summary)
+            question = messages.Describe(0, None, found[-1].model if found else None)
+            answer = await self._description(question, timeout_s, deadline)
+            found += answer.models
+            if answer.is_cut:
+                found[-1] = await self._whole(answer, None, 0, timeout_s, deadline)
+            is_last = not (answer.more and answer.models)
+        return tuple(found)
+
+    async def _description(self, question: messages.Describe, timeout_s: float, deadline: float) -> messages.Description:
+        answer = await self._ask(lambda number: replace(question, request=number), "describe", timeout_s, deadline)
+        assert isinstance(answer, messages.Description)
+        return answer
+
+    async def _whole(
+        self, answer: messages.Description, version: int | None, workers_max: int, timeout_s: float, deadline: float
+    ) -> ModelInfo:
+        """The last model of an answer, with the parts that it lacks; without them, if the model is forgotten meanwhile."""
+        parts = [answer.models[-1]]
+        left = workers_max - len(parts[0].workers)
+        while answer.is_cut and parts[-1].workers and (left > 0 or not workers_max):
+            last = parts[-1].workers[-1]
+            question = messages.Describe(0, parts[0].model, last.name, last.incarnation, version, max(left, 0))
+            try:
+                answer = await self._description(question, timeout_s, deadline)
+            except VersionUnavailable:
+                break
+            parts += answer.models
+            left -= len(parts[-1].workers)
+        return joined(parts)
+
+    async def summarize(self, model: str | None, timeout_s: float) -> tuple[ModelSummary, ...]:
+        """One model in counts, or all: each as it is at some time during this call, which asks for a page at a time."""
+        deadline = anyio.current_time() + timeout_s
+        found: list[ModelSummary] = []
+        is_last = False
+        while not is_last:
+            question = partial(messages.Summarize, model=model, after=found[-1].model if found else None)
+            answer = await self._ask(question, "summarize", timeout_s, deadline)
+            assert isinstance(answer, messages.Summary)
             found += answer.models
             is_last = not (answer.more and answer.models)
         return tuple(found)
@@ -159,3 +187,18 @@ class CoordinatorClient:
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:
         """Keep the newest `latest` versions; durable, and known to every live holder, on return."""
         await self.ask(lambda request: messages.Retain(request, model, latest), f"retain of {model!r}", timeout_s)
+
+
+def joined(parts: Sequence[ModelInfo]) -> ModelInfo:
+    """One model of its parts, which were told one after the other: of what is in several, the last word counts."""
+    replicas: dict[str, ReplicaView] = {}
+    for view in (view for part in parts for view in part.replicas):
+        before = replicas.get(view.replica)
+        shards = {shard.rank: shard for each in (before, view) if each is not None for shard in each.shards}
+        replicas[view.replica] = replace(view, shards=tuple(shards[rank] for rank in sorted(shards)))
+    return replace(
+        parts[-1],
+        replicas=tuple(sorted(replicas.values(), key=lambda view: (view.group, view.version, view.replica))),
+        leases=tuple({view.lease: view for part in parts for view in part.leases}.values()),
+        workers=tuple({view.incarnation: view for part in parts for view in part.workers}.values()),
+    )
