@@ -24,7 +24,7 @@ from tensorhub.coordinator import (
 from tensorhub.messages import FromWorker, Join, Leave, Register, Retain, Rollback
 from tensorhub.protocol import codec
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
-from tensorhub.types import Location, OpKey, Options
+from tensorhub.types import Endpoint, Location, OpKey, Options
 from tests.fuzz.source import Source
 
 STEPS_MAX = 300  # of one input
@@ -33,6 +33,7 @@ KINDS = sorted(typing.get_args(FromWorker), key=lambda kind: kind.__name__)
 INCARNATIONS = ("one.1", "one.2", "other.1", "")
 REGISTRATIONS = ("r1", "r2", "r3", "")
 BLOB = MANIFEST.encode()
+ENDPOINTS = (Endpoint("tcp", "x"),)
 
 
 def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -71,7 +72,7 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
 # --------------------------------------------------------------------------------------------------------- on its own
 
 
-class _Shell:
+class Shell:
     """What drives a coordinator, as `runtime.control.server` does; the store is as fast as the input wants it."""
 
     def __init__(self, source: Source) -> None:
@@ -118,7 +119,7 @@ class _Shell:
                 self.disconnect(self.sessions[0])
             session = self.connect(source.choice(INCARNATIONS), "worker" if source.byte() < 240 else "observer")
             if source.byte() < 240:
-                self.step(Received(session, Join("w", Location(host="h"), (), 1, source.choice((0, 2**40)))))
+                self.step(Received(session, Join("w", Location(host="h"), ENDPOINTS, 1, source.choice((0, 2**40)))))
         elif kind < 24:
             self.disconnect(source.choice(self.sessions))
         elif kind < 40:
@@ -152,7 +153,7 @@ class _Shell:
 
 def coordinators(data: bytes) -> None:
     """Nothing that is said raises; each step keeps the invariants and says what can be said; in the end nothing is left."""
-    shell = _Shell(Source(data))
+    shell = Shell(Source(data))
     for _ in range(STEPS_MAX):
         if not shell.source:
             break

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import contents, conversations, lanes, protocol, workers
+from tests.fuzz import contents, conversations, lanes, liars, protocol, workers
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -32,7 +32,8 @@ TARGETS: Mapping[str, Target] = {
     "checkpoints": Target(contents.checkpoints, 30, 1000),
     "texts": Target(contents.texts, 100, 5000),
     "stores": Target(contents.stores, 5, 300),
-    "coordinators": Target(conversations.coordinators, 30, 1000),
+    "coordinators": Target(conversations.coordinators, 20, 1000),
+    "liars": Target(liars.liars, 10, 1500),
     "bystanders": Target(conversations.bystanders, 2, 600),
     "ranks": Target(workers.ranks, 30, 600),
     "readers": Target(lanes.readers, 5, 600),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.fuzz.targets import CORPUS, TARGETS
 
 CORPUS_BYTES_MAX = 200_000
+LONG_TALKS = 40
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -20,6 +23,16 @@ def test_whatever_comes(name: str) -> None:
         target.run(data)
 
     holds()
+
+
+def test_liars_who_talk_for_long() -> None:
+    """What Hypothesis draws is over before much is published or read."""
+    for seed in range(LONG_TALKS):
+        try:
+            TARGETS["liars"].run(Random(seed).randbytes(TARGETS["liars"].bytes_max))
+        except Exception as error:
+            error.add_note(f"on {seed}")
+            raise
 
 
 @pytest.mark.parametrize("name", TARGETS)
