@@ -12,7 +12,7 @@ from tensorhub.testing import CHUNK_BYTES, CHUNKS, GuaranteeBroken, SimHandle, S
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.owner import Owner
-from tests.testing.bugs import outside, replaced
+from tests.testing.bugs import inside, outside, replaced
 
 Scenario = Callable[[], None]
 Bug = Callable[[], AbstractContextManager[None]]
@@ -139,6 +139,26 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
     run_without(cluster, "read")
 
 
+def three_share_room_for_two() -> None:
+    """Two have prefetched version 1; then the third stages version 2, which a caller waits for."""
+    cluster, trainer, _ = published()
+    cluster.host_bytes = 2 * CHUNKS * CHUNK_BYTES
+    worker = cluster.worker("host")
+    first, second, third = [worker.register(f"g{number}") for number in range(3)]
+    cluster.run()
+    prefetched = [first.prefetch(), second.prefetch()]
+    third.replicate()
+    cluster.run()
+    assert [asked.number for asked in prefetched] == [1, 1]
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    third.stage()
+    cluster.run()
+    assert third.member.version == 2
+
+
 @pytest.mark.parametrize(
     ("scenario", "bug", "says"),
     [
@@ -166,6 +186,7 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
             outside.spoiled_memory_announced,
             "digests: .* bytes have changed",
         ),
+        (three_share_room_for_two, inside.newest_copy_goes, "host copies: .* has to go for use, .* is older"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

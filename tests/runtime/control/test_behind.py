@@ -32,10 +32,10 @@ from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.frames import READ_BYTES_MAX
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.control import pulse
+from tensorhub.runtime.control import link, pulse
 from tensorhub.runtime.control.server import MESSAGES_PER_TURN, CoordinatorServer
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
-from tests.rig import WAIT_S, connect, nothing_left, tensors, until
+from tests.rig import WAIT_S, cluster, connect, nothing_left, tensors, until, worker_of
 from tests.runtime.control.test_server import serving
 
 LEASE_S = 0.8
@@ -126,6 +126,30 @@ async def test_who_says_everything_faster_than_it_can_be_heard_fills_his_own_soc
         assert set(heard) == {1}
         states = {worker.name: worker.state for worker in server._core.cluster.workers.values()}
         assert states == dict.fromkeys(("w0", "w1"), WorkerState.LIVE)
+
+
+async def test_who_has_more_to_say_than_his_queue_holds_connects_again_and_is_the_one_that_he_was(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that says everything twice as fast as it can be heard is behind itself, in the end: nobody else is."""
+    monkeypatch.setattr(link, "OUTBOX_MESSAGES_MAX", 64)
+    async with cluster("greedy", "other") as c:
+        greedy, other = c.hubs
+        weights = [await hub.register(name, tensors(1)) for hub, name in ((greedy, "m"), (other, "n"))]
+        for each in weights:
+            await each.publish(1)
+        lives = [worker_of(hub).incarnation for hub in c.hubs]
+
+        async def shout() -> None:
+            for _ in range(1000):
+                worker_of(greedy).link.say(ReaderCut("unknown"))
+
+        await greedy._thread.call(shout)
+        await until(lambda: "coordinator_too_slow" in caplog.text)
+        for each in weights:
+            await each.unpublish()
+        assert [worker_of(hub).incarnation for hub in c.hubs] == lives
+        assert sum("coordinator_lost" in record.getMessage() for record in caplog.records) == 0
 
 
 WORKERS = 1000

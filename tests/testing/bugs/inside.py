@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from tensorhub.coordinator import Coordinator, fills
 from tensorhub.coordinator.availability import Availability, HowHeld
@@ -35,8 +36,9 @@ from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.scheduler.requests import Requests
 from tensorhub.testing import Fault
+from tensorhub.types import Purpose
 from tensorhub.worker.active_call import GroupCall
-from tensorhub.worker.budget import Budget
+from tensorhub.worker.budget import OUTRANKS, Budget
 from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.local_copying import Copier
@@ -505,6 +507,37 @@ def answered_by_the_newest() -> Iterator[None]:
 @bug("R5: room is reserved whatever other copies have reserved")
 def room_reserved_twice() -> Iterator[None]:
     with replaced(Budget, "_missing", lambda self, ident, nbytes: 0), replaced(Budget, "check_invariants", nothing):
+        yield
+
+
+@contextmanager
+def newest_copy_goes() -> Iterator[None]:
+    """R5: of the copies that may have to make room, the newest one goes. Seeds hardly ever have two of them."""
+
+    def plan(before: Callable[..., Any], self: Any, *asked: Any) -> Any:
+        oldest_first, self._reserved = self._reserved, dict(reversed(self._reserved.items()))
+        try:
+            return before(self, *asked)
+        finally:
+            self._reserved = oldest_first
+
+    with around(Budget, "plan", plan):
+        yield
+
+
+@bug("R5: a copy has to make room although there is some")
+def copy_goes_needlessly() -> Iterator[None]:
+    def plan(before: Callable[..., Any], self: Any, ident: str, purpose: Any, nbytes: int) -> Any:
+        lower = [other for other, has in self._reserved.items() if other != ident and has.purpose in OUTRANKS[purpose]]
+        return before(self, ident, purpose, nbytes) or tuple(lower[:1])
+
+    with around(Budget, "plan", plan):
+        yield
+
+
+@bug("R5: what is only prefetched takes the room of what was prefetched before")
+def prefetch_takes_room() -> Iterator[None]:
+    with patch.dict(OUTRANKS, {Purpose.PREFETCH: frozenset({Purpose.PREFETCH})}):
         yield
 
 

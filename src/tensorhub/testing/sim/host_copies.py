@@ -15,9 +15,10 @@ from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, Mani
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
+from tensorhub.testing.sim.judges.rooms import Rooms
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
-from tensorhub.worker.calls import Finish, Say
+from tensorhub.worker.calls import FillCall, Finish, Say
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
     AskManifest,
@@ -30,6 +31,7 @@ from tensorhub.worker.host_copy_actions import (
     LogEvent,
     StartHandle,
 )
+from tensorhub.worker.registration_session import Shard
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class CopyRequest:
 
     request: int
     of: HandlePort | None = None  # the handle that it is about
+    room: tuple[str, Purpose, int] | None = None  # that it is about
     done: bool = False
     report: FetchReport | None = None
     error: Exception | None = None
@@ -78,6 +81,7 @@ class SimHostCopies:
         self._todo: deque[CopyAction] = deque()
         self._is_busy = False
         self.memory: dict[str, int] = {}  # that copies, and staged updates, have in truth, by their id
+        self._rooms = Rooms(worker.name, worker.host_bytes)
 
     # -- what is asked for
 
@@ -93,7 +97,11 @@ class SimHostCopies:
         )
 
     def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> CopyRequest:
-        return self.want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
+        wanted = self.want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
+        wanted.room = ident, purpose, nbytes
+        if wanted.done and wanted.error is None:
+            self._rooms.given(*wanted.room)
+        return wanted
 
     def want(self, ask: Callable[[int], list[CopyAction]], handle: HandlePort | None = None) -> CopyRequest:
         wanted = CopyRequest(next(self._cluster.numbers), handle)
@@ -126,7 +134,7 @@ class SimHostCopies:
                 error = raised
             if error is None and record.version is not None:
                 report = handle.report_of(record)
-            nbytes = self.memory.get(handle.id, 0)
+            nbytes = self._kept(handle.id)
             self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=error, nbytes=nbytes))
 
     def end_prefetch(self, handle: HandlePort) -> None:
@@ -139,6 +147,7 @@ class SimHostCopies:
         """Memory is taken; StateError: there is no room. `purpose`: of one that was not reserved, or is of another size."""
         if purpose is not None and self.memory.get(ident) != nbytes:
             self.machine.take(ident, purpose, nbytes)
+            self._rooms.given(ident, purpose, nbytes)
         self.memory[ident] = nbytes
         taken, room = sum(self.memory.values()), self.worker.host_bytes
         demand(taken <= room, f"host copies: {self.worker} has taken {taken} of {room} bytes: {self.memory}")
@@ -146,6 +155,7 @@ class SimHostCopies:
     def free(self, ident: str) -> None:
         """Memory is given back."""
         self.memory.pop(ident, None)
+        self._rooms.given_back(ident)
         self._apply(self.machine.freed(ident, self._cluster.now))
 
     def ordered(self, order: MakeCopy) -> None:
@@ -197,6 +207,8 @@ class SimHostCopies:
             case Say():
                 worker.say(action.message)
             case StartHandle():
+                if action.shard.purpose is Purpose.RETENTION:
+                    self._has_room(action.shard)
                 worker.take(action.shard)
             case DropHandle():
                 handle = self._handle(action.registration)
@@ -217,11 +229,17 @@ class SimHostCopies:
             case AskManifest():
                 self._ask(action)
             case LogEvent():
+                if action.event == "copy_evicted":
+                    self._rooms.evicted(
+                        action.registration, next(p for p in Purpose if action.reason.endswith(f" {p.value}"))
+                    )
                 self._cluster.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
                 self._cluster.took(action.event.replace("_", " "))
             case FinishRequest():
                 wanted = self.wanted.pop(action.request)
                 wanted.done, wanted.report, wanted.error = True, action.report, action.error
+                if wanted.room is not None and action.error is None:
+                    self._rooms.given(*wanted.room)
                 for tell in wanted.on_end:
                     tell()
             case _:
@@ -234,6 +252,8 @@ class SimHostCopies:
         handle = self._handle(action.registration)
         error: TensorHubError = StateError("it was given up; register again")
         if handle is not None and not handle.is_stopping:
+            if isinstance(action.call, FillCall) and handle.shard.purpose is not Purpose.USE:
+                self._has_room(handle.shard)
             try:
                 handle.interpreter.check(action.call)
                 record = handle.call(action.call, action.timeout_s)
@@ -244,8 +264,19 @@ class SimHostCopies:
                 if record.done:
                     self.call_ended(handle, record)
                 return
-        nbytes = self.memory.get(action.registration, 0)
+        nbytes = self._kept(action.registration)
         self._apply(self.machine.call_ended(action.number, self._cluster.now, error=error, nbytes=nbytes))
+
+    def _has_room(self, shard: Shard) -> None:
+        if shard.manifest is not None:
+            self._rooms.given(shard.registration, shard.purpose, shard.manifest.nbytes)
+
+    def _kept(self, ident: str) -> int:
+        """What it has of memory when its call is over. A fill that has taken none leaves its room."""
+        nbytes = self.memory.get(ident, 0)
+        if not nbytes:
+            self._rooms.given_back(ident)
+        return nbytes
 
     def _ask(self, question: AskManifest) -> None:
         request = next(self._cluster.numbers)

@@ -1,0 +1,46 @@
+"""Which host copy has to make room for another one (R5): told from what a worker does, and not from its budget's books."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tensorhub.testing.sim.assertion import demand
+from tensorhub.types import Purpose
+
+# Whose room each may take: what keeps a version comes before what is only there ahead of time, and so does what a caller
+# waits for. A seed gives way to nothing but what keeps a version.
+MAY_TAKE: Final = {
+    Purpose.RETENTION: (Purpose.PREFETCH, Purpose.SEED),
+    Purpose.USE: (Purpose.PREFETCH,),
+}
+
+
+class Rooms:
+    """The room that the host copies and staged updates of one worker have. `bytes_max`: of all together."""
+
+    def __init__(self, who: str, bytes_max: int) -> None:
+        self._who = who
+        self._bytes_max = bytes_max
+        self._rooms: dict[str, tuple[Purpose, int]] = {}  # by id, oldest first
+
+    def __repr__(self) -> str:
+        return f"<Rooms of {self._who}: {self._rooms}>"
+
+    def given(self, ident: str, purpose: Purpose, nbytes: int) -> None:
+        """It has room from now on; if it had some, it is as old as that."""
+        self._rooms[ident] = purpose, nbytes
+
+    def given_back(self, ident: str) -> None:
+        """It has none any more."""
+        self._rooms.pop(ident, None)
+
+    def evicted(self, ident: str, purpose: Purpose) -> None:
+        """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way."""
+        what = f"{self._who}: {ident} has to go for {purpose.value}, of {self._rooms}"
+        lower = [each for each, (has, _) in self._rooms.items() if has in MAY_TAKE.get(purpose, ())]
+        demand(ident in lower, f"host copies: {what}: its own purpose comes first")
+        demand(ident == lower[0], f"host copies: {what}: {lower[0]} is older")
+        sizes = {nbytes for _, nbytes in self._rooms.values()}
+        if len(sizes) == 1:  # else what is wanted may be larger than what it has
+            free = self._bytes_max - sum(nbytes for _, nbytes in self._rooms.values())
+            demand(free < max(sizes), f"host copies: {what}: {free} bytes are free")
