@@ -1,6 +1,9 @@
 """The pure coordinator alone: CPU per worker and version, and its longest steps, as workers grow in number.
 
 Everybody connects and registers, a group publishes, all others replicate at once; then it publishes again, and all update.
+`--bursts`: instead, what happens to all at once: retention begins (`retain`), a version is filled while it is kept
+(`retained`) and ends (`release`), every reader takes its memory back (`leave`), and half of the workers are lost while all
+fill (`lose`).
 All messages are made before they are timed; each step is timed alone, in this thread's CPU time. What the garbage collector
 takes is shown apart, and the collector is left on.
 """
@@ -21,11 +24,11 @@ from pathlib import Path
 from statistics import fmean
 
 from benches.comparison.facts import facts
-from benches.scale.thin import ThinWorker, make_manifest
+from benches.scale.thin import MODEL, ThinWorker, make_manifest
 from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.events import Connected, Event, Persisted, Received, Silent, Tick
-from tensorhub.messages import FromWorker
+from tensorhub.coordinator.events import Connected, Disconnected, Event, Persisted, Received, Silent, Tick
+from tensorhub.messages import FromWorker, Heartbeat, Retain
 from tensorhub.types import Options
 
 EVENT_S = 1e-5  # of virtual time between two events
@@ -145,6 +148,54 @@ class Core:
         self.run()
         assert all(worker.held == number for worker in self.readers), "somebody was left behind"
 
+    # -- what happens to all at once
+
+    def retain(self, latest: int) -> None:
+        self.say(self.publishers[0], [Retain(3, MODEL, latest)])
+        self.run()
+
+    def leave(self) -> None:
+        """Every reader takes its memory back."""
+        for worker in self.readers:
+            self.say(worker, [worker.unpublish()])
+        self.run()
+        assert all(worker.held is None for worker in self.readers), "somebody could not leave"
+
+    def begin_version(self, number: int) -> None:
+        """Publish it, and have all readers begin to take it."""
+        for worker in self.publishers:
+            self.say(worker, [worker.unpublish()])
+        self.run()
+        for worker in self.publishers:
+            self.say(worker, worker.publish(number))
+        self.run()
+        self._fill(number)
+
+    def lose(self) -> None:
+        """Every other group is cut off, and is lost a lease later; the others are heard of."""
+        lease_s = self.coordinator.cluster.options.lease_s
+        lost = {worker: None for worker in self.readers if worker.number // worker.world_size % 2}
+        left = [worker for worker in self.everybody if worker not in lost]
+        self.said.extend(Disconnected(worker.number) for worker in lost)
+        for _ in range(4):
+            for worker in left:
+                self.say(worker, [Heartbeat(1, self.now)])
+            self._pass(lease_s / 3)
+        assert len(self.coordinator.cluster.workers) == len(left), "others are lost"
+
+    def _pass(self, seconds: float) -> None:
+        """Hear what was said, and do what is due, for so long."""
+        end = self.now + seconds
+        while True:
+            while self.said:
+                self.step(self.said.popleft())
+            deadline = self.coordinator.next_deadline()
+            if deadline is None or deadline > end:
+                break
+            self.now = max(self.now, deadline)
+            self.step(Tick())
+        self.now = max(self.now, end)
+
     def _fill(self, number: int) -> None:
         for worker in self.readers:
             self.say(worker, [worker.fill(number)])
@@ -160,7 +211,8 @@ class Core:
             work()
         finally:
             gc.callbacks.remove(self._collector)
-        return self.steps
+        steps, self.steps = self.steps, Steps()
+        return steps
 
 
 @dataclass(frozen=True)
@@ -219,6 +271,25 @@ def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, *, wai
     return Row(workers, ranks, versions, connecting, filling)
 
 
+def bursts(workers: int, ranks: int, manifest_bytes: int) -> dict[str, Steps]:
+    """What it costs when something happens to all at once, by what happens."""
+    core, found = Core(workers, ranks, manifest_bytes), dict[str, Steps]()
+
+    def measured(name: str, work: Callable[[], None]) -> None:
+        found[name] = core.measured(work)
+        core.coordinator.check_invariants()
+
+    core.connect()
+    core.version(1, wait_first=False)
+    measured("retain", lambda: core.retain(1))
+    measured("retained", lambda: core.version(2, wait_first=False))
+    measured("release", lambda: core.retain(0))
+    measured("leave", core.leave)
+    core.begin_version(3)
+    measured("lose", core.lose)
+    return found
+
+
 def slope(rows: Sequence[Row]) -> float:
     """How cost per worker and version grows with workers: the least-squares slope, log on log."""
     points = [(log2(row.workers), log2(row.us_per_worker_version)) for row in rows]
@@ -233,9 +304,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--versions", type=int, default=2)
     parser.add_argument("--manifest", type=int, default=100_000, metavar="BYTES")
     parser.add_argument("--wait-first", action="store_true", help="readers ask before the second version is published")
+    parser.add_argument("--bursts", action="store_true", help="what happens to all at once, instead of fills")
     parser.add_argument("--verbose", action="store_true", help="cost by kind of event")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    if options.bursts:
+        return _print_bursts(options.workers, options.ranks, options.manifest)
     rows: list[Row] = []
     print(HEAD)
     for ranks in options.ranks:
@@ -250,6 +324,20 @@ def main(arguments: list[str]) -> int:
         rows += mine
     if options.json:
         options.json.write_text(json.dumps({"facts": facts(), "rows": [asdict(row) for row in rows]}, indent=1))
+    return 0
+
+
+def _print_bursts(sizes: Sequence[int], groups: Sequence[int], manifest_bytes: int) -> int:
+    print(f"{'workers':>8}{'ranks':>6}  {'what':<10}{'us a worker':>12}{'all s':>9}{'collector s':>13}{'longest ms':>12}")
+    for ranks in groups:
+        for workers in sizes:
+            for name, steps in bursts(workers, ranks, manifest_bytes).items():
+                longest = max(steps.longest_s, key=lambda kind: steps.longest_s[kind])
+                print(
+                    f"{workers:>8}{ranks:>6}  {name:<10}{steps.total_s / workers * 1e6:>12.0f}{steps.total_s:>9.2f}"
+                    f"{steps.collector_s:>13.2f}{steps.longest_s[longest] * 1e3:>12.1f}  {longest}",
+                    flush=True,
+                )
     return 0
 
 

@@ -69,7 +69,7 @@ def make_manifest(nbytes: int = 100_000) -> bytes:
     return build_manifest(described, CHUNK_BYTES, "xxh3-64", LAYOUT).encode()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ThinWorker:
     """One rank. `number` counts all workers; its group has `world_size` of them."""
 

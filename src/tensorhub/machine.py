@@ -27,19 +27,24 @@ class Story:
     __slots__ = ("_events",)
 
     def __init__(self) -> None:
-        self._events: deque[tuple[object, ...]] = deque(maxlen=STORY_EVENTS_MAX)
+        self._events: deque[tuple[tuple[float, int] | None, tuple[object, ...]]] = deque(maxlen=STORY_EVENTS_MAX)
 
     def tell(self, *event: object) -> None:
         """Append one event: a word, then its values. They are formatted only if the story is read."""
-        self._events.append(event)
+        self._events.append((None, event))
 
-    def note(self, cause: int, now: float, text: str) -> None:
-        """Append that `text` happened at `now`, because of event number `cause`."""
-        self._events.append((f"{now:.3f} (event {cause})", text))
+    def note(self, cause: int, now: float, *event: object) -> None:
+        """The same of what happened at `now`, because of event number `cause`."""
+        self._events.append(((now, cause), event))
 
     def __str__(self) -> str:
-        lines = ("  " + " ".join(map(str, event)) for event in self._events)
-        return "\n".join(lines) or "  (nothing yet)"
+        return "\n".join(map(_line, self._events)) or "  (nothing yet)"
+
+
+def _line(event: tuple[tuple[float, int] | None, tuple[object, ...]]) -> str:
+    when, words = event
+    told = " ".join(map(str, words))
+    return f"  {told}" if when is None else f"  {when[0]:.3f} (event {when[1]}) {told}"
 
 
 class IllegalStep(Exception):
@@ -101,7 +106,7 @@ class Stateful(Generic[S]):
         """Move to `new`; raise IllegalTransition with the story where the table has no such move."""
         if new not in self.table[self.state]:
             raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table", self.story)
-        self.story.note(cause, now, f"{self.state} -> {new}: {why}")
+        self.story.note(cause, now, self.state, "->", f"{new}:", why)
         count_transition(self.machine, self.state, new)
         self.state = new
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -81,6 +81,7 @@ class Cluster:
         # The same, of those that waited: some of them in each step, oldest first; guests' come last.
         self.stirred: dict[OpKey, Operation] = {}
         self.stirred_guests: dict[OpKey, Operation] = {}
+        self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
@@ -162,17 +163,31 @@ class Cluster:
         entity.become(state, self.cause, self.now, why)
         self.noted[entity] = None
         if isinstance(entity, Replica):
-            self.reckon(entity.holdings.values())
+            self.reckon(*entity.holdings.values())
         elif isinstance(entity, Worker):
-            self.reckon(member.holding for member in entity.members.values() if member.holding is not None)
+            self.reckon_all_of(entity)
 
-    def reckon(self, holdings: Iterable[Holding]) -> None:
-        """Count them anew: something has changed on which that depends."""
-        for holding in list(holdings):
-            self.noted[holding.version] = None
-            if holding.version.reckon(holding):
-                self.wake(holding.version.starving)
-                self.wake(holding.member.group.model.guests_unbound)
+    def reckon(self, *holdings: Holding) -> None:
+        """Have them counted anew, before anybody asks: something has changed on which that depends."""
+        for holding in holdings:
+            version = holding.version
+            self.noted[version] = None
+            self.uncounted[version] = holding.member.group.model
+            if not holding.leaving:
+                version.uncounted[holding] = None
+
+    def count(self) -> None:
+        """Count what has changed. Where there is more to read from, wake who lacks that."""
+        while self.uncounted:
+            version, model = self.uncounted.popitem()
+            version.count()
+            if version.has_grown:
+                version.has_grown = False
+                self.wake(version.starving)
+                self.wake(model.guests_unbound)
+
+    def reckon_all_of(self, worker: Worker) -> None:
+        self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))
 
     def touch(self, model: Model, *, stirs: bool = True) -> None:
         """Have the model settled at the end of this step. `stirs`: with the operations that wait for it. False where only

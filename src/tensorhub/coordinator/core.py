@@ -169,8 +169,10 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster.now = max(now, before)
         cluster.cause += 1
         cluster.noted.clear()
-        self._notice_gap(before)
-        self._run_timers()
+        due = cluster.timers.next()
+        if due is not None and due <= cluster.now:
+            self._notice_gap(due, before)
+            self._run_timers()
         self._handle(event)
         self._settle()
         self._settle_stirred(is_their_turn=isinstance(event, Tick))
@@ -203,12 +205,12 @@ class Coordinator(Stateful[CoordinatorState]):
 
     # ------------------------------------------------------------------------------------------------------ events
 
-    def _notice_gap(self, before: float) -> None:
+    def _notice_gap(self, due: float, before: float) -> None:
         """A step that comes long after a deadline, and after the step at `before`: this coordinator was stopped, or starved,
         and has heard nobody. (Deadlines that wait for their turn are no gap: it hears others between its steps.)
         """
-        cluster, due = self.cluster, self.cluster.timers.next()
-        if due is not None and cluster.now - max(due, before) > cluster.options.lease_s * GAP:
+        cluster = self.cluster
+        if cluster.now - max(due, before) > cluster.options.lease_s * GAP:
             cluster.listens_since = cluster.now
 
     def _run_timers(self) -> None:
@@ -312,6 +314,8 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _receive_from_worker(self, worker: Worker, message: messages.FromJoined) -> None:
         match message:
+            case messages.Progress() | messages.Fill() | messages.ReadyToWrite() | messages.Prepared():
+                self._operations.hear(worker, message)  # what is said most often comes first
             case messages.Leave():
                 self._membership.leave(worker, message.reason[: limits.ERROR_CHARS_MAX])
             case messages.Register():
@@ -351,12 +355,13 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _settle(self) -> None:
         cluster = self.cluster
-        while cluster.changed_operations or cluster.changed_models:
+        while cluster.changed_operations or cluster.uncounted or cluster.changed_models:
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:
                     cluster.note(operation)
                     self._operations.settle(operation)
+            cluster.count()
             if cluster.changed_models:
                 name, stirs = next(iter(cluster.changed_models.items()))
                 del cluster.changed_models[name]

@@ -89,7 +89,7 @@ class Deadlines:
     def _sourceless(self, operation: Operation, version: Version, what: str) -> Blame | None:
         if not version.has_live_source():
             text = f"{what}: version {version.number} has lost its last source; none came back in time"
-        elif not self._fills.all_find_a_source(operation):
+        elif self._fills.first_sources(operation) is None:
             text = f"{what}: no holder of version {version.number} can be reached now (silent, full, or it has just failed)"
         else:
             return None  # a rank's hook takes its time

@@ -176,7 +176,7 @@ class Decisions:
     def _tell(self, member: Member, outcome: Outcome) -> None:
         info = outcome.version
         retained = self._retentions.tell_with(member, info.content_id) if info is not None else None
-        self._cluster.tell(member, replace(outcome, retained=retained))
+        self._cluster.tell(member, outcome if retained is None else replace(outcome, retained=retained))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
         """The version that an operation has committed to, by what is durable; it may be forgotten, or rolled back."""

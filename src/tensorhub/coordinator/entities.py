@@ -198,7 +198,10 @@ class Version(_Moving[VersionState]):
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
     manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
     holdings: dict[int, Holders[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
-    sourceless: int = 0  # shards without a source
+    sourceless: int = 0  # shards without a source, as of what is counted
+    # Holdings of which something has changed since they were counted; none between two steps, and when a question is asked.
+    uncounted: dict[Holding, None] = field(default_factory=dict)
+    has_grown: bool = False  # what is counted since the last wake shows more to read from; never so between two steps
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
@@ -230,12 +233,20 @@ class Version(_Moving[VersionState]):
         self.holdings = {shard: Holders() for shard in range(self.info.world_size)}
         self.sourceless = self.info.world_size
 
+    def holders(self, shard: int) -> Holders[Holding]:
+        """Those of this shard, counted."""
+        if self.uncounted:
+            self.count()
+        return self.holdings[shard]
+
     def is_whole(self, shard: int) -> bool:
         """Whether somebody holds all of this shard, committed or not."""
-        return self.holdings[shard].complete > 0
+        return self.holders(shard).complete > 0
 
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
+        if self.uncounted:
+            self.count()
         return not self.sourceless
 
     def can_be_read(self) -> bool:
@@ -244,30 +255,30 @@ class Version(_Moving[VersionState]):
 
     def copies(self) -> int:
         """How many complete copies of it can be read now: of each shard so many at least."""
-        return min((there.live_sources for there in self.holdings.values()), default=0)
+        return min((self.holders(shard).live_sources for shard in self.holdings), default=0)
 
     def add(self, holding: Holding) -> None:
-        """It may be read from now on, once it is reckoned."""
+        """It may be read from now on."""
         self.holdings[holding.shard].add(holding, holding.member.nbytes, holding.member.chunks)
+        self.uncounted[holding] = None
 
     def remove(self, holding: Holding) -> None:
         """It takes no readers any more."""
         there = self.holdings[holding.shard]
         before = there.sources
+        self.uncounted.pop(holding, None)
         there.remove(holding)
         self.sourceless += bool(before) - bool(there.sources)
 
-    def reckon(self, holding: Holding) -> bool:
-        """Count a holding anew; to be called whenever anything changes on which that depends. Whether there is more to read
-        from than before.
-        """
-        there = self.holdings.get(holding.shard)
-        if there is None or holding not in there:
-            return False
-        before = there.sources
-        is_new = there.count(holding, holding.counts, holding.standing, is_stranded=holding.is_stranded)
-        self.sourceless += bool(before) - bool(there.sources)
-        return is_new
+    def count(self) -> None:
+        """Count anew what has changed: once, however much of it has changed in one step."""
+        for holding in self.uncounted:
+            there = self.holdings[holding.shard]
+            before = there.sources
+            is_new = there.count(holding, holding.counts, holding.standing, is_stranded=holding.is_stranded)
+            self.has_grown = is_new or self.has_grown
+            self.sourceless += bool(before) - bool(there.sources)
+        self.uncounted.clear()
 
     def __repr__(self) -> str:
         holders = sum(len(h) for h in self.holdings.values())
@@ -483,8 +494,7 @@ class RankPart:
     @property
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
-        has_one = any(not lease.dropping and not lease.partial for lease in self.leases.values())
-        return self.reads and not has_one
+        return self.reads and all(lease.dropping or lease.partial for lease in self.leases.values())
 
     @property
     def reads(self) -> bool:
@@ -500,9 +510,7 @@ class RankPart:
     @property
     def needs_source(self) -> bool:
         """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
-        version = self.operation.version
-        lost = version is not None and not version.is_whole(self.shard)
-        return self.wants_source or (self.reads and lost)
+        return self.reads and (self.wants_source or not self.operation.bound.is_whole(self.shard))
 
 
 @dataclass(slots=True, eq=False)
@@ -690,9 +698,8 @@ class Model:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
         a rollback it may be one that was forgotten, and none older may stand for it (G3).
         """
-        visible = [v.number for v in self.versions.values() if v.visible]
-        numbers = sorted([*visible, *self.lost], reverse=True)
-        return self.versions.get(numbers[skip]) if len(numbers) > skip else None
+        numbers = [*(v.number for v in self.versions.values() if v.visible), *self.lost]
+        return self.versions.get(sorted(numbers)[-1 - skip]) if len(numbers) > skip else None
 
     @property
     def is_newest_lost(self) -> bool:
@@ -701,7 +708,8 @@ class Model:
 
     def retained(self) -> set[int]:
         """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones included, and pinned ones."""
-        return {*(v.number for v in self.visible[: self.retain]), *(pin.number for pin in self.pins.values())}
+        pinned = {pin.number for pin in self.pins.values()}
+        return pinned.union(v.number for v in self.visible[: self.retain]) if self.retain else pinned
 
 
 @dataclass(slots=True, eq=False)

@@ -75,12 +75,18 @@ class Fills:
             self._cluster.touch(operation.group.model)
         return bool(staying)
 
-    def all_find_a_source(self, operation: Operation) -> bool:
-        """R7: before anything is overwritten, every shard that is to be read can be read."""
-        version = operation.bound
-        readers = [part for part in operation.parts.values() if part.needs_bytes and not part.has_written]
-        find = self._readers.finds_source
-        return not readers or (version.has_live_source() and all(find(part, version) for part in readers))
+    def first_sources(self, operation: Operation) -> dict[int, Holding] | None:
+        """R7: before anything is overwritten, every shard that is to be read can be read. From where, by rank; None: one of
+        them cannot be.
+        """
+        version, found = operation.bound, dict[int, Holding]()
+        for part in operation.parts.values():
+            if part.needs_bytes and not part.has_written:
+                source = self._readers.choose(part, version) if version.has_live_source() else None
+                if source is None:
+                    return None
+                found[part.rank] = source
+        return found
 
     # -- an operation's steps
 
@@ -142,7 +148,7 @@ class Fills:
             return  # a fetch, or nothing has changed
         for holding in filled:
             holding.committed = True
-        self._cluster.reckon(filled)
+        self._cluster.reckon(*filled)
         replica = filled[0].replica
         if replica.state is not ReplicaState.FILLING:
             return  # every rank that filled it is gone
@@ -215,7 +221,7 @@ class Fills:
     def has_no_room(self, operation: Operation, version: Version) -> bool:
         """Whether a guest has to wait for a place at that version's sources; it is told nothing before it has one."""
         waits = operation.is_of_guests and version.has_live_source()
-        return waits and not all(self._readers.finds_source(part, version) for part in operation.parts.values())
+        return waits and any(self._readers.choose(part, version) is None for part in operation.parts.values())
 
     @staticmethod
     def _misfit(operation: Operation, version: Version) -> Blame | None:
@@ -268,10 +274,11 @@ class Fills:
         bare = is_staged(operation) or not any(
             (isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fresh
         )
-        if bare and self.all_find_a_source(operation):
+        sources = self.first_sources(operation) if bare else None
+        if sources is not None:
             self._begin_write(operation)
         for part in fillers:
-            self._tell_start(part, self._first_grants(part) if operation.writing else ())
+            self._tell_start(part, () if sources is None else self._first_grants(part, sources))
 
     def restate(self, part: RankPart) -> None:
         """A rank may have missed something: tell it again what it was told."""
@@ -301,15 +308,18 @@ class Fills:
         if version.abandoned and not version.has_live_source():
             return _abandoned(operation)
         ready = all(part.ready for part in operation.parts.values())
-        if ready and self.all_find_a_source(operation) and not self._must_wait(operation, version):
+        sources = self.first_sources(operation) if ready else None
+        if sources is not None and not self._must_wait(operation, version):
             self._begin_write(operation)
             for part in operation.parts.values():
                 if part.needs_bytes:
-                    self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part)))
+                    self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part, sources)))
         return None
 
-    def _first_grants(self, part: RankPart) -> tuple[Grant, ...]:
-        grant = self._readers.grant(part)
+    def _first_grants(self, part: RankPart, sources: dict[int, Holding]) -> tuple[Grant, ...]:
+        """What was chosen before the write began is still the best: what a write changes is of other versions."""
+        source = sources.get(part.rank)  # none, if it has written before
+        grant = self._readers.grant(part) if source is None else self._readers.lend(part, source)
         return () if grant is None else (grant,)
 
     def _begin_write(self, operation: Operation) -> None:
@@ -342,10 +352,12 @@ class Fills:
                 return Blame(damaged(operation, part), part.rank)
             if part.holding is not None and part.holding.condemned:
                 return Blame(_condemned(operation, part), part.rank)
+            if not part.reads:
+                continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
-            if alone and version.abandoned and not version.has_live_source():
+            alone = version.abandoned and part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and not version.has_live_source():
                 return _abandoned(operation)
         return None
 

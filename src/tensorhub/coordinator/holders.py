@@ -1,6 +1,6 @@
 """Who holds one shard of a version: counted, and in order, so that nobody has to look at all of them.
 
-Responsible for counts and orders. Not responsible for when they change: `Version.reckon` says what each holding counts as.
+Responsible for counts and orders. Not responsible for when they change: `Version.count` says what each holding counts as.
 """
 
 from __future__ import annotations

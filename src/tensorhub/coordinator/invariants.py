@@ -269,6 +269,7 @@ def _version(cluster: Cluster, version: Version) -> None:
         _staged(cluster, model, version)
     else:
         _available(version)
+    _demand(not version.uncounted and not version.has_grown, "what has changed is counted, and has woken who waits", version)
     shards = [*range(version.info.world_size)]
     staged = version.state is VersionState.STAGED and not version.holdings
     _demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)

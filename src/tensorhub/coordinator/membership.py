@@ -92,7 +92,7 @@ class Membership:
             cluster.sessions[worker.session].worker = None
         worker.session, before = session.number, worker.transports
         worker.connected_at(message.endpoints)
-        cluster.reckon(member.holding for member in worker.members.values() if member.holding is not None)
+        cluster.reckon_all_of(worker)
         if worker.transports != before:
             self._reach_changed(worker)
         session.worker, session.welcomed_at = worker, cluster.now

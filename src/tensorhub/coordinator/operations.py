@@ -66,6 +66,12 @@ class Operations:
             return
         self._cluster.note(member)
         match message:
+            case Progress() | ReadyToWrite() | Prepared() | ReadFailed() | Compared():
+                part = member.part
+                if part is not None and part.operation.key == message.key:
+                    self._hear_of(part, message)
+                elif isinstance(message, ReadFailed):
+                    self._readers.left(member, message.lease)
             case Publish() | Fill():
                 self._arrive(member, message)
             case Abandon():
@@ -73,16 +79,19 @@ class Operations:
             case Resolve():
                 self._resolve(member, message)
             case _:
-                part = member.part
-                if part is not None and part.operation.key == message.key:
-                    self._hear_of(part, message)
-                elif isinstance(message, ReadFailed):
-                    self._readers.left(member, message.lease)
+                assert_never(message)
 
     def _hear_of(self, part: RankPart, message: ReadyToWrite | Prepared | Compared | ReadFailed | Progress) -> None:
         """A rank says how its part in the group's undecided operation goes."""
         operation = part.operation
         match message:
+            case Progress():
+                if part.holding is not None and not part.holding.complete:
+                    part.holding.chunks_verified = min(message.chunks_verified, part.member.chunks)
+                progress = message.chunks_verified, message.bytes_read
+                if progress != part.progress:
+                    part.progress, part.moved_at = progress, self._cluster.now
+                self._readers.learn(part, message.flows)
             case ReadyToWrite() if operation.running:
                 part.ready, part.moved_at = True, self._cluster.now
                 self._cluster.changed(operation)
@@ -97,14 +106,6 @@ class Operations:
                 if holding is not None and message.reason == "corrupt" and message.chunk is not None:
                     self._corruption_checks.ask(part, holding, message.chunk)
                 self._cluster.wants_source(operation)
-            case Progress():
-                if part.holding is not None and not part.holding.complete:
-                    part.holding.chunks_verified = min(message.chunks_verified, part.member.chunks)
-                progress = message.chunks_verified, message.bytes_read
-                if progress != part.progress:
-                    part.progress, part.moved_at = progress, self._cluster.now
-                    self._cluster.note(operation)
-                self._readers.learn(part, message.flows)
             case _:
                 assert_never(message)
 
@@ -127,7 +128,7 @@ class Operations:
             return  # a retry of a call that is on its way
         part = RankPart(operation, member, call, self._cluster.now + call.timeout_s, self._cluster.now)
         operation.parts[member.rank] = part
-        operation.story.note(self._cluster.cause, self._cluster.now, f"rank {member.rank} called")
+        operation.story.note(self._cluster.cause, self._cluster.now, "rank", member.rank, "called")
         blame = self._unlike(operation, part) or self._unfenced(part) or self._handlers[operation.kind].called(part)
         if blame is not None:
             self._decisions.abort(operation, blame)

@@ -34,10 +34,11 @@ class Readers:
 
     def grant(self, part: RankPart, *, other_than: Holding | None = None) -> Grant | None:
         """A new lease on the best source for this reader, or None if there is no candidate now."""
-        version = part.operation.version
-        holding = self._choose(part, version, other_than) if version is not None else None
-        if holding is None:
-            return None
+        holding = self.choose(part, part.operation.bound, other_than=other_than)
+        return self.lend(part, holding) if holding is not None else None
+
+    def lend(self, part: RankPart, holding: Holding) -> Grant:
+        """A new lease on a source that was chosen for this reader, and through which everything comes."""
         if part.holding is not None:
             part.holding.depth = holding.depth + 1
         return self._lend(part, holding, partial=False)
@@ -53,9 +54,11 @@ class Readers:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
         readers = holding.active_readers
-        self._cluster.reckon([holding] if part.holding is None else [holding, part.holding])
-        if part.holding is not None and holding.is_fed:
-            _spread(part.holding)
+        self._cluster.reckon(holding)
+        if part.holding is not None:
+            self._cluster.reckon(part.holding)
+            if holding.is_fed:
+                _spread(part.holding)
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
@@ -147,8 +150,9 @@ class Readers:
             complete=holding.complete,
         )
 
-    def _choose(self, part: RankPart, version: Version, other_than: Holding | None) -> Holding | None:
-        """The source from which it would have everything first. What has failed it comes after all that have failed less.
+    def choose(self, part: RankPart, version: Version, *, other_than: Holding | None = None) -> Holding | None:
+        """The source from which it would have everything first, or None if there is none now. What has failed it comes after
+        all that have failed less.
 
         The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
@@ -184,13 +188,9 @@ class Readers:
         self, part: RankPart, version: Version, refuses: Callable[[Holding], bool], *, stranded: bool = False
     ) -> Holding | None:
         """That one of these from which it would have everything first."""
-        there, reader = version.holdings[part.shard], part.member.worker
+        there, reader = version.holders(part.shard), part.member.worker
         rates = self._cluster.links.rates(self._cluster.now)
         return there.best(reader.location, reader.transports, _wanted(there), rates, refuses, stranded=stranded)
-
-    def finds_source(self, part: RankPart, version: Version) -> bool:
-        """Whether there is a source for this reader now."""
-        return self._choose(part, version, None) is not None
 
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
@@ -226,7 +226,7 @@ class Readers:
         """What a holding has, or is filled from, has changed: so may have what is filled from it."""
         if holding is None:
             return
-        self._cluster.reckon([holding])
+        self._cluster.reckon(holding)
         if holding.verified or any(lease.holding.verified for lease in holding.fillers if not lease.dropping):
             _spread(holding)
         elif holding.is_fed:
@@ -336,7 +336,7 @@ class Readers:
         holding.replica.holdings[holding.rank] = holding
         holding.verified = holding.is_fed = holding.complete
         holding.version.add(holding)
-        self._cluster.reckon([holding])
+        self._cluster.reckon(holding)
         self._cluster.learn(holding.version, holding.shard, holding.member.manifest)
         holding.member.holding = holding
         self._cluster.note(holding.member, holding.replica)
@@ -347,7 +347,7 @@ class Readers:
         before, holding.replica = holding.replica, replica
         before.holdings.pop(holding.rank, None)
         replica.holdings[holding.rank] = holding
-        self._cluster.reckon([holding])
+        self._cluster.reckon(holding)
         self._cluster.note(holding.member, before, replica)
         self.settle_replica(before)
 
@@ -518,7 +518,7 @@ class Readers:
                     self._cluster.wake(holding.version.starving)
                     self._cluster.wake(holding.member.group.model.guests_unbound)
                 holding.guests.add(guest.origin, guest, -1)
-            self._cluster.reckon([holding])
+            self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
 

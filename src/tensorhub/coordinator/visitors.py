@@ -53,7 +53,7 @@ class Visitors:
     def heard(self, session: Session, message: FromWorker) -> None:
         """It has said something."""
         session.heard_at = self._cluster.now
-        if not isinstance(message, Heartbeat | Join):
+        if not isinstance(message, (Heartbeat, Join)):
             session.called_at = self._cluster.now
 
     def due(self, number: int) -> None:

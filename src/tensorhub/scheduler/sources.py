@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
@@ -31,8 +30,7 @@ T = TypeVar("T")
 Rank = tuple[int, int]  # depth, and how new it is, negated: of equals the newest comes first
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What the order depends on. `number`: larger is newer; no two sources have the same."""
 
     location: Location
@@ -40,6 +38,10 @@ class Standing:
     readers: int
     depth: int
     number: int
+
+    @property
+    def rank(self) -> Rank:
+        return self.depth, -self.number
 
 
 class _Node(Generic[T]):
@@ -63,9 +65,9 @@ class _Node(Generic[T]):
         there = self.first.setdefault(readers, [])
         before = there[0] if there else None
         if add:
-            insort(there, (*rank, what), key=_rank)
+            insort(there, (*rank, what))  # no two ranks are equal, so that nothing else is compared
         else:
-            del there[bisect_left(there, rank, key=_rank)]
+            del there[bisect_left(there, rank)]
         after = there[0] if there else None
         if not there:
             del self.first[readers]
@@ -74,10 +76,6 @@ class _Node(Generic[T]):
                 self.parent.change(readers, before[:2], self, add=False)
             if after is not None:
                 self.parent.change(readers, after[:2], self, add=True)
-
-
-def _rank(entry: tuple[int, int, object]) -> Rank:
-    return entry[:2]
 
 
 _Entries = list[tuple[int, int, _Node[T] | T]]
@@ -112,33 +110,37 @@ class Sources(Generic[T]):
     def put(self, source: T, standing: Standing) -> None:
         """It is one of them from now on, or has changed."""
         before = self._standing.get(source)
-        if before != standing:
-            if before is not None:
-                self.drop(source)
-            self._standing[source] = standing
-            self._change(source, standing, add=True)
+        if before == standing:
+            return
+        if before is not None and (before.transports, before.location) != (standing.transports, standing.location):
+            self.drop(source)
+            before = None
+        self._standing[source] = standing
+        host = self._host(standing)
+        if before is not None:
+            host.change(before.readers, before.rank, source, add=False)
+        host.change(standing.readers, standing.rank, source, add=True)
 
     def drop(self, source: T) -> None:
         """It is none of them any more; fine if it was none."""
         standing = self._standing.pop(source, None)
-        if standing is not None:
-            self._change(source, standing, add=False)
-
-    def _change(self, source: T, standing: Standing, *, add: bool) -> None:
-        where = standing.location
-        root = self._roots.get(standing.transports)
-        if root is None:
-            root = self._roots[standing.transports] = _Node(None)
-        names = (where.site, where.rack, where.host)
-        node = root
-        for name in names:
-            node = node.child(name)
-        node.change(standing.readers, (standing.depth, -standing.number), source, add=add)
-        for name in reversed(names):  # nothing is kept of where no source is
+        if standing is None:
+            return
+        node, where = self._host(standing), standing.location
+        node.change(standing.readers, standing.rank, source, add=False)
+        for name in (where.host, where.rack, where.site):  # nothing is kept of where no source is
             if node.first or node.parent is None:
                 return
             node = node.parent
             del node.children[name]
+
+    def _host(self, standing: Standing) -> _Node[T]:
+        """Where such a source is."""
+        root = self._roots.get(standing.transports)
+        if root is None:
+            root = self._roots[standing.transports] = _Node(None)
+        where = standing.location
+        return root.child(where.site).child(where.rack).child(where.host)
 
     def best(
         self,

@@ -404,7 +404,7 @@ def quarantine_lifted() -> Iterator[None]:
             member.leaving.remove(holding)
             member.holding, holding.leaving, holding.quarantined = holding, False, False
             holding.version.add(holding)
-            holding.version.reckon(holding)
+            self._cluster.reckon(holding)
         self._cluster.touch(member.group.model)
         member.said_in = member.worker.session
         self._tell_registered(member, message, True)

@@ -618,7 +618,7 @@ def abandoned_for_ever() -> Iterator[None]:
 
 @bug("R7: nobody makes sure of a source before memory is overwritten")
 def overwritten_without_a_source() -> Iterator[None]:
-    with replaced(Fills, "all_find_a_source", lambda self, operation: True):
+    with replaced(Fills, "first_sources", lambda self, operation: {}):
         yield
 
 

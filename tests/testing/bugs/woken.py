@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Model
+from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.versions import Versions
 from tests.testing.bugs import bug, replaced
 
 
 @bug("G7: a source comes, and nobody who lacks one is woken")
 def source_wakes_nobody() -> Iterator[None]:
-    def reckon(self: Cluster, holdings: Iterable[Holding]) -> None:
-        for holding in list(holdings):
-            self.note(holding.version)
-            holding.version.reckon(holding)
+    def count(self: Cluster) -> None:
+        while self.uncounted:
+            version, _ = self.uncounted.popitem()
+            version.count()
+            version.has_grown = False
 
-    with replaced(Cluster, "reckon", reckon):
+    with replaced(Cluster, "count", count):
         yield
 
 
