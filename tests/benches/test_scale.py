@@ -6,8 +6,10 @@ import anyio
 import pytest
 
 from benches.scale import server
-from benches.scale.core import Row, Steps, measure, slope
+from benches.scale.core import Core, Row, Steps, bursts, main, measure, slope
 from benches.scale.thin import REPORTS
+from tensorhub.coordinator import readers
+from tensorhub.coordinator.entities import Holding
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -20,6 +22,40 @@ def test_everybody_fills_every_version(ranks: int, wait_first: bool) -> None:
     assert row.connecting.count["Register"] == 8 + ranks
     assert f"{8:>8}{ranks:>6}" in str(row)
     assert "Prepared" in row.by_event()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_happens_to_all_at_once(ranks: int) -> None:
+    found = bursts(16, ranks, 1000)
+    assert found["retain"].count["RetainedAck"] == 16 + ranks
+    assert found["retained"].count["Prepared"] == 16
+    assert found["leave"].count["Fenced"] == 16
+    assert found["lose"].count["Disconnected"] == 8
+
+
+def test_bursts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--bursts", "--workers", "4", "--ranks", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[1:]] == ["retain", "retained", "release", "leave", "lose"]
+
+
+def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[int] = []
+    filled_by = readers._filled_by
+
+    def counted(holding: Holding) -> set[Holding]:
+        found = filled_by(holding)
+        followed.append(len(found))
+        return found
+
+    core = Core(32, 1, 1000)
+    core.connect()
+    core.begin_version(1)
+    depths = [worker.holding.depth for worker in core.coordinator.cluster.members.values() if worker.holding is not None]
+    assert max(depths) == 32
+    monkeypatch.setattr(readers, "_filled_by", counted)
+    core.lose()
+    assert len(followed) <= 16
 
 
 def test_the_slope_is_that_of_the_logarithms() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from tensorhub.coordinator.entities import DECIDED_KEPT_MAX
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, RankPart, Version
+from tensorhub.coordinator.readers import Readers
 from tensorhub.errors import (
     GroupAborted,
     ManifestMismatch,
@@ -22,6 +25,35 @@ def trainer_and_reader(version: int = 1) -> tuple[StepwiseCluster, SimHandle, Si
     trainer.publish(version)
     cluster.run()
     return cluster, trainer, reader
+
+
+def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes sure of a source before the first byte changes is what is granted."""
+    chosen: list[RankPart] = []
+    counted: Counter[tuple[int, Holding]] = Counter()
+    choose, count = Readers.choose, Version.count
+
+    def choose_once(self: Readers, part: RankPart, version: Version, **more: Holding | None) -> Holding | None:
+        chosen.append(part)
+        return choose(self, part, version, **more)
+
+    def count_once(self: Version) -> None:
+        counted.update((cluster.coordinator.cluster.cause, holding) for holding in self.uncounted)
+        count(self)
+
+    cluster, trainer, reader = trainer_and_reader()
+    monkeypatch.setattr(Readers, "choose", choose_once)
+    monkeypatch.setattr(Version, "count", count_once)
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    reader.update("latest")
+    cluster.run()
+    assert len(chosen) == 2
+    assert max(counted.values()) <= 2  # before it may be read, and when its fill is committed
 
 
 def run_until(cluster: StepwiseCluster, line: str) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
+from tensorhub.coordinator import handovers
 from tensorhub.coordinator.entities import Member, Model
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.errors import RetentionError
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
@@ -47,6 +51,38 @@ def copies(cluster: StepwiseCluster) -> dict[str, int]:
 def number_of(member: Member) -> int:
     assert member.holding is not None
     return member.holding.version.number
+
+
+def questions(readers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How often it is asked whether a holder, or a group, could keep a version, while so many spot readers take it."""
+    cluster, _ = cluster_of()
+    cluster.host_bytes = ROOM - 1  # too little for a copy
+    spot = [cluster.handle(f"spot{number}", spot=True) for number in range(readers)]
+    cluster.run()
+    for reader in spot[1:]:
+        reader.replicate()
+    cluster.run()
+    asked = Counter[str]()
+
+    def counted(owner: object, name: str) -> None:
+        before = getattr(owner, name)
+
+        def ask(*arguments: object) -> bool:
+            asked[name] += 1
+            return bool(before(*arguments))
+
+        monkeypatch.setattr(owner, name, ask)
+
+    counted(Retentions, "may_count")
+    counted(handovers, "_could_take")
+    spot[0].replicate()
+    cluster.run()
+    monkeypatch.undo()
+    return asked["may_count"], asked["_could_take"]
+
+
+def test_however_many_spot_holders_there_are_nobody_looks_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert questions(9, monkeypatch) == questions(2, monkeypatch)
 
 
 def asked_for(cluster: StepwiseCluster) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Received
+from tensorhub.coordinator import Received, Tick, limits
 from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
@@ -625,6 +625,30 @@ def test_an_update_from_a_version_that_is_not_kept() -> None:
     asked = old.update("latest")
     cluster.run()
     assert asked.number == 2
+
+
+def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NOTICES_PER_STEP", 2)
+    cluster, trainer, (*others, user) = retained(0, *"abcd", "user")
+    fill(cluster, *others)
+    model, books = model_of(cluster), cluster.coordinator.cluster
+    user.worker.retain(1)
+    left: list[int] = []
+    while choices := [choice for choice in cluster.choices() if choice.kind != "down"]:
+        cluster.do(choices[0])
+        left += [len(model.notices)] if model.notices else []
+    assert left == [3]
+    cluster.step(Tick())
+    cluster.step(Tick())
+    assert not model.notices
+    assert model.unanswered  # everybody was told, and nobody knows
+    cluster.run()
+    assert not model.unanswered
+    holders = [books.members[handle.id] for handle in (trainer, *others)]
+    reliable = [holder.holding for holder in holders if holder.holding is not None]
+    assert all(map(cluster.coordinator._retentions.is_reliable, reliable))
+    model.notices.update((holder.registration, holder) for holder in holders)
+    assert not any(map(cluster.coordinator._retentions.is_reliable, reliable))
 
 
 def test_an_answer_to_an_earlier_telling_does_not_count() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator.entities import Withdrawal
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
 from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Options
@@ -64,6 +66,28 @@ def test_unpublish_moves_its_readers_to_another_source() -> None:
     assert [g.source for g in reader.pull.grants.values()] == ["other" if source is trainer else "trainer"]
     cluster.run()
     assert reader.member.version == 1
+
+
+def test_a_leave_that_waits_for_its_readers_is_looked_at_when_the_last_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Withdrawal] = []
+    settle_one = Withdrawals._settle_one
+
+    def counted(self: Withdrawals, withdrawal: Withdrawal) -> None:
+        looked.append(withdrawal)
+        settle_one(self, withdrawal)
+
+    monkeypatch.setattr(Withdrawals, "_settle_one", counted)
+    cluster, trainer, _ = reading()
+    asked = trainer.unpublish()
+    run_without_reads(cluster)
+    before = len(looked)
+    assert before
+    cluster.handle("another")
+    run_without_reads(cluster)  # something of the model has changed
+    assert len(looked) == before
+    cluster.run()
+    assert asked.has_ended()
+    assert len(looked) == before + 1
 
 
 @pytest.mark.parametrize("call", ["unpublish", "close"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from unittest.mock import patch
 
 import pytest
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.operations import Operations
 from tensorhub.machine import InvariantBroken, counting_transitions
 from tests.property.wait_drive import SMALL, Forgotten, WaitDrive
@@ -57,17 +55,18 @@ def failed_source_that_is_never_tried_again(operations: Operations, key: str) ->
     pass
 
 
-def source_that_wakes_nobody(cluster: Cluster, holdings: Iterable[Holding]) -> None:
-    for holding in list(holdings):
-        cluster.note(holding.version)
-        holding.version.reckon(holding)
+def source_that_wakes_nobody(cluster: Cluster) -> None:
+    while cluster.uncounted:
+        version, _ = cluster.uncounted.popitem()
+        version.count()
+        version.has_grown = False
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [
         (Operations, "retry_due", failed_source_that_is_never_tried_again),
-        (Cluster, "reckon", source_that_wakes_nobody),
+        (Cluster, "count", source_that_wakes_nobody),
     ],
 )
 def test_it_finds_a_forgotten_wakeup(owner: type, name: str, bug: object) -> None:

@@ -111,6 +111,7 @@ class Coordinator(Stateful[CoordinatorState]):
             "restate": self._membership.restate_due,
             "guest": lambda number: self._visitors.due(int(number)),
             "stirred": lambda _: None,  # see `_settle_stirred`
+            "notices": self._retentions.go_on_telling,
             "operation": self._operations.deadline_passed,
             "retry": self._operations.retry_due,
             "withdrawal": self._withdrawals.due,

@@ -170,16 +170,12 @@ class Group:
     world_size: int
     layout_id: str
     epoch: int  # changes whenever a rank is replaced
+    spot: bool = False  # any rank is
     sequence: int = 0  # of the next operation that is not decided
     members: dict[int, Member] = field(default_factory=dict)  # by rank; only registered ones
     operation: Operation | None = None  # the undecided one
     decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)  # newest DECIDED_KEPT_MAX, by rank
     replicas: list[Replica] = field(default_factory=list)  # those that are not GONE
-
-    @property
-    def spot(self) -> bool:
-        """A group is spot if any rank is."""
-        return any(member.spot for member in self.members.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -278,6 +274,10 @@ class Version(_Moving[VersionState]):
             is_new = there.count(holding, holding.counts, holding.standing, is_stranded=holding.is_stranded)
             self.has_grown = is_new or self.has_grown
             self.sourceless += bool(before) - bool(there.sources)
+            if holding.is_steady:
+                there.steady[holding] = None
+            else:
+                there.steady.pop(holding, None)
         self.uncounted.clear()
 
     def __repr__(self) -> str:
@@ -359,6 +359,13 @@ class Holding:
     @property
     def is_source(self) -> bool:
         return self.committed and self.takes_readers
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is a source that is not spot. A copy in host memory is as spot as its worker."""
+        member = self.member
+        is_spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
+        return self.is_source and not is_spot
 
     @property
     def fillers(self) -> Iterable[ReadLease]:
@@ -662,10 +669,12 @@ class Model:
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
     serving: dict[str, Group] = field(default_factory=dict)  # those of them that have, or had, memory that serves others
+    steady: dict[str, Group] = field(default_factory=dict)  # those of these that are not spot
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
     guests_unbound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers; or for a place
     restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
+    pressing: dict[str, Withdrawal] = field(default_factory=dict)  # those of them that do not just wait for their readers
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
@@ -673,6 +682,8 @@ class Model:
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
     unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
+    notices: dict[str, Member] = field(default_factory=dict)  # by registration; whom the next steps tell what is retained
+    unaware: dict[str, Member] = field(default_factory=dict)  # by registration; whose holding is not `kept`
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most

@@ -133,7 +133,7 @@ class Handovers:
             and not other.member.dropped
             and self._retentions.is_reliable(other)
             and not _wants_to_leave(model, other)
-            for other in copy.version.holdings[copy.shard]
+            for other in copy.version.holders(copy.shard).steady
         )
 
     def _counts(self, model: Model, version: Version) -> bool:
@@ -145,7 +145,7 @@ class Handovers:
 
     def _wanted(self, model: Model) -> Iterator[Wish]:
         """What is to be copied now. (It must be what `_is_needed`: else copies would be made and dropped for ever.)"""
-        for withdrawal in model.withdrawals.values():
+        for withdrawal in model.pressing.values():
             if not withdrawal.begun and not withdrawal.abandon:
                 going = withdrawal.holding.member.worker if withdrawal.closes else None
                 for holding in self._retentions.alone(withdrawal.holding, going):
@@ -161,15 +161,15 @@ class Handovers:
 
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps and no other could take over (its own workers copy it); what only spot workers hold."""
-        for holdings in version.holdings.values():
-            reliable = filter(self._retentions.may_count, holdings)
+        for shard, holdings in version.holdings.items():
+            reliable = filter(self._retentions.may_count, version.holders(shard).steady)
             one = next(reliable, None)
             if one is None:
                 spot = next((h for h in holdings if h.is_source), None)
                 if spot is not None:
                     yield Wish(spot, going=spot.member.worker)
             elif one.member.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
-                others = (g for g in model.serving.values() if g is not one.replica.group)
+                others = (group for group in model.steady.values() if group is not one.replica.group)
                 if not any(_could_take(group, version) for group in others):
                     yield Wish(one, here=True)
 
@@ -199,10 +199,11 @@ class Handovers:
         """
         holding = wish.holding
         version, shard, near = holding.version, holding.shard, holding.member.worker
-        have = {h.member.worker.incarnation for h in version.holdings[shard] if h.member.purpose is Purpose.RETENTION}
+        copies = (copy for copy in model.copies.values() if copy.holding in version.holdings[shard])
+        have = {copy.worker.incarnation for copy in copies}
         fit: list[tuple[int, bool, int, int, str]] = []
-        for worker in self._cluster.hosts.values():
-            if worker is wish.going or (wish.here and worker is not near) or worker.incarnation in have:
+        for worker in (near,) if wish.here else self._cluster.hosts.values():
+            if worker is wish.going or worker.incarnation not in self._cluster.hosts or worker.incarnation in have:
                 continue
             if worker.spot or worker.state is not WorkerState.LIVE:
                 continue

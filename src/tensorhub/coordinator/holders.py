@@ -35,6 +35,8 @@ class Holders(Generic[H]):
         self.live_sources = 0  # those of them whose workers are heard of now
         self.nbytes = 0  # of the shard: the largest that was ever here
         self.chunks = 0  # the same
+        self.patches = 0  # ACTIVE leases on them that were granted while nobody held all of it: these alone may form cycles
+        self.steady: dict[H, None] = {}  # sources that are not spot
         self._minted = 0
         self._there: list[H] = []  # by number
         self._counts: dict[H, Counts] = {}
@@ -65,6 +67,7 @@ class Holders(Generic[H]):
         """It leaves."""
         self.count(holding, (False, False, False), None, is_stranded=False)
         del self._counts[holding]
+        self.steady.pop(holding, None)
         del self._there[bisect_left(self._there, holding.number, key=_number)]
 
     def count(self, holding: H, counts: Counts, standing: Standing | None, *, is_stranded: bool) -> bool:

@@ -95,6 +95,14 @@ def check_counts(cluster: Cluster) -> None:
         counted = guests.registrations.of(worker.origin, worker)
         _demand(counted == registrations, "a read-only worker's registrations are counted", worker)
     _demand(guests.registrations.total == len(readers), "read-only registrations are counted", guests.registrations)
+    patches = Counter(
+        (lease.holding.version, lease.holding.shard)
+        for lease in cluster.leases.values()
+        if lease.partial and lease.state is LeaseState.ACTIVE
+    )
+    for version in (version for model in cluster.models.values() for version in model.versions.values()):
+        for shard, there in version.holdings.items():
+            _demand(there.patches == patches[version, shard], "partial leases are counted", version)
     for model in cluster.models.values():
         members = sum(not m.worker.read_only for group in model.groups.values() for m in group.members.values())
         _demand(model.members == members, "a model's members are counted", model)
@@ -235,6 +243,9 @@ def _model(cluster: Cluster, model: Model) -> None:
     for number, version in model.versions.items():
         _demand(version.number == number, "a version is filed under its number", version)
         _retained(version, retained)
+    for registration, member in model.unaware.items():
+        waited_for = member.holding is not None and not member.holding.kept and member.registration == registration
+        _demand(waited_for, "only who has to acknowledge is waited for", member)
     for registration, copy in model.copies.items():
         _demand(copy.registration == registration, "copies are filed by registration", copy)
         _copy(cluster, model, copy)
@@ -314,12 +325,15 @@ def _counted(version: Version, there: Holders[Holding]) -> None:
     kept = (there.complete, there.sources, there.live_sources)
     counts = tuple(map(sum, zip(*(holding.counts for holding in there), strict=True))) or (0, 0, 0)
     _demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
+    _demand(all(holding in there for holding in there.steady), "only those who are there are known", version)
 
 
 def _ordered(holding: Holding) -> None:
     of_fed, of_stranded = (None, holding.standing) if holding.is_stranded else (holding.standing, None)
-    kept = holding.version.holdings[holding.shard].counted(holding)
+    there = holding.version.holdings[holding.shard]
+    kept = there.counted(holding)
     _demand(kept == (holding.counts, of_fed, of_stranded), "sources are kept in order", holding)
+    _demand((holding in there.steady) == holding.is_steady, "sources that are not spot are known", holding)  # R4
 
 
 def _retained(version: Version, retained: Collection[int]) -> None:
@@ -329,7 +343,10 @@ def _retained(version: Version, retained: Collection[int]) -> None:
 
 def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
-    _demand(holding.told == keep, "who must not leave at will was told so", holding)  # R4
+    model, registration = holding.member.group.model, holding.member.registration
+    _demand(holding.told == keep or registration in model.notices, "who must not leave at will was told so", holding)  # R4
+    unaware = registration in model.unaware
+    _demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
 
 
 def _copy(cluster: Cluster, model: Model, member: Member) -> None:
@@ -341,6 +358,11 @@ def _group(cluster: Cluster, group: Group) -> None:
     if group.model.groups.get(group.name) is not group:
         _demand(not group.members, "a group with members exists", group.name)
         _demand(group.model.serving.get(group.name) is not group, "one that is gone serves nobody", group.name)
+    steady = not group.spot and group.model.serving.get(group.name) is group
+    _demand((group.model.steady.get(group.name) is group) == steady, "groups that are not spot are known", group.name)
+    _demand(
+        group.spot == any(member.spot for member in group.members.values()), "a group with a spot rank is spot", group.name
+    )
     for rank, member in group.members.items():
         serving = not member.serves or group.model.serving.get(group.name) is group
         _demand(serving, "groups whose memory serves others are known", member)
@@ -427,6 +449,8 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     if withdrawal.begun:
         _demand(holding.leaving and holding.active_readers > 0, "a withdrawal waits for readers", holding)
     else:
+        pressing = model.pressing.get(holding.member.registration) is withdrawal
+        _demand(pressing, "who waits for another holder is looked at", holding)  # G7
         retained = holding.version.number in model.retained()
         waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
         _demand(not holding.leaving and waits, "who waits to leave a retained version serves on", holding)  # G5

@@ -121,9 +121,12 @@ class Membership:
 
         `answers`: when that was said; later than now, it is taken for now.
         """
-        cluster, counted = self._cluster, self._cluster.counts_on(worker)
+        cluster = self._cluster
         cluster.note(worker)
         worker.heard_at = cluster.now
+        if answers <= worker.answers and worker.state is WorkerState.LIVE:
+            return
+        counted = cluster.counts_on(worker)
         worker.answers = max(worker.answers, min(answers, cluster.now))
         answered = cluster.now < worker.answers + cluster.options.lease_s
         if worker.state is WorkerState.SUSPECT and worker.session is not None and answered:
@@ -310,8 +313,10 @@ class Membership:
             group.model.serving[group.name] = group
         if member.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
-        worker.spot = worker.spot or (member.spot and member.serves)
-        self._retentions.group_changed(group)
+        if member.spot and member.serves and not worker.spot:
+            worker.spot = True
+            cluster.reckon_all_of(worker)
+        self._ranks_changed(group)
         cluster.touch(group.model, stirs=not member.worker.read_only)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
@@ -509,12 +514,19 @@ class Membership:
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
-            self._retentions.group_changed(group)
+            self._ranks_changed(group)
         cluster.touch(group.model, stirs=not member.worker.read_only)
         if not group.members and not new_epoch:
             self._dissolve(group)
         else:
             self._change_epoch(group)
+
+    def _ranks_changed(self, group: Group) -> None:
+        self._retentions.group_changed(group)
+        if group.name in group.model.serving and not group.spot:
+            group.model.steady[group.name] = group
+        else:
+            group.model.steady.pop(group.name, None)
 
     def _change_epoch(self, group: Group) -> None:
         self._cluster.note(group)
@@ -529,6 +541,7 @@ class Membership:
             self._readers.settle_replica(replica)
         group.model.groups.pop(group.name, None)
         group.model.serving.pop(group.name, None)
+        group.model.steady.pop(group.name, None)
 
 
 def _unannounced(worker: Worker) -> Iterator[Member]:

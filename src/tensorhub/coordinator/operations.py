@@ -91,6 +91,7 @@ class Operations:
                 progress = message.chunks_verified, message.bytes_read
                 if progress != part.progress:
                     part.progress, part.moved_at = progress, self._cluster.now
+                    self._cluster.note(operation)
                 self._readers.learn(part, message.flows)
             case ReadyToWrite() if operation.running:
                 part.ready, part.moved_at = True, self._cluster.now
@@ -153,6 +154,8 @@ class Operations:
             error = StateError(f"{operation.kind}: memory either serves others, or is fetched into")
             return Blame(error, part.rank)
         first = next(iter(operation.parts.values()))
+        if first is part:
+            return None
         ours, theirs = _describe(part.call), _describe(first.call)
         if ours == theirs:
             return None

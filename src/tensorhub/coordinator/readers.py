@@ -50,6 +50,7 @@ class Readers:
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
+        holding.version.holdings[holding.shard].patches += partial
         if part.member.worker.read_only:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
@@ -158,6 +159,7 @@ class Readers:
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
         below: set[Holding] | None = None
+        there = version.holders(part.shard)
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
@@ -165,6 +167,8 @@ class Readers:
                 return True
             if holding.complete or part.holding is None or not part.holding.readers:
                 return False
+            if not part.holding.is_fed and not there.patches:
+                return False  # each is filled from one other: what is filled from this reader is no more fed than it is
             below = self._below(part.holding) if below is None else below
             return holding in below
 
@@ -172,7 +176,6 @@ class Readers:
         if found is None and part.failures:
             workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
-            there = version.holdings[part.shard]
             failed = [h for h in theirs if h in there and not (h.is_stranded or refuses(h))]
             rates = self._cluster.links.rates(self._cluster.now)
             order = lambda h: (part.failures[h.member.worker.incarnation], _estimate(h, part, version, rates))  # noqa: E731
@@ -227,12 +230,15 @@ class Readers:
         if holding is None:
             return
         self._cluster.reckon(holding)
-        if holding.verified or any(lease.holding.verified for lease in holding.fillers if not lease.dropping):
+        lasting = [lease.holding for lease in holding.fillers if not lease.dropping]
+        has_patches = bool(holding.version.holdings[holding.shard].patches)
+        if holding.verified or any(each.verified or (each.is_fed and not has_patches) for each in lasting):
             _spread(holding)
         elif holding.is_fed:
             dry = [each for each in _filled_by(holding) if not each.verified]
             for each in dry:
                 each.is_fed = False
+                self._cluster.note(each.member)
             for each in dry:
                 if any(lease.holding.is_fed for lease in each.fillers if not lease.dropping):
                     _spread(each)
@@ -325,8 +331,10 @@ class Readers:
 
     def _reader_less(self, holding: Holding) -> None:
         """A lease counts no more. If it was the last one, the owner may take back the memory that it has asked for."""
-        model = holding.member.group.model
-        if holding.member.registration in model.withdrawals:
+        model, registration = holding.member.group.model, holding.member.registration
+        withdrawal = model.withdrawals.get(registration)
+        if withdrawal is not None and not holding.active_readers:
+            model.pressing[registration] = withdrawal
             self._cluster.touch(model)
 
     # -- a holding's beginning and end
@@ -409,6 +417,7 @@ class Readers:
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
         version.remove(holding)
+        member.group.model.unaware.pop(member.registration, None)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if version.abandoned or (holding.complete and not all(map(version.is_whole, version.holdings))):
@@ -513,6 +522,7 @@ class Readers:
         holding, guest = lease.holding, lease.part.member.worker
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
             holding.active_readers -= 1
+            holding.version.holdings[holding.shard].patches -= lease.partial
             if guest.read_only:
                 if holding.guests.is_used_up:  # there is room for one more
                     self._cluster.wake(holding.version.starving)

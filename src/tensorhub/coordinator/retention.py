@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from itertools import islice
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
@@ -16,7 +17,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
-from tensorhub.types import Medium, Purpose
+from tensorhub.types import Purpose
 
 
 @dataclass(eq=False, repr=False)
@@ -56,7 +57,8 @@ class Retentions:
         if group.spot or not holding.is_source or version.number not in group.model.retained() or self.is_lost(version):
             return
         for ours in replica.holdings.values():
-            others = (h for h in version.holdings[ours.shard] if h.replica is not replica and h.member.worker is not going)
+            steady = version.holders(ours.shard).steady
+            others = (h for h in steady if h.replica is not replica and h.member.worker is not going)
             if ours.is_source and not any(map(self.is_reliable, others)):
                 yield ours
 
@@ -65,13 +67,12 @@ class Retentions:
 
         Without that it may be given up yet: after a restart, what was only voted for is announced as held, too.
         """
-        return holding.kept and self.may_count(holding)
+        is_aware = holding.kept and holding.member.registration not in holding.member.group.model.notices
+        return is_aware and self.may_count(holding)
 
     def may_count(self, holding: Holding) -> bool:
-        """Whether it is a source that stays. A copy in host memory stays if its worker does."""
-        member = holding.member
-        spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
-        return holding.is_source and not spot and self._cluster.counts_on(member.worker)
+        """Whether it is a source that stays, and whose worker knows that it is counted on."""
+        return holding.is_steady and self._cluster.counts_on(holding.member.worker)
 
     def is_lost(self, version: Version) -> bool:
         """Whether some shard has no holder, and none is expected back."""
@@ -99,7 +100,8 @@ class Retentions:
         keep = holding.version.number in member.group.model.retained()
         if keep is not holding.told:
             member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
-        holding.told, holding.kept = keep, not keep
+        self._to_be_told(holding, keep=keep)
+        member.group.model.notices.pop(member.registration, None)
         return member.retained_seq if holding.told else None
 
     def settle(self, model: Model) -> None:
@@ -110,26 +112,51 @@ class Retentions:
             if version.retained is not keep:
                 version.retained = keep
                 self._cluster.note(version)
-                for holding in _of(version):
-                    self._tell(holding)
-        if model.unanswered and all(holding.kept for v in model.versions.values() if v.retained for holding in _of(v)):
+                model.notices.update((holding.member.registration, holding.member) for holding in _of(version))
+        self._tell_some(model)
+        if model.unanswered and not model.notices and not model.unaware:
             for write in model.unanswered:
                 self._end(write)
             model.unanswered.clear()
 
     def group_changed(self, group: Group) -> None:
-        """A group may have become spot, or ceased to be. Spot holders may leave at any time: they are not told to stay."""
-        for member in group.members.values():
+        """A group is spot if any rank is. Spot holders may leave at any time: they are not told to stay."""
+        before, group.spot = group.spot, any(member.spot for member in group.members.values())
+        for member in group.members.values() if group.spot is not before else ():
             if member.holding is not None:
+                self._cluster.reckon(member.holding)
                 self._tell(member.holding)
 
     def _tell(self, holding: Holding) -> None:
         member, version = holding.member, holding.version
         keep = version.retained and not member.group.spot
         if holding.committed and holding.told is not keep:
-            holding.told, holding.kept = keep, not keep
+            self._to_be_told(holding, keep=keep)
             member.retained_seq += 1
             self._cluster.tell(member, SetRetained(member.registration, version.info.content_id, keep, member.retained_seq))
+
+    def _to_be_told(self, holding: Holding, *, keep: bool) -> None:
+        holding.told, holding.kept = keep, not keep
+        member = holding.member
+        if keep:
+            member.group.model.unaware[member.registration] = member
+        else:
+            member.group.model.unaware.pop(member.registration, None)
+        self._cluster.note(member, member.group.model)
+
+    def _tell_some(self, model: Model) -> None:
+        """Tell holders what is retained now. If that is news for very many, the others hear of it in the next steps."""
+        for registration in list(islice(model.notices, limits.NOTICES_PER_STEP)):
+            holding = model.notices.pop(registration).holding
+            if holding is not None:
+                self._tell(holding)
+        if model.notices:
+            self._cluster.timers.set("notices", model.name, self._cluster.now)
+
+    def go_on_telling(self, name: str) -> None:
+        model = self._cluster.models.get(name)
+        if model is not None:
+            self._cluster.touch(model, stirs=False)
 
     def kept(self, worker: Worker, message: RetainedAck) -> None:
         """An owner has acknowledged a notice. An older number says nothing: the owner may hear the opposite just now."""
@@ -144,6 +171,7 @@ class Retentions:
             return
         if message.seq == member.retained_seq and message.keep is holding.told:
             holding.kept = True
+            member.group.model.unaware.pop(member.registration, None)
             self._cluster.note(member)
             self._cluster.touch(member.group.model)
 

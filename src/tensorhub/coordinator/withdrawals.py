@@ -69,7 +69,7 @@ class Withdrawals:
             withdrawal = Withdrawal(
                 message.request, member.holding, session, deadline, message.abandon, message.closes, self._cluster.now
             )
-            model.withdrawals[member.registration] = withdrawal
+            model.withdrawals[member.registration] = model.pressing[member.registration] = withdrawal
             self._cluster.timers.set("withdrawal", member.registration, deadline)
             self._cluster.touch(model)
 
@@ -96,9 +96,13 @@ class Withdrawals:
             self._forget(withdrawal)
 
     def settle(self, model: Model) -> None:
-        """Look at all requests again: there may be another holder now, or a holding may have ended."""
-        for withdrawal in list(model.withdrawals.values()):
+        """Look at requests again: there may be another holder now, or the last reader may have ended. Very many may wait for
+        their readers: they are not looked at.
+        """
+        for registration, withdrawal in list(model.pressing.items()):
             self._settle_one(withdrawal)
+            if withdrawal.begun:
+                model.pressing.pop(registration, None)
 
     def _settle_one(self, withdrawal: Withdrawal) -> None:
         """While its version would be lost, it serves as before. Then it takes no readers, and goes with the last."""
@@ -127,6 +131,7 @@ class Withdrawals:
         member = withdrawal.holding.member
         self._cluster.note(member)
         member.group.model.withdrawals.pop(member.registration, None)
+        member.group.model.pressing.pop(member.registration, None)
         self._cluster.timers.cancel("withdrawal", member.registration)
 
     def _of(self, holding: Holding) -> Withdrawal | None:

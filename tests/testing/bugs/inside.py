@@ -286,6 +286,7 @@ def retained_not_restated() -> Iterator[None]:
     def tell(before: Callable[..., bool], self: Any, member: Member, content_id: str) -> bool:
         if before(self, member, content_id) and member.holding is not None:
             member.holding.kept = True
+            member.group.model.unaware.pop(member.registration, None)
         return False
 
     with around(Retentions, "tell_with", tell):
