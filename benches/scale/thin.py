@@ -33,12 +33,12 @@ from tensorhub.messages import (
     ReadFailed,
     ReadyToWrite,
     Register,
+    RegisterAgain,
     Registered,
     RetainedAck,
     SetRetained,
     Start,
     TellDigests,
-    TellManifests,
     Write,
 )
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, VersionInfo
@@ -197,8 +197,8 @@ class ThinWorker:
     def hear(self, message: FromCoordinator) -> Iterator[FromWorker]:
         """Take what the coordinator says; what is said in answer."""
         match message:
-            case TellManifests():
-                yield self.register(told=True)
+            case RegisterAgain():
+                yield self.register(told=message.whole)
             case Registered():
                 self.epoch, self.sequence = message.epoch, message.sequence
             case EpochChanged():

@@ -17,8 +17,8 @@ from tensorhub.messages import (
     Join,
     Leave,
     Register,
+    RegisterAgain,
     Registered,
-    TellManifests,
     Welcome,
 )
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
@@ -338,7 +338,7 @@ def test_handles_states_are_shown() -> None:
 
 def asked_for_manifests(cluster: StepwiseCluster) -> list[str]:
     """The workers that the coordinator has asked, since this was called last."""
-    asked = [line.split()[1] for line in cluster.log if " TellManifests " in f"{line} "]
+    asked = [line.split()[1] for line in cluster.log if " RegisterAgain " in f"{line} "]
     cluster.log.clear()
     return asked
 
@@ -401,8 +401,8 @@ def test_what_is_held_may_be_named_by_another_manifest_than_its_own(monkeypatch:
         return answers(cluster, 77, register)[0]
 
     answers(cluster, 77, Join("x", Location(), (), 1, 0))
-    assert said(b"", id_of(mine), held.manifest_id) == TellManifests(1)
-    assert said(mine, id_of(mine), "unknown") == TellManifests(1)
+    assert said(b"", id_of(mine), held.manifest_id) == RegisterAgain(1, whole=True)
+    assert said(mine, id_of(mine), "unknown") == RegisterAgain(1, whole=True)
     assert "odd" not in cluster.coordinator.cluster.members
     assert isinstance(said(mine, "not its id", held.manifest_id), Registered)
     assert cluster.coordinator.cluster.manifests.find("not its id") is None

@@ -37,6 +37,7 @@ from tensorhub.coordinator.events import (
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.lineage import Lineages
+from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.operation_handlers import OperationHandler
 from tensorhub.coordinator.operations import Operations
@@ -95,6 +96,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self.cluster, self._readers, self._testimonies, self._corruption_checks, handlers, decisions, deadlines, fills
         )
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
+        manifest_questions = ManifestQuestions(self.cluster)
         self._membership = Membership(
             self.cluster,
             self._retentions,
@@ -103,12 +105,14 @@ class Coordinator(Stateful[CoordinatorState]):
             self._handovers,
             self._operations,
             self._testimonies,
+            manifest_questions,
         )
         self._visitors = Visitors(self.cluster, self._membership)
         self._answers = Answers(self.cluster, self._versions)
         self._due: dict[str, Callable[[str], None]] = {  # by kind of timer: what is done when one is due, by its key
             "worker": self._membership.lease_due,
             "restate": self._membership.restate_due,
+            "manifest": manifest_questions.due,
             "guest": lambda number: self._visitors.due(int(number)),
             "stirred": lambda _: None,  # see `_settle_stirred`
             "notices": self._retentions.go_on_telling,

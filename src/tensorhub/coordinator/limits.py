@@ -12,6 +12,7 @@ REGISTRATIONS_OF_GUEST_MAX = 1024  # of one read-only worker, all of which end i
 REGISTRATIONS_MAX = 2**18
 MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counted; one of 10,000 tensors has about 1.5 MB
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions; equal ones count once
+WAIT_FOR_MANIFESTS_MAX = 2**14  # registrations that wait for a manifest which another rank was asked for
 DIGEST_BYTES_MAX = 2**28  # of publishers' lists of digests; 9 for each chunk, 2.4 MB for a TB in chunks of 4 MiB
 GUEST_REGISTRATIONS_MAX = 2**13  # of all read-only workers; each is a fetch, and a rollback ends all of them in one step
 GUESTS_OF_HOLDING_MAX = (

@@ -6,12 +6,13 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
 from tensorhub.coordinator.handovers import Handovers
+from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -29,7 +30,6 @@ from tensorhub.messages import (
     Publish,
     Register,
     Registered,
-    TellManifests,
     Welcome,
 )
 from tensorhub.types import Medium, Purpose
@@ -48,6 +48,7 @@ class Membership:
     _handovers: Handovers
     _operations: Operations
     _testimonies: Testimonies
+    _manifest_questions: ManifestQuestions
 
     # -- workers
 
@@ -267,11 +268,12 @@ class Membership:
     def register(self, worker: Worker, message: Register) -> None:
         """One rank's memory joins its group, or takes a lost rank's place under a new membership epoch."""
         cluster = self._cluster
-        told = self._with_manifests(message)
-        if told is None:
-            cluster.send(worker.session, TellManifests(message.request))
+        whole = self._manifest_questions.with_manifests(message)
+        if whole is None:
+            assert worker.session is not None
+            self._manifest_questions.ask(worker.session, message)
             return
-        message = told
+        message = whole
         known = cluster.members.get(message.registration)
         if known is not None and known.worker is worker:
             self._register_again(known, message)
@@ -321,20 +323,6 @@ class Membership:
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
 
-    def _with_manifests(self, message: Register) -> Register | None:
-        """With the manifests themselves; None: one that is named by its id is not known here."""
-        find, held = self._cluster.manifests.find, message.held
-        mine = find(message.manifest_id) if message.manifest_id and not message.manifest else message.manifest
-        theirs = b"" if held is None else held.manifest
-        if held is not None and held.manifest_id and not held.manifest:
-            known = find(held.manifest_id)
-            if known is None:
-                return None
-            theirs = known
-        if mine is None:
-            return None
-        return replace(message, manifest=mine, held=held and replace(held, manifest=theirs))
-
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""
         model = self._cluster.model(message.model)
@@ -357,6 +345,7 @@ class Membership:
         self._tell_registered(member, message, keep)
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
+        self._manifest_questions.came(message)
         group, held = member.group, message.held
         retained = self._retentions.tell_with(member, held.content_id) if held is not None and keep else None
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)

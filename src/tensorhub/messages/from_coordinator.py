@@ -59,10 +59,14 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class TellManifests:
-    """Answer to a Register that names a manifest which is not known: the rank says it again, in full."""
+class RegisterAgain:
+    """Answer to a Register that names a manifest which was not known. The rank says it again, as things are then.
+
+    `whole`: with the manifests themselves, which are not known yet.
+    """
 
     request: U64
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +296,7 @@ FromCoordinator = (
     | Dismissed
     | HeartbeatAck
     | Registered
-    | TellManifests
+    | RegisterAgain
     | Done
     | Refused
     | EpochChanged
@@ -318,7 +322,7 @@ FromCoordinator = (
 )
 ToRank = (  # of these: what concerns one registration, whose machine takes it
     Registered
-    | TellManifests
+    | RegisterAgain
     | Refused
     | Done
     | EpochChanged

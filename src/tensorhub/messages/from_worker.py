@@ -61,7 +61,7 @@ class Leave:
 @dataclass(frozen=True, slots=True)
 class Register:
     """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes. If it is empty
-    and has an id, the coordinator knows it by that, or asks for it (TellManifests), and the whole message comes again. So
+    and has an id, the coordinator knows it by that, or asks for it (RegisterAgain), and the whole message comes again. So
     with that of `held`.
 
     `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads its memory. It is a group of

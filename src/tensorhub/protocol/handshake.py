@@ -22,6 +22,7 @@ AuthenticationFailed. After an error, send `data_to_send()` before closing: it m
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -57,16 +58,19 @@ def frame_key(secret: bytes, side: str, client: ClientHello, server: ServerHello
 
 def _derived(secret: bytes, what: str, client: ClientHello, server: ServerHello) -> bytes:
     """32 bytes for this use after these hellos. Only a peer that knows `secret` can make them."""
-    fields = [f"tensorhub/1 {what}".encode()]
-    for hello in (client, server):
-        fields += [
-            hello.protocol.to_bytes(8, "big"),
-            hello.role.encode(),
-            hello.incarnation.encode(),
-            hello.nonce,
-        ]
-    transcript = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-    return hmac.digest(secret, transcript, hashlib.sha256)
+    return hmac.digest(secret, _fields(f"tensorhub/1 {what}".encode()) + _transcript(client, server), hashlib.sha256)
+
+
+@functools.lru_cache(16)  # two proofs and two keys are made after the same hellos
+def _transcript(client: ClientHello, server: ServerHello) -> bytes:
+    return b"".join(
+        _fields(hello.protocol.to_bytes(8, "big"), hello.role.encode(), hello.incarnation.encode(), hello.nonce)
+        for hello in (client, server)
+    )
+
+
+def _fields(*fields: bytes) -> bytes:
+    return b"".join([len(field).to_bytes(4, "big") + field for field in fields])
 
 
 class Handshake(abc.ABC, Generic[PeerHello]):

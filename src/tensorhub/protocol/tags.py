@@ -77,7 +77,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.TellChunks: 95,
     m.TellDigests: 90,
     m.Compare: 91,
-    m.TellManifests: 96,
+    m.RegisterAgain: 96,
     # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were messages of transports, which
     # have dialects of their own since version 4.)
     m.Read: 112,

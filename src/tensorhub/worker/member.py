@@ -349,9 +349,9 @@ class Member:
         match message:
             case messages.Registered():
                 self._registered(message)
-            case messages.TellManifests():
+            case messages.RegisterAgain():
                 if self._session.asked(message.request):
-                    self._memory.restate(told=True)
+                    self._memory.restate(told=message.whole)
             case messages.EpochChanged():
                 self._session.epoch_changed(message)
                 if isinstance(call, GroupCall):

@@ -137,7 +137,7 @@ class Router(Generic[H]):
     def route(self, message: messages.FromCoordinator) -> list[Routed[H]]:
         """Whom it concerns, in order."""
         match message:
-            case messages.Registered() | messages.TellManifests() | messages.LeaveGranted():
+            case messages.Registered() | messages.RegisterAgain() | messages.LeaveGranted():
                 return self._tell(self._answer(message.request), message)
             case messages.Done() | messages.Refused() | messages.ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]

@@ -76,8 +76,8 @@ class PolledStream(DirectStream):
         self._forget = forget
         self._has_ended = False  # the peer has ended its side, or the connection is broken: nothing more will change
         self._may_hear = True  # bytes, or an end, may lie in the kernel
-        self._heard = anyio.Event()  # that has changed
-        self._taken = anyio.Event()  # there may be room in the kernel again
+        self._heard: anyio.Event | None = None  # of who waits for that
+        self._taken: anyio.Event | None = None  # of who waits for room in the kernel
 
     def __repr__(self) -> str:
         return f"<PolledStream {self._connection.fileno()}>"
@@ -91,9 +91,9 @@ class PolledStream(DirectStream):
         if events & (select.EPOLLIN | _ENDED):
             self._has_ended = self._has_ended or bool(events & _ENDED)
             self._may_hear = True
-            self._heard.set()
+            _set(self._heard)
         if events & (select.EPOLLOUT | _ENDED):
-            self._taken.set()
+            _set(self._taken)
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         if self._may_hear:
@@ -142,8 +142,13 @@ class PolledStream(DirectStream):
             self._forget(self._connection.fileno())
             self._connection.close()
             self._may_hear = True
-            self._heard.set()
-            self._taken.set()
+            _set(self._heard)
+            _set(self._taken)
 
     def _broken(self) -> anyio.ClosedResourceError | anyio.BrokenResourceError:
         return anyio.BrokenResourceError() if self._connection.fileno() >= 0 else anyio.ClosedResourceError()
+
+
+def _set(event: anyio.Event | None) -> None:
+    if event is not None:
+        event.set()
