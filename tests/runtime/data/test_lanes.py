@@ -328,6 +328,24 @@ async def test_a_source_that_lacks_everything_keeps_nothing_from_one_that_has_it
         assert [source.bytes_read for source in runner.report().sources] == [0, TOTAL]
 
 
+async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str) -> None:
+    """It says that it is being filled, and is not. Another source has everything; nobody would look there."""
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    async with (
+        serving(a.open(complete=False), b.open(complete=True), c.open(complete=False)),
+        c.runner(transport=transport, patience_s=0.3) as runner,
+    ):
+        a.make_available(0, 1)
+        runner.add_source(a.grant(complete=False))
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, runner.report().chunks_verified) == ("refused", 2)
+        runner.add_source(b.grant())
+        await finish(runner)
+    assert c.arrays == a.arrays
+
+
 async def test_readers_that_together_hold_everything_complete_one_another(transport: str) -> None:
     """A wait cycle of three, and no chunk that waits for itself (R9)."""
     manifest = manifest_of()

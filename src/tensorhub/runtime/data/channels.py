@@ -79,6 +79,13 @@ class Channels:
     def __repr__(self) -> str:
         return f"<Channels over {self._names()}>"
 
+    @property
+    def patience_s(self) -> float:
+        """How long a source may lack what is asked for, and get none of it. A source notices in half of that time that its
+        own source has stalled.
+        """
+        return 2 * self._options.stall_timeout_s
+
     def _names(self) -> str:
         return ", ".join(transport.name for transport in self._transports)
 

@@ -20,6 +20,7 @@ for whether what arrived may be used (the group's decision).
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -130,6 +131,7 @@ class _Lane:
     batch_bytes: int = BATCH_BYTES  # of one request
     sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
     answers: int = 0  # that its threads have dealt with
+    lacks_since: float = math.inf  # since when its source has had nothing of what it was asked for, again and again
 
     @property
     def ends_by_itself(self) -> bool:
@@ -175,9 +177,11 @@ class PullRunner:
         verified: Iterable[int] = (),
         published: Mapping[int, int] | None = None,
         batch_bytes: int = BATCH_BYTES,
+        patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says.
+        as digest, whatever their source says. `patience_s`: a source that lacks the rest for so long, and gets none of it
+        meanwhile, is given up, unless others lack it as well.
         """
         self._published = published or {}
         self._memory = memory
@@ -186,6 +190,7 @@ class PullRunner:
         self._generation = generation
         self._open_channel = open_channel
         self._batch_bytes = batch_bytes
+        self._patience_s = patience_s
         self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
@@ -412,6 +417,7 @@ class PullRunner:
                 batches += lane.requests.ask(lane.batch_bytes)
                 if lane.requests.asked:
                     break
+                lane.lacks_since = math.inf  # another source has its turn
                 self._changed.wait()
             if batches and self._pull.is_patchy:
                 self._changed.notify_all()
@@ -425,10 +431,14 @@ class PullRunner:
             return not self._is_over and not lane.cutter.is_cut
 
     def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
+        now = time.perf_counter()
         with self._changed:
             lane.answers += 1
             lane.requests.lacked(answer.chunks, answer.has)
+            lane.lacks_since = min(lane.lacks_since, now)
             self._changed.notify_all()
+        if now > lane.lacks_since + self._patience_s:
+            raise ReadFailure("refused", f"it has lacked the rest for {self._patience_s:g} s, and has got none of it")
 
     def _settle(self, lane: _Lane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
@@ -439,7 +449,7 @@ class PullRunner:
         nbytes = sum([self._memory.sizes[chunk] for chunk, _ in arrival.chunks])
         with self._changed:
             lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
-            lane.answers += 1
+            lane.answers, lane.lacks_since = lane.answers + 1, math.inf
             lane.requests.arrived(good, bad)
             if bad or lane.threads > 1:
                 self._changed.notify_all()

@@ -224,7 +224,14 @@ class Filler:
         opener = self._channels.opener(ContentId(action.version.content_id))
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
-            chunks, self._owner, target, action.generation, opener, verified=there, published=action.published
+            chunks,
+            self._owner,
+            target,
+            action.generation,
+            opener,
+            verified=there,
+            published=action.published,
+            patience_s=self._channels.patience_s,
         )
         try:
             async with runner:
