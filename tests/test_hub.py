@@ -220,18 +220,21 @@ async def test_parts_of_a_model_and_its_summary() -> None:
 
 
 async def test_a_large_model_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster("trainer", *(f"reader-{number}" for number in range(4))) as c:
+    async with cluster("trainer", *["same name"] * 4) as c:
         trainer, *readers = c.hubs
         for model in ("k", "m", "n"):
             await (await trainer.register(model, tensors(1))).publish(1)
         for reader in readers:
             await (await reader.register("m", tensors())).replicate()
+        await (await trainer.register("m", tensors(2))).publish(2)
         everything = await trainer.describe()
+        first, second = [await trainer.describe("m", version=number) for number in (1, 2)]
         monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", 3)
         assert await trainer.describe() == everything
         assert await trainer.describe("m") == everything[1]
         assert await trainer.describe("m", limit=5) == everything[1]
-        assert await trainer.describe("m", version=1, limit=7) == everything[1]
+        assert [await trainer.describe("m", version=number) for number in (1, 2)] == [first, second]
+        assert await trainer.describe("m", version=1, limit=7) == first
         page = await trainer.describe("m", limit=3)
         assert page.workers == everything[1].workers[:3]
         page = await trainer.describe("m", after=page.workers[-1], limit=3)

@@ -15,7 +15,7 @@ from tensorhub.runtime.worker.coordinator_client import joined
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import ModelInfo, ReplicaView, ShardView, WorkerView
 from tests.coordinator.test_answers import OBSERVER as WATCHER, ask as ask_one, observed
-from tests.coordinator.test_withdrawals import run_without_reads
+from tests.coordinator.test_withdrawals import reading, run_without_reads
 from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, crowd, pages
 
 
@@ -247,6 +247,29 @@ def test_a_part_costs_as_much_however_many_workers_there_are(monkeypatch: pytest
     assert len(info.workers) == 3  # each with a shard: after five rows no other worker is told
     everything = part(cluster, Describe(1, None))
     assert (everything.models, everything.more, everything.is_cut) == ((info,), True, True)
+
+
+@pytest.mark.parametrize("rows", [1, 1024])
+def test_what_no_worker_has_is_told_with_the_last_one(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease of a lost reader, until its source has cut it off; and that memory is torn."""
+    monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", rows)
+    cluster, _, reader = reading()
+    other = cluster.handle("other")
+    run_without_reads(cluster)
+    other.replicate(timeout_s=1.0)
+    run_without_reads(cluster)
+    cluster.advance(2.0, run=False)
+    run_without_reads(cluster)
+    lost = cluster.coordinator.cluster.members[reader.id].worker
+    assert lost.session is not None
+    cluster.coordinator.step(Received(lost.session, Leave("")), cluster.now)
+    info, _ = whole(cluster)
+    assert [(lease.reader, lease.state) for lease in info.leases] == [("reader", "fencing")]
+    assert [(view.group, view.state, len(view.shards)) for view in info.replicas] == [
+        ("other", "torn", 0),
+        ("trainer", "ready", 1),
+    ]
+    assert [worker.name for worker in info.workers] == ["other", "trainer"]
 
 
 def test_what_is_told_of_a_replica_twice_counts_as_it_was_told_last() -> None:

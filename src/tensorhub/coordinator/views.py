@@ -46,7 +46,8 @@ def describe(model: Model, version: int | None = None, after: Place | None = Non
     """Versions, replicas, leases and workers of one model, each in a stable order.
 
     With `version`, only what concerns it. Of the workers after a place, the next `workers_max` (0: all), with what they hold
-    and read; fewer, if there are too many rows. Whose worker is not known any more is told with the last worker.
+    and read; fewer, if there are too many rows. With the last worker come torn replicas of which no memory is left, and
+    leases of lost readers.
     """
     known = _members(model)
     ahead = [(members[0].worker.name, incarnation) for incarnation, members in known.items()]
@@ -59,7 +60,10 @@ def describe(model: Model, version: int | None = None, after: Place | None = Non
     rows = 0
     while ahead and rows < limits.DESCRIBED_ROWS_MAX and not 0 < workers_max <= len(workers):
         members = known[heappop(ahead)[1]]
-        held = [h for m in members for h in m.holdings if _is_of(h, version) and h.replica.holdings.get(h.rank) is h]
+        replicas = ((replica, member.rank) for member in members for replica in member.group.replicas)
+        held = [
+            holding for replica, rank in replicas if (holding := replica.holdings.get(rank)) and _is_of(holding, version)
+        ]
         read = [lease for m in members for lease in m.reads.values() if _is_of(lease.holding, version)]
         if version is None or held or read:
             workers.append(members[0].worker)
@@ -68,12 +72,13 @@ def describe(model: Model, version: int | None = None, after: Place | None = Non
                 shards.setdefault(holding.replica, []).append(holding)
             rows += 1 + len(held) + len(read)
     if not ahead:
-        for replica in _of_nobody(model, version):
-            strangers = [h for h in replica.holdings.values() if not _is_known(h.member)]
-            shards.setdefault(replica, []).extend(strangers)
-        leases += [
-            lease for lease in model.leases.values() if _is_of(lease.holding, version) and not _is_known(lease.part.member)
-        ]
+        for replica in (replica for group in model.serving.values() for replica in group.replicas):
+            if not replica.holdings and version in (None, replica.version.number):
+                shards[replica] = []
+        for lease in model.leases.values():
+            reader = lease.part.member
+            if reader.group.members.get(reader.rank) is not reader and _is_of(lease.holding, version):
+                leases.append(lease)
     return _info(model, version, shards, leases, workers), bool(ahead)
 
 
@@ -92,20 +97,6 @@ def _members(model: Model) -> dict[str, list[Member]]:
 
 def _is_of(holding: Holding, version: int | None) -> bool:
     return version is None or holding.version.number == version
-
-
-def _is_known(member: Member) -> bool:
-    return member.group.members.get(member.rank) is member
-
-
-def _of_nobody(model: Model, version: int | None) -> Iterator[Replica]:
-    """Replicas of which nothing is left but their state, or of which some rank is not known any more."""
-    for replica in (replica for group in model.serving.values() for replica in group.replicas):
-        holdings = replica.holdings.values()
-        if version is not None and replica.version.number != version:
-            continue
-        if not holdings or not all(_is_known(holding.member) for holding in holdings):
-            yield replica
 
 
 def _info(
