@@ -148,10 +148,6 @@ class Handle(CallersHandle):
         """End the running call, if there is one, with `error`, as soon as may be."""
         self.apply(self.member.cancel(error, clock.now()))
 
-    def end_prefetch(self) -> None:
-        """Of a host copy: an update has taken what it has got so far."""
-        self.apply(self.member.end_prefetch(clock.now()))
-
     def hook_returned(self, error: Exception | None) -> None:
         if self._call is not None and self._call.times.hooked is not None:
             self._call.times.hook_s = clock.now() - self._call.times.hooked

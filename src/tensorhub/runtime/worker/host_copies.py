@@ -79,15 +79,6 @@ class _Request:
     error: Exception | None = None
 
 
-@dataclass(slots=True)
-class _CopysCall:
-    """One that the machine wants of a handle."""
-
-    handle: Handle
-    begun: bool = False
-    error: Exception | None = None  # it is to end with that
-
-
 class HostCopyRunner(CallersCopies):
     """`tasks`: the worker's, while it runs. Its handles have this as their room, see `HostRoom`."""
 
@@ -96,7 +87,8 @@ class HostCopyRunner(CallersCopies):
         options = worker.options
         self.machine = HostCopies(options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12))
         self.tasks: anyio.abc.TaskGroup | None = None
-        self._calls: dict[int, _CopysCall] = {}  # that run, by number
+        self._calls: dict[int, Handle] = {}  # handles on which a call runs that the machine wants, by its number
+        self._unbegun: dict[int, Exception | None] = {}  # those whose tasks have not begun: with what they are to end
         self._asked: dict[int, _Request] = {}  # by request
         self._requests = itertools.count(1)
         self._todo: deque[CopyAction] = deque()
@@ -210,15 +202,14 @@ class HostCopyRunner(CallersCopies):
             case BeginCall():
                 self._begin(action)
             case CancelCall():
-                call = self._calls.get(action.number)
-                if call is not None and call.begun:
-                    call.handle.cancel(action.error)
-                elif call is not None:
-                    call.error = action.error
+                if action.number in self._unbegun:
+                    self._unbegun[action.number] = action.error
+                elif action.number in self._calls:
+                    self._calls[action.number].cancel(action.error)
             case EndCopysPrefetch():
                 handle = self._worker.router.handles.get(action.registration)
                 if handle is not None:
-                    handle.end_prefetch()
+                    handle.apply(handle.member.end_prefetch(clock.now()))
             case AskManifest():
                 if self.tasks is not None:
                     self.tasks.start_soon(self._ask_manifest, action)
@@ -244,14 +235,13 @@ class HostCopyRunner(CallersCopies):
             error = StateError("the hub was closed while the call was running")
             self._apply(self.machine.call_ended(action.number, clock.now(), error=error))
             return
-        self._calls[action.number] = _CopysCall(handle)
-        self.tasks.start_soon(self._run_call, action, self._calls[action.number])
+        self._calls[action.number], self._unbegun[action.number] = handle, None
+        self.tasks.start_soon(self._run_call, action, handle)
 
-    async def _run_call(self, action: BeginCall, call: _CopysCall) -> None:
-        report, error, handle = None, call.error, call.handle
+    async def _run_call(self, action: BeginCall, handle: Handle) -> None:
+        report, error = None, self._unbegun.pop(action.number)
         try:
             if error is None:
-                call.begun = True
                 report = await self._run(handle, action)
         except Exception as raised:
             error = raised

@@ -6,10 +6,9 @@ goes on while its reader takes nothing. Not responsible for what a step does: se
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from tensorhub.accesses import Access, Refusal
 from tensorhub.runtime.data.acceptor import PATIENCE_S
+from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
@@ -18,20 +17,10 @@ from tensorhub.testing.sim.world import World
 SLOW = 100  # times as slow
 
 
-class DataFaults(Protocol):
-    """What goes wrong on the way."""
-
-    def damages(self, lane: SimLane) -> bool:
-        """Whether this frame of chunks is damaged."""
-
-    def spoils(self, lane: SimLane) -> None:
-        """A read begins: it may be one that goes wrong."""
-
-
 class DataNetwork:
     """Moves lanes on."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: DataFaults) -> None:
+    def __init__(self, world: World, timeline: Timeline, faults: Injector) -> None:
         self._world = world
         self._timeline = timeline
         self._faults = faults
