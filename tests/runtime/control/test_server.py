@@ -256,3 +256,27 @@ async def test_if_descriptors_are_short_whoever_fits_is_served_and_the_log_says_
         await until(lambda: "sessions=15" in repr(server))
         async with await talk(server, JOIN, incarnation="next") as next_one:
             assert isinstance(await next_one.receive(), Welcome)
+
+
+async def test_what_is_due_comes_between_the_turns_of_many_that_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them have a turn before the task that keeps time has one."""
+    events, step = list[Event](), CoordinatorServer._step
+
+    def noting(self: CoordinatorServer, event: Event) -> None:
+        events.append(event)
+        step(self, event)
+
+    async with nothing_left(), serving(OPTIONS) as server, contextlib.AsyncExitStack() as stack:
+        flood = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(12)]
+        body = codec.encode(ReaderCut("unknown"))
+        now = server._now()
+        monkeypatch.setattr(server, "_now", lambda: now)  # a step takes no time, so what is due has every second turn
+        monkeypatch.setattr(server._core, "next_deadline", lambda: 0.0)
+        monkeypatch.setattr(CoordinatorServer, "_step", noting)
+        for messages in flood:
+            await messages._stream.send(messages._encoder.frames(*[body] * 500))
+        await until(lambda: len(events) > 500 * 12)
+        monkeypatch.undo()
+    kinds = [type(event).__name__ for event in events]
+    longest = max(len(run.split()) for run in " ".join(kinds).split("Tick"))
+    assert longest <= 2 * server_module.MESSAGES_PER_TURN

@@ -10,7 +10,6 @@ peer takes what it is told. So neither what a peer asks for nor how fast it asks
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import secrets
@@ -103,6 +102,7 @@ class CoordinatorServer:
         self._look_wanted = anyio.Event()
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
+        self._heeds_at = -math.inf  # when what is due may have time again while sessions are heard
         self._turn: Turn
         self._poller: Poller
         self._now: Callable[[], float]  # of the loop that this runs on
@@ -377,25 +377,40 @@ class CoordinatorServer:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
         messages, kind = session.messages, session.kind
         heard, since, reads = 0, 0.0, 0
-        async for message in messages:
+        while (message := await messages.receive()) is not None:
             if messages.reads != reads:  # everybody else has just had a turn
-                heard, since, reads = 0, self._now(), messages.reads
+                heard, since, reads = 0, self._begin_turn(), messages.reads
             if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
                 messages.limit_received(kind.frame_bytes_max, kind.pot)
             if isinstance(message, LongQuestion):
                 await self._answer_at_length(session, message)
             else:
-                await session.wait_taken(ANSWERS_UNREAD_MAX)
-                async with kind.places or contextlib.nullcontext():
+                if session.unread > ANSWERS_UNREAD_MAX:
+                    await session.wait_taken(ANSWERS_UNREAD_MAX)
+                if kind.places is None:
                     self._step(Received(session.number, message))
-                    if kind.places is not None:  # it keeps its place until everybody else has had a turn
+                else:
+                    async with kind.places:  # it keeps its place until everybody else has had a turn
+                        self._step(Received(session.number, message))
                         await anyio.lowlevel.checkpoint()
             del message  # it may be large, and nothing else may come for a while
             heard += 1
             if heard >= MESSAGES_PER_TURN or self._now() - since > TURN_S:
                 await anyio.lowlevel.checkpoint()
-                heard, since = 0, self._now()
+                heard, since = 0, self._begin_turn()
+
+    def _begin_turn(self) -> float:
+        """A session is heard from now on, the time that is returned. Before that comes what is due: all sessions have a turn
+        before `_keep_time` has one, and a thousand turns are long. What is due takes no more than half of the time.
+        """
+        now, deadline = self._now(), self._core.next_deadline()
+        if deadline is None or deadline > now or now < self._heeds_at:
+            return now
+        self._step(Tick())
+        heeded = self._now()
+        self._heeds_at = heeded + (heeded - now)
+        return heeded
 
     async def _answer_at_length(self, session: Session, message: LongQuestion) -> None:
         """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
