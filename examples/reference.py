@@ -454,7 +454,7 @@ def roll_out_blocking(address: str) -> None:
         assert report.version == 2
         assert [info.version for info in paused] == [2]
         assert next(hub.watch("actor")) == hub.newest("actor")
-        assert hub.describe("actor").mark == 2
+        assert hub.describe("actor").mark == hub.summarize("actor").mark == 2
         assert hub.fetch("actor", 2)["w"].sum() == 4
 
 
