@@ -12,14 +12,14 @@ from tensorhub.testing import StepwiseCluster
 from tensorhub.types import Options
 
 
-@pytest.mark.parametrize("stirs", [(True,), (False,), (True, False), (False, True)])
-def test_who_waits_for_a_model_is_looked_at_if_anything_of_the_step_may_concern_it(stirs: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize("wakes", [(True,), (False,), (True, False), (False, True)])
+def test_who_waits_for_a_model_is_looked_at_if_anything_of_the_step_may_concern_it(wakes: tuple[bool, ...]) -> None:
     """A guest that goes concerns nobody; a worker that goes in the same step does."""
     idents = count()
     cluster = Cluster("c", 1, Options(), lambda: f"id{next(idents)}")
-    for each in stirs:
-        cluster.touch(cluster.model("m"), stirs=each)
-    assert cluster.changed_models == {"m": any(stirs)}
+    for each in wakes:
+        cluster.touch(cluster.model("m"), wakes=each)
+    assert cluster.changed_models == {"m": any(wakes)}
 
 
 def test_who_is_woken_leaves_where_it_waited_and_is_looked_at_once() -> None:
@@ -34,16 +34,16 @@ def test_who_is_woken_leaves_where_it_waited_and_is_looked_at_once() -> None:
     waiting = books.models["actor"].unbound
     operations = list(waiting.values())
     assert len(operations) == len(readers)
-    books.wake(waiting)
+    books.wake_all(waiting)
     assert not waiting
-    assert list(books.stirred.values()) == operations
-    books.wake(waiting)
-    assert len(books.stirred) == len(readers)
+    assert list(books.woken.values()) == operations
+    books.wake_all(waiting)
+    assert len(books.woken) == len(readers)
 
 
 def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group of many ranks takes as long as so many groups of one."""
-    monkeypatch.setattr(limits, "STIRRED_PER_STEP", 4)
+    monkeypatch.setattr(limits, "WOKEN_PER_STEP", 4)
     cluster = StepwiseCluster()
     ranks = [rank for name in "abc" for rank in cluster.group(name, 2)]
     cluster.run()
@@ -51,9 +51,9 @@ def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pyte
         rank.replicate()
     cluster.run()
     books = cluster.coordinator.cluster
-    books.wake(books.models["actor"].unbound)
+    books.wake_all(books.models["actor"].unbound)
     left = []
-    while books.stirred:
+    while books.woken:
         cluster.step(Tick())
-        left.append(len(books.stirred))
+        left.append(len(books.woken))
     assert left == [1, 0]

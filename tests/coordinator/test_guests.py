@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Silent, Tick, limits as real, operations
 from tensorhub.coordinator.entities import Model, Operation
-from tensorhub.coordinator.limits import GUEST_IDLE_S, NOTED_PER_STEP, STIRRED_PER_STEP, TIMERS_PER_STEP
+from tensorhub.coordinator.limits import GUEST_IDLE_S, NOTED_PER_STEP, TIMERS_PER_STEP, WOKEN_PER_STEP
 from tensorhub.coordinator.operations import Operations
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError
 from tensorhub.messages import (
@@ -186,7 +186,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
 
 def test_however_many_guests_wait_a_workers_step_looks_at_a_few_and_each_has_its_turn(looked: list[Operation]) -> None:
     """A step of a trainer was once as long as all that waits: half a minute for two read-only sessions' calls."""
-    lobby, many = Lobby(), 3 * STIRRED_PER_STEP
+    lobby, many = Lobby(), 3 * WOKEN_PER_STEP
     lobby.guest(1)
     for number in range(many):
         lobby.asks(1, str(number))
@@ -196,19 +196,19 @@ def test_however_many_guests_wait_a_workers_step_looks_at_a_few_and_each_has_its
     lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
     (record,) = lobby.core.cluster.records
     lobby.core.step(Persisted(record), lobby.now)
-    assert len(looked) <= 2 * STIRRED_PER_STEP + 4
+    assert len(looked) <= 2 * WOKEN_PER_STEP + 4
     assert lobby.ticks() >= 2
     assert {operation.key.group for operation in looked} == {"t", *(f"read-only-{number}" for number in range(many))}
     assert lobby.readers("t") == [many]
     model = lobby.core.cluster.models["m"]
     core = lobby.core.cluster
-    assert not [*model.unbound, *model.guests_unbound, *core.stirred, *core.stirred_guests]
+    assert not [*model.unbound, *model.guests_unbound, *core.woken, *core.woken_guests]
 
 
 def test_a_workers_waiting_call_is_looked_at_in_the_same_step(looked: list[Operation]) -> None:
     lobby = Lobby()
     lobby.guest(1)
-    for number in range(2 * STIRRED_PER_STEP):
+    for number in range(2 * WOKEN_PER_STEP):
         lobby.asks(1, str(number))
     lobby.connect(2)
     lobby.connect(3)
@@ -297,9 +297,9 @@ def test_guests_that_have_voted_and_wait_for_agreement_are_not_among_those_who_a
 
 
 def test_readers_of_a_copy_whose_source_has_gone_are_looked_at_some_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them waited before. Until it is its turn, each is among those that are stirred."""
+    """None of them waited before. Until it is its turn, each is among those that are woken."""
     monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 2)
-    monkeypatch.setattr(real, "STIRRED_PER_STEP", 1)
+    monkeypatch.setattr(real, "WOKEN_PER_STEP", 1)
     lobby = Lobby()
     for session, name in ((2, "t"), (3, "r")):
         lobby.connect(session)
@@ -313,7 +313,7 @@ def test_readers_of_a_copy_whose_source_has_gone_are_looked_at_some_in_each_step
     model = lobby.core.cluster.models["m"]
     lobby.say(2, Leave("done"))  # nobody holds all of it any more: all of them lack a source
     version = model.versions[1]
-    assert list(lobby.core.cluster.stirred_guests) == keys
+    assert list(lobby.core.cluster.woken_guests) == keys
     assert not set(keys) & version.starving.keys()
     assert lobby.ticks() == len(keys)
     assert [key for key in version.starving if key in keys] == keys
@@ -321,7 +321,7 @@ def test_readers_of_a_copy_whose_source_has_gone_are_looked_at_some_in_each_step
 
 def test_guests_whose_source_leaves_are_moved_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each weighs all sources: where a thousand held the version, 256 of them made a step of `unpublish` take 3.5 s."""
-    monkeypatch.setattr(real, "STIRRED_PER_STEP", 1)
+    monkeypatch.setattr(real, "WOKEN_PER_STEP", 1)
     lobby = Lobby()
     for session, name in ((2, "t"), (3, "r"), (4, "s")):
         lobby.connect(session)

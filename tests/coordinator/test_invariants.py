@@ -201,7 +201,7 @@ def test_a_call_that_can_go_on_and_was_not_woken_is_found(monkeypatch: pytest.Mo
     cluster.run()
     reader.replicate()
     cluster.run()
-    monkeypatch.setattr(Cluster, "wake", lambda *_: None)
+    monkeypatch.setattr(Cluster, "wake_all", lambda *_: None)
     trainer.publish(1)
     with pytest.raises(InvariantBroken, match="who can go on is woken"):
         cluster.run()

@@ -256,7 +256,7 @@ def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
 
 
 def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real, "STIRRED_PER_STEP", 3)
+    monkeypatch.setattr(real, "WOKEN_PER_STEP", 3)
     desk.step(Connected(1, "read-only-life", "worker", True))
     desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
     bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
@@ -278,9 +278,9 @@ def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monk
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
     assert "t" in looked
     assert not [name for name in looked if name != "t"]
-    assert len(desk.core.cluster.stirred_guests) == 10
+    assert len(desk.core.cluster.woken_guests) == 10
     started = []
-    while desk.core.cluster.stirred_guests:
+    while desk.core.cluster.woken_guests:
         deadline = desk.core.next_deadline()
         assert deadline is not None
         assert deadline <= desk.now  # nobody waits for a clock

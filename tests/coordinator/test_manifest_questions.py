@@ -85,7 +85,7 @@ def test_if_it_does_not_answer_the_others_are_asked() -> None:
 
 
 def test_very_many_are_told_in_several_steps() -> None:
-    count = 2 * limits.STIRRED_PER_STEP + 2
+    count = 2 * limits.WOKEN_PER_STEP + 2
     ranks = Ranks(count)
     for number in range(count):
         ranks.register(number)
@@ -94,7 +94,7 @@ def test_very_many_are_told_in_several_steps() -> None:
     while (ranks.core.next_deadline() or 0.0) < LEASE_S / 8:
         ranks.now = ranks.core.next_deadline() or ranks.now
         told.append(ranks.step(Tick()))
-    assert told == [limits.STIRRED_PER_STEP, limits.STIRRED_PER_STEP, 1]
+    assert told == [limits.WOKEN_PER_STEP, limits.WOKEN_PER_STEP, 1]
 
 
 def test_no_more_wait_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_deadlines_that_wait_for_their_turn_are_no_gap(monkeypatch: pytest.Monke
 
 def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at it passes over all of these: a step would be long with as many looks as at others."""
-    lobby, many = Lobby(), 3 * limits.STIRRED_PER_STEP
+    lobby, many = Lobby(), 3 * limits.WOKEN_PER_STEP
     lobby.guest(1)
     keys = [lobby.asks(1, str(number)) for number in range(many)]
     for key in keys:
@@ -230,9 +230,9 @@ def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: p
     lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
     (record,) = lobby.core.cluster.records
     lobby.core.step(Persisted(record), lobby.now)
-    before = len(lobby.core.cluster.stirred_guests)
+    before = len(lobby.core.cluster.woken_guests)
     lobby.core.step(Tick(), lobby.now)
-    assert before - len(lobby.core.cluster.stirred_guests) == limits.STIRRED_PER_STEP / 16
+    assert before - len(lobby.core.cluster.woken_guests) == limits.WOKEN_PER_STEP / 16
 
 
 def test_a_guest_whom_many_sources_have_failed_is_looked_at_in_its_turn() -> None:
@@ -244,9 +244,9 @@ def test_a_guest_whom_many_sources_have_failed_is_looked_at_in_its_turn() -> Non
     lobby.guest(1)
     key = lobby.asks(1, "a")
     (part,) = lobby.core.cluster.undecided[str(key)].parts.values()
-    part.failures = {f"life{number}": 1 for number in range(100, 100 + limits.STIRRED_PER_STEP)}
+    part.failures = {f"life{number}": 1 for number in range(100, 100 + limits.WOKEN_PER_STEP)}
     lobby.say(1, ReadFailed(key, 0, next(iter(part.leases)), "lost", ""))
-    assert list(lobby.core.cluster.stirred_guests) == [key]
+    assert list(lobby.core.cluster.woken_guests) == [key]
     lobby.now += 1.0
     lobby.ticks()
     assert isinstance(lobby.heard[1][-1], AddSource)

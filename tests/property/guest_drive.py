@@ -37,7 +37,7 @@ from tests.coordinator.test_guests import Lobby
 
 SMALL = {
     "GUESTS_OF_HOLDING_MAX": 2,
-    "STIRRED_PER_STEP": 2,
+    "WOKEN_PER_STEP": 2,
     "TIMERS_PER_STEP": 2,
     "NOTED_PER_STEP": 4,
     "GUEST_REGISTRATIONS_MAX": 24,

@@ -54,9 +54,9 @@ def test_whoever_could_be_served_is_served_for_long() -> None:
 BECOME = Readers._become
 
 
-def place_that_is_freed_and_stirs_nobody(readers: Readers, lease: ReadLease, state: LeaseState, why: str) -> None:
+def place_that_is_freed_and_wakes_nobody(readers: Readers, lease: ReadLease, state: LeaseState, why: str) -> None:
     model, version = lease.holding.member.group.model, lease.holding.version
-    waiting = model.guests_unbound, version.starving, readers._cluster.stirred_guests
+    waiting = model.guests_unbound, version.starving, readers._cluster.woken_guests
     before = [dict(each) for each in waiting]
     BECOME(readers, lease, state, why)
     for each, was in zip(waiting, before, strict=True):
@@ -71,8 +71,8 @@ def place_that_a_cancelled_guest_keeps(readers: Readers, lease: ReadLease, state
         lease.holding.guests.add(guest.origin, guest)
 
 
-def test_it_finds_a_freed_place_that_stirs_nobody() -> None:
-    with patch.object(Readers, "_become", place_that_is_freed_and_stirs_nobody), pytest.raises(GuestForgotten):
+def test_it_finds_a_freed_place_that_wakes_nobody() -> None:
+    with patch.object(Readers, "_become", place_that_is_freed_and_wakes_nobody), pytest.raises(GuestForgotten):
         run(range(SEEDS))
 
 

@@ -70,7 +70,7 @@ from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 
-SMALL = {"GUESTS_OF_HOLDING_MAX": 1, "STIRRED_PER_STEP": 3, "TIMERS_PER_STEP": 3, "NOTED_PER_STEP": 6}
+SMALL = {"GUESTS_OF_HOLDING_MAX": 1, "WOKEN_PER_STEP": 3, "TIMERS_PER_STEP": 3, "NOTED_PER_STEP": 6}
 LEASE_S = 10.0
 PEERS_MAX = 9
 GROUPS = "abcde"
@@ -184,7 +184,7 @@ class WaitDrive:
         cluster = self.core.cluster
         asks = (TellChunks, TellDigests) if ("digests", "m") in cluster.timers else TellChunks
         news = [a for a in cluster._actions if not (isinstance(a, Send) and isinstance(a.message, asks))]
-        if news or cluster.changed_models or cluster.changed_operations or cluster.stirred or cluster.stirred_guests:
+        if news or cluster.changed_models or cluster.changed_operations or cluster.woken or cluster.woken_guests:
             raise Forgotten(f"{settled!r} was not woken: {news}. Story:\n{getattr(settled, 'story', '')}")
 
     def say(self, peer: Peer, message: FromWorker) -> None:

@@ -79,8 +79,8 @@ class Cluster:
         self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
         self.changed_operations: dict[OpKey, Operation] = {}
         # The same, of those that waited: some of them in each step, oldest first; guests' come last.
-        self.stirred: dict[OpKey, Operation] = {}
-        self.stirred_guests: dict[OpKey, Operation] = {}
+        self.woken: dict[OpKey, Operation] = {}
+        self.woken_guests: dict[OpKey, Operation] = {}
         self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
@@ -183,17 +183,17 @@ class Cluster:
             version.count()
             if version.has_grown:
                 version.has_grown = False
-                self.wake(version.starving)
-                self.wake(model.guests_unbound)
+                self.wake_all(version.starving)
+                self.wake_all(model.guests_unbound)
 
     def reckon_all_of(self, worker: Worker) -> None:
         self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))
 
-    def touch(self, model: Model, *, stirs: bool = True) -> None:
-        """Have the model settled at the end of this step. `stirs`: with the operations that wait for it. False where only
+    def touch(self, model: Model, *, wakes: bool = True) -> None:
+        """Have the model settled at the end of this step. `wakes`: with the operations that wait for it. False where only
         somebody read-only came or went: nobody waits for that.
         """
-        self.changed_models[model.name] = stirs or self.changed_models.get(model.name, False)
+        self.changed_models[model.name] = wakes or self.changed_models.get(model.name, False)
         self.noted[model] = None
 
     def changed(self, operation: Operation) -> None:
@@ -207,27 +207,27 @@ class Cluster:
         version.bound_with(operation)[operation.key] = operation
         self.note(operation, version)
 
-    def stir(self, operation: Operation) -> None:
+    def wake(self, operation: Operation) -> None:
         """Have an operation settled in its turn: in this step, unless there are many."""
         if not operation.decided:
-            (self.stirred_guests if operation.is_of_guests else self.stirred)[operation.key] = operation
+            (self.woken_guests if operation.is_of_guests else self.woken)[operation.key] = operation
 
     def wants_source(self, operation: Operation) -> None:
         """Have it settled since a rank reads on: a guest's in its turn, since very many sources may have failed it."""
         if operation.is_of_guests:
-            self.stir(operation)
+            self.wake(operation)
         else:
             self.changed(operation)
 
-    def wake(self, waiting: dict[OpKey, Operation]) -> None:
+    def wake_all(self, waiting: dict[OpKey, Operation]) -> None:
         """What they wait for may be there. They leave where they wait: who is woken again and again is looked at once."""
         for operation in waiting.values():
-            self.stir(operation)
+            self.wake(operation)
         waiting.clear()
 
-    def is_stirred(self, operation: Operation) -> bool:
+    def is_woken(self, operation: Operation) -> bool:
         """Whether it will be looked at."""
-        return operation.key in self.stirred or operation.key in self.stirred_guests
+        return operation.key in self.woken or operation.key in self.woken_guests
 
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""

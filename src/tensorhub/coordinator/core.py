@@ -114,7 +114,7 @@ class Coordinator(Stateful[CoordinatorState]):
             "restate": self._membership.restate_due,
             "manifest": manifest_questions.due,
             "guest": lambda number: self._visitors.due(int(number)),
-            "stirred": lambda _: None,  # see `_settle_stirred`
+            "woken": lambda _: None,  # see `_settle_woken`
             "notices": self._retentions.go_on_telling,
             "operation": self._operations.deadline_passed,
             "retry": self._operations.retry_due,
@@ -180,7 +180,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self._run_timers()
         self._handle(event)
         self._settle()
-        self._settle_stirred(is_their_turn=isinstance(event, Tick))
+        self._settle_woken(is_their_turn=isinstance(event, Tick))
         return cluster.take_actions()
 
     def next_deadline(self) -> float | None:
@@ -203,7 +203,7 @@ class Coordinator(Stateful[CoordinatorState]):
         before = self.cluster.unsettled
         for operation in self.cluster.operations():
             asks = operation.is_of_available or operation.awaits_agreement
-            if not asks and not self.cluster.is_stirred(operation):
+            if not asks and not self.cluster.is_woken(operation):
                 self._operations.settle(operation)
                 if self.cluster.unsettled != before:
                     raise InvariantBroken(f"who can go on is woken: {operation!r}. Story:\n{operation.story}")  # G7
@@ -238,8 +238,8 @@ class Coordinator(Stateful[CoordinatorState]):
         self._retentions.recovery_over()
         for model in self.cluster.models.values():
             self.cluster.touch(model)
-            self.cluster.wake(model.unbound)
-            self.cluster.wake(model.guests_unbound)
+            self.cluster.wake_all(model.unbound)
+            self.cluster.wake_all(model.guests_unbound)
 
     def _handle(self, event: Event) -> None:
         sessions = self.cluster.sessions
@@ -368,15 +368,15 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._operations.settle(operation)
             cluster.count()
             if cluster.changed_models:
-                name, stirs = next(iter(cluster.changed_models.items()))
+                name, wakes = next(iter(cluster.changed_models.items()))
                 del cluster.changed_models[name]
                 model = cluster.models.get(name)
                 if model is None:
                     continue  # it was forgotten since
                 self._settle_model(model)
-                if stirs:
+                if wakes:
                     for operation in model.restless.values():
-                        cluster.stir(operation)
+                        cluster.wake(operation)
                 cluster.forget_if_unused(model)
 
     def _settle_model(self, model: Model) -> None:
@@ -386,15 +386,15 @@ class Coordinator(Stateful[CoordinatorState]):
         self._handovers.settle(model)
         self._lineages.settle(model)
 
-    def _settle_stirred(self, *, is_their_turn: bool) -> None:
-        """Settle a few of the stirred operations: steps stay short, however many are stirred. If there are many, they have
+    def _settle_woken(self, *, is_their_turn: bool) -> None:
+        """Settle a few of the woken operations: steps stay short, however many are woken. If there are many, they have
         steps of their own, a few in each step; other events come in between.
         """
-        cluster, left = self.cluster, limits.STIRRED_PER_STEP
-        while queue := cluster.stirred or cluster.stirred_guests:
+        cluster, left = self.cluster, limits.WOKEN_PER_STEP
+        while queue := cluster.woken or cluster.woken_guests:
             are_few = len(queue) <= left and sum(map(_looks, queue.values())) <= left
             if left <= 0 or not (are_few or is_their_turn):
-                cluster.timers.set("stirred", "", cluster.now)
+                cluster.timers.set("woken", "", cluster.now)
                 return
             for key in list(islice(queue, left)):
                 if left > 0:

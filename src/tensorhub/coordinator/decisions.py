@@ -126,7 +126,7 @@ class Decisions:
         if operation.version is not None:
             operation.version.bound_with(operation).pop(operation.key, None)
             self._cluster.note(operation.version)
-        for changed in (self._cluster.changed_operations, self._cluster.stirred, self._cluster.stirred_guests):
+        for changed in (self._cluster.changed_operations, self._cluster.woken, self._cluster.woken_guests):
             changed.pop(operation.key, None)
         self._cluster.file(operation)
         self._cluster.undecided.pop(name, None)
@@ -138,7 +138,7 @@ class Decisions:
         while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):  # memory that is fetched into has one call
             group.decided.pop(next(iter(group.decided)))
         mattered = any(not part.member.worker.read_only for part in operation.parts.values())
-        self._cluster.touch(group.model, stirs=mattered)
+        self._cluster.touch(group.model, wakes=mattered)
 
     # -- what was decided
 

@@ -427,7 +427,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
-    if not cluster.is_stirred(operation):  # it will be looked at
+    if not cluster.is_woken(operation):  # it will be looked at
         filed = [id(each) for each in operation.filed_in]
         _demand(filed == [id(each) for each in operation.waits_in], WAITS, operation)  # G7
         _demand(all(each.get(operation.key) is operation for each in operation.filed_in), WAITS, operation)  # G7

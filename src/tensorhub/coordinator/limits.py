@@ -18,7 +18,7 @@ GUEST_REGISTRATIONS_MAX = 2**13  # of all read-only workers; each is a fetch, an
 GUESTS_OF_HOLDING_MAX = (
     256  # that read one copy, all of which are moved in one step; far more than its owner serves at a time
 )
-STIRRED_PER_STEP = 64  # ranks whose calls waited and may go on, those with many failed sources counted several times
+WOKEN_PER_STEP = 64  # ranks whose calls waited and may go on, those with many failed sources counted several times
 NOTICES_PER_STEP = 512  # holders of a model that are told what is retained from now on
 TIMERS_PER_STEP = 64  # that one step heeds when very many are due at once, as a guest can arrange
 NOTED_PER_STEP = 256  # entities that these timers may have changed; after that, the other timers wait

@@ -66,7 +66,7 @@ class ManifestQuestions:
     def due(self, ident: str) -> None:
         """That manifest is there, or was waited for long enough. A few are told so, and the others in the next steps."""
         waiting, whole = self._waiting[ident], self._cluster.manifests.find(ident) is None
-        for _ in range(min(len(waiting), limits.STIRRED_PER_STEP)):
+        for _ in range(min(len(waiting), limits.WOKEN_PER_STEP)):
             session, request = waiting.popleft()
             self._count -= 1
             if session in self._cluster.sessions:

@@ -112,10 +112,10 @@ class Membership:
         cluster = self._cluster
         for member in worker.members.values():
             if member.group.operation is not None:
-                cluster.stir(member.group.operation)
+                cluster.wake(member.group.operation)
             if member.holding is not None:
-                cluster.wake(member.holding.version.starving)
-                cluster.wake(member.group.model.guests_unbound)
+                cluster.wake_all(member.holding.version.starving)
+                cluster.wake_all(member.group.model.guests_unbound)
 
     def heard(self, worker: Worker, answers: float) -> None:
         """Any message renews the lease. The worker counts only while it answers what was said less than a lease ago.
@@ -261,7 +261,7 @@ class Membership:
 
     def _touch_models(self, worker: Worker) -> None:
         for member in worker.members.values():
-            self._cluster.touch(member.group.model, stirs=not worker.read_only)
+            self._cluster.touch(member.group.model, wakes=not worker.read_only)
 
     # -- ranks
 
@@ -319,7 +319,7 @@ class Membership:
             worker.spot = True
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
-        cluster.touch(group.model, stirs=not member.worker.read_only)
+        cluster.touch(group.model, wakes=not member.worker.read_only)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
 
@@ -337,9 +337,9 @@ class Membership:
         part = member.part
         filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
-        self._cluster.touch(group.model, stirs=member.serves)  # it has perhaps not heard what it was asked before
+        self._cluster.touch(group.model, wakes=member.serves)  # it has perhaps not heard what it was asked before
         for version in group.model.versions.values() if member.serves else ():
-            self._cluster.wake(version.starving)
+            self._cluster.wake_all(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         self._tell_registered(member, message, keep)
@@ -504,7 +504,7 @@ class Membership:
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
             self._ranks_changed(group)
-        cluster.touch(group.model, stirs=not member.worker.read_only)
+        cluster.touch(group.model, wakes=not member.worker.read_only)
         if not group.members and not new_epoch:
             self._dissolve(group)
         else:

@@ -245,7 +245,7 @@ class Operations:
         """What held this model's operations up may be over."""
         for group in model.serving.values():
             if group.operation is not None:
-                self._cluster.stir(group.operation)
+                self._cluster.wake(group.operation)
 
     def written(self, record: int, failure: str | None) -> None:
         """The store has an entry, or (`failure`) cannot take it. If it is an operation's, that is its decision, and what was
@@ -271,7 +271,7 @@ class Operations:
         operation = self._cluster.undecided.get(key)
         if operation is not None:
             self._readers.set_retry_timer(operation)
-            self._cluster.stir(operation)
+            self._cluster.wake(operation)
 
     def deadline_passed(self, key: str) -> None:
         """A rank gives up: before all have voted, the operation is over for all of them."""

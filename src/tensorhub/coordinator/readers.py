@@ -72,7 +72,7 @@ class Readers:
             lease = next(lease for lease in active if lease.part.member.worker is victim)
             self._cut(lease, "others read there")
             self.tell_to_cut(lease)
-            self._cluster.stir(lease.part.operation)
+            self._cluster.wake(lease.part.operation)
         holding.guests.add(guest.origin, guest)
 
     @staticmethod
@@ -327,7 +327,7 @@ class Readers:
         self._reader_less(lease.holding)
         self._feed(part.holding)
         if lease.part.wants_source:
-            self._cluster.stir(lease.part.operation)
+            self._cluster.wake(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
         """A lease counts no more. If it was the last one, the owner may take back the memory that it has asked for."""
@@ -433,14 +433,14 @@ class Readers:
     def _reconsider_readers(self, version: Version) -> None:
         """Its readers, also those that have not begun, may have to end, or to complete one another."""
         for operation in (*version.bound.values(), *version.guests_bound.values()):
-            self._cluster.stir(operation)
+            self._cluster.wake(operation)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one. A guest is given it in its turn: there
         may be many of them, and each looks at all sources.
         """
         if lease.part.member.worker.read_only:
-            self._cluster.stir(lease.part.operation)
+            self._cluster.wake(lease.part.operation)
         else:
             self._move(lease)
 
@@ -473,7 +473,7 @@ class Readers:
                     self.move(lease)
                 self._cut(lease, why)
                 if lease.part.wants_source:
-                    self._cluster.stir(lease.part.operation)
+                    self._cluster.wake(lease.part.operation)
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
@@ -525,8 +525,8 @@ class Readers:
             holding.version.holdings[holding.shard].patches -= lease.partial
             if guest.read_only:
                 if holding.guests.is_used_up:  # there is room for one more
-                    self._cluster.wake(holding.version.starving)
-                    self._cluster.wake(holding.member.group.model.guests_unbound)
+                    self._cluster.wake_all(holding.version.starving)
+                    self._cluster.wake_all(holding.member.group.model.guests_unbound)
                 holding.guests.add(guest.origin, guest, -1)
             self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)

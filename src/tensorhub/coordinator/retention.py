@@ -156,7 +156,7 @@ class Retentions:
     def go_on_telling(self, name: str) -> None:
         model = self._cluster.models.get(name)
         if model is not None:
-            self._cluster.touch(model, stirs=False)
+            self._cluster.touch(model, wakes=False)
 
     def kept(self, worker: Worker, message: RetainedAck) -> None:
         """An owner has acknowledged a notice. An older number says nothing: the owner may hear the opposite just now."""

@@ -145,7 +145,7 @@ class Testimonies:
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
         if message.last or testimony.is_there or testimony.turned_away:  # else it brings nobody on who waits
-            self._cluster.wake(version.starving)
+            self._cluster.wake_all(version.starving)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
         """It does not hold that any more."""
@@ -155,7 +155,7 @@ class Testimonies:
                 if asked is not None and asked[1] == message.generation:
                     del testimony.asked[member.registration]
                     testimony.answered.add(member.registration)
-                    self._cluster.wake(version.starving)
+                    self._cluster.wake_all(version.starving)
 
     def publisher_is_back(self, holding: Holding) -> None:
         """It says again what it holds, and that it has published that."""
@@ -284,7 +284,7 @@ class Testimonies:
                     del testimony.asked[registration]
                     testimony.answered.add(registration)
                 testimony.silent = set(testimony.asked)
-            self._cluster.wake(version.starving)
+            self._cluster.wake_all(version.starving)
 
     def _ask_one(self, testimony: Testimony, member: Member, generation: int, origin: str) -> None:
         registration, session = member.registration, member.worker.session

@@ -185,8 +185,8 @@ class Versions:
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
         if info != model.announced or any(version.state is not state for version, state in before):
-            self._cluster.wake(model.unbound)
-            self._cluster.wake(model.guests_unbound)
+            self._cluster.wake_all(model.unbound)
+            self._cluster.wake_all(model.guests_unbound)
         if info != model.announced:  # after a rollback it is an older one, or none
             model.announced = info
             for session in sorted(self._cluster.watchers.get(model.name, ())):
@@ -198,7 +198,7 @@ class Versions:
             version.outlived = True
             self._cluster.note(version)
             for operation in version.guests_bound.values():
-                self._cluster.stir(operation)
+                self._cluster.wake(operation)
 
     def _is_left(self, version: Version) -> bool:
         """Whether nobody but guests holds, fills or is about to announce any of it."""

@@ -32,7 +32,7 @@ def version_held_again_wakes_nobody() -> Iterator[None]:
         refresh_(self, model)
         model.unbound = unbound
         if model.announced != announced:
-            self._cluster.wake(unbound)
+            self._cluster.wake_all(unbound)
 
     with replaced(Versions, "refresh", refresh):
         yield
