@@ -12,7 +12,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.machine import InvariantBroken, counting_transitions
 from tests.property.wait_drive import SMALL, Forgotten, WaitDrive
 
-SEEDS = 45
+SEEDS = 30
 SEEDS_OF_SLOW = 2000
 STEPS = 400
 

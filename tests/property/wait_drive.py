@@ -18,6 +18,8 @@ from tensorhub.coordinator import (
     Connected,
     Coordinator,
     Disconnected,
+    Durable,
+    Entry,
     Event,
     LookFor,
     Persist,
@@ -98,6 +100,7 @@ class Peer:
         self.said_at = 0.0  # the newest time that it was told over this session
         self.asked: list[FromCoordinator] = []  # what it has not answered
         self.to_announce: list[Member] = []  # since it was cut off
+        self.former: list[Member] = []  # what it had registered at a former coordinator
 
 
 class WaitDrive:
@@ -105,19 +108,19 @@ class WaitDrive:
 
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, Random(seed)
-        idents = count()
-        options = Options(lease_s=LEASE_S, sessions_max=4 * PEERS_MAX)
-        self.core = Coordinator(cluster="c", epoch=1, options=options, ids=lambda: f"id{next(idents)}", now=0.0)
-        self.now = 0.0
+        self.idents = count()
+        self.now, self.epoch = 0.0, 0
+        self.stored: list[Entry] = []
+        self.begin()
         self.numbers = count(1)
         self.peers: list[Peer] = []
         self.sessions: dict[int, Peer] = {}
-        self.unstored: list[int] = []
+        self.unstored: list[Persist] = []
         self.looked_for: list[int] = []
         self.guest_share = self.random.choice((0.0, 0.3, 0.6))
         self.manifest = self.random.choice((PLAIN, DIGESTED))
         self.world_size = self.random.choice((1, 1, 2))
-        self.actions: list[tuple[int, Callable[[], None]]] = [
+        self.actions: list[tuple[float, Callable[[], None]]] = [
             (6, self.peer_comes),
             (4, self.peer_is_cut_off),
             (10, self.peer_is_back),
@@ -131,7 +134,17 @@ class WaitDrive:
             (1, self.policy_changes),
             (24, self.store_answers),
             (20, self.time_passes),
+            (0.3, self.coordinator_restarts),
         ]
+
+    def begin(self) -> None:
+        """A coordinator begins, on what is stored."""
+        self.epoch += 1
+        options = Options(lease_s=LEASE_S, sessions_max=4 * PEERS_MAX)
+        ids, durable = lambda: f"id{next(self.idents)}", Durable.of(self.stored)
+        self.core = Coordinator(
+            cluster="c", epoch=self.epoch, options=options, ids=ids, now=self.now, durable=durable if self.stored else None
+        )
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -148,7 +161,7 @@ class WaitDrive:
                 case Send():
                     self.told(action.session, action.message)
                 case Persist():
-                    self.unstored.append(action.record)
+                    self.unstored.append(action)
                 case LookFor():
                     self.looked_for.append(action.session)
                 case CloseSession():
@@ -253,7 +266,8 @@ class WaitDrive:
         """From any host, with any transports. An older connection of its may be there."""
         worker = self.core.cluster.workers.get(peer.incarnation)
         peer.session = next(self.numbers)
-        peer.asked, peer.to_announce = [], list(worker.members.values()) if worker is not None else []
+        peer.asked, peer.to_announce = [], list(worker.members.values()) if worker is not None else peer.former
+        peer.former = []
         self.sessions[peer.session] = peer
         transports = self.random.sample(TRANSPORTS, self.random.choice((1, 2, 2, 3, 3, 3)))
         where = Location(host=self.random.choice(HOSTS))
@@ -454,8 +468,21 @@ class WaitDrive:
 
     def store_answers(self) -> None:
         if self.unstored:
-            record = self.unstored.pop(0)
-            self.step(Persisted(record) if self.often(0.95) else PersistFailed(record, "full"))
+            asked = self.unstored.pop(0)
+            if self.often(0.95):
+                self.stored.append(asked.entry)
+                self.step(Persisted(asked.record))
+            else:
+                self.step(PersistFailed(asked.record, "full"))
+
+    def coordinator_restarts(self) -> None:
+        """What it has not stored is forgotten. Whoever was there comes back, and says what he held, or does not."""
+        workers = self.core.cluster.workers
+        for peer in self.peers:
+            peer.session, worker = None, workers.get(peer.incarnation)
+            peer.former = list(worker.members.values()) if worker is not None else peer.former
+        self.sessions, self.unstored, self.looked_for = {}, [], []
+        self.begin()
 
     def time_passes(self) -> None:
         """With heartbeats of some; and the coordinator may come late."""
