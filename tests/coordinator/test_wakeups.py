@@ -6,6 +6,7 @@ import pytest
 
 from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Tick, limits
 from tensorhub.coordinator.entities import Operation
+from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.operations import Operations
 from tensorhub.messages import (
     Abandon,
@@ -188,6 +189,16 @@ def test_a_leave_goes_on_when_a_worker_with_room_for_a_copy_is_heard_again() -> 
 
 
 # ------------------------------------------------------------------------------------------------- a busy coordinator
+
+
+def test_a_guest_that_joins_has_no_handovers_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 8,192 models a Join took some milliseconds longer, and guests may come as often as they like."""
+    lobby, asked = Lobby(), list[object]()
+    monkeypatch.setattr(Handovers, "back", lambda self, worker: asked.append(worker))
+    lobby.guest(1)
+    lobby.connect(2)
+    assert len(lobby.core.cluster.workers) == 2
+    assert not asked
 
 
 def beat_until(lobby: Lobby, end: float, *sessions: int) -> None:

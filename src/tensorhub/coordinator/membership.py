@@ -105,7 +105,8 @@ class Membership:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
         welcome = Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known, session.read_only, cluster.now)
         cluster.send(session.number, welcome)
-        self._handovers.back(worker)
+        if worker.host_bytes:  # else it makes no copies; and there may be very many models
+            self._handovers.back(worker)
 
     def _reach_changed(self, worker: Worker) -> None:
         """It has come back with other transports: there are other sources for its ranks, and it is one for other readers."""
