@@ -1,12 +1,13 @@
 """One lane's requests: what it has asked its source for, and which of what arrives is good.
 
-Responsible for how far a lane asks ahead, and for entering its answers into the `Pull`. Not responsible for which chunks a
-lane is given (`scheduler.pull`), nor for locks: whoever guards the pull guards this.
+Responsible for how far a lane asks ahead, for entering its answers into the `Pull`, and for giving up a source that never
+gets what it lacks. Not responsible for which chunks a lane is given (`scheduler.pull`), nor for locks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from tensorhub.scheduler.pull import Pull, Runs
 from tensorhub.types import LeaseId
@@ -17,13 +18,24 @@ Named = tuple[int, int | None]
 """A chunk, and the digest that its source says it has."""
 
 
-class Requests:
-    """Those of one lane."""
+def patience_s(stall_timeout_s: float) -> float:
+    """How long a source may lack what is asked for, and get none of it. A source notices in half of that time that its own
+    source has stalled.
+    """
+    return 2 * stall_timeout_s
 
-    def __init__(self, pull: Pull, lease: LeaseId) -> None:
+
+class Requests:
+    """Those of one lane. `patience_s`: a source that lacks the rest for so long, and gets none of it meanwhile, is given up,
+    unless others lack it as well.
+    """
+
+    def __init__(self, pull: Pull, lease: LeaseId, patience_s: float = inf) -> None:
         self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
         self._pull = pull
         self._lease = lease
+        self._patience_s = patience_s
+        self._lacks_since = inf  # since when its source has had nothing of what it was asked for, again and again
 
     def __repr__(self) -> str:
         return f"<Requests of {self._lease}: {self.asked}>"
@@ -37,15 +49,24 @@ class Requests:
                 break
             self.asked.append(set(batch))
             batches.append(batch)
+        if not self.asked:
+            self._lacks_since = inf  # another source has its turn
         return batches
 
-    def lacked(self, chunks: Iterable[int], has: Runs) -> None:
-        """The source lacks these chunks: another source may bring them. If nobody has them, they are waited for here."""
+    def lacked(self, chunks: Iterable[int], has: Runs, now: float) -> str:
+        """The source lacks these chunks: another source may bring them. If nobody has them, they are waited for here.
+
+        Returns why the source is given up, or nothing.
+        """
         self._answered(set(chunks))
         self._pull.lacks(self._lease, chunks, has)
+        self._lacks_since = min(self._lacks_since, now)
+        given_up = now > self._lacks_since + self._patience_s
+        return f"it has lacked the rest for {self._patience_s:g} s, and has got none of it" if given_up else ""
 
     def arrived(self, good: Iterable[Named], bad: Iterable[int]) -> None:
         """These are in the destination, with their digests or with others."""
+        self._lacks_since = inf
         right = [chunk for chunk, _ in good]
         self._answered({*right, *bad})
         for chunk in right:

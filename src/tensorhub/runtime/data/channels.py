@@ -24,6 +24,7 @@ from tensorhub.errors import TransportUnavailable
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.lanes import ChannelOpener, Opened
+from tensorhub.scheduler.requests import patience_s
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Cutter,
@@ -81,10 +82,8 @@ class Channels:
 
     @property
     def patience_s(self) -> float:
-        """How long a source may lack what is asked for, and get none of it. A source notices in half of that time that its
-        own source has stalled.
-        """
-        return 2 * self._options.stall_timeout_s
+        """See `scheduler.requests`."""
+        return patience_s(self._options.stall_timeout_s)
 
     def _names(self) -> str:
         return ", ".join(transport.name for transport in self._transports)

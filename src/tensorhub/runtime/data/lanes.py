@@ -131,7 +131,6 @@ class _Lane:
     batch_bytes: int = BATCH_BYTES  # of one request
     sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
     answers: int = 0  # that its threads have dealt with
-    lacks_since: float = math.inf  # since when its source has had nothing of what it was asked for, again and again
 
     @property
     def ends_by_itself(self) -> bool:
@@ -180,8 +179,7 @@ class PullRunner:
         patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says. `patience_s`: a source that lacks the rest for so long, and gets none of it
-        meanwhile, is given up, unless others lack it as well.
+        as digest, whatever their source says. `patience_s`: see `Requests`.
         """
         self._published = published or {}
         self._memory = memory
@@ -232,7 +230,7 @@ class PullRunner:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
-        lane = _Lane(grant, lease, origin, Requests(self._pull, lease), batch_bytes=self._batch_bytes)
+        lane = _Lane(grant, lease, origin, Requests(self._pull, lease, self._patience_s), batch_bytes=self._batch_bytes)
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
@@ -417,7 +415,6 @@ class PullRunner:
                 batches += lane.requests.ask(lane.batch_bytes)
                 if lane.requests.asked:
                     break
-                lane.lacks_since = math.inf  # another source has its turn
                 self._changed.wait()
             if batches and self._pull.is_patchy:
                 self._changed.notify_all()
@@ -434,11 +431,10 @@ class PullRunner:
         now = time.perf_counter()
         with self._changed:
             lane.answers += 1
-            lane.requests.lacked(answer.chunks, answer.has)
-            lane.lacks_since = min(lane.lacks_since, now)
+            given_up = lane.requests.lacked(answer.chunks, answer.has, now)
             self._changed.notify_all()
-        if now > lane.lacks_since + self._patience_s:
-            raise ReadFailure("refused", f"it has lacked the rest for {self._patience_s:g} s, and has got none of it")
+        if given_up:
+            raise ReadFailure("refused", given_up)
 
     def _settle(self, lane: _Lane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
@@ -449,7 +445,7 @@ class PullRunner:
         nbytes = sum([self._memory.sizes[chunk] for chunk, _ in arrival.chunks])
         with self._changed:
             lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
-            lane.answers, lane.lacks_since = lane.answers + 1, math.inf
+            lane.answers += 1
             lane.requests.arrived(good, bad)
             if bad or lane.threads > 1:
                 self._changed.notify_all()

@@ -15,7 +15,7 @@ from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
-from tensorhub.scheduler.requests import Requests
+from tensorhub.scheduler.requests import Requests, patience_s
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
@@ -99,7 +99,8 @@ class SimLane:
         self.lease = LeaseId(grant.lease)
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
-        self.requests = Requests(reading.books, self.lease)
+        stall_timeout_s = reading.reader.cluster.options.stall_timeout_s
+        self.requests = Requests(reading.books, self.lease, patience_s(stall_timeout_s))
         self.meter = FlowMeter()
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
@@ -148,7 +149,10 @@ class SimLane:
             return
         reading, reader = self.reading, self.reader
         if frame.lacking:
-            self.requests.lacked(frame.lacking, frame.has)
+            if self.requests.lacked(frame.lacking, frame.has, reader.cluster.now):
+                reader.cluster.took("source given up that lacks the rest")
+                self.end("refused")
+                return
             reader.cluster.data.lanes_wanted(reading)
             return
         nbytes = sum(reading.start.manifest.chunks[chunk].nbytes for chunk, _, _ in frame.chunks)
