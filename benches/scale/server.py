@@ -24,8 +24,8 @@ from benches.scale.connected import WAIT_S, Cluster
 from tensorhub.types import Options
 
 IDLE_S = 5.0
-BURST_LEASE_S = 2.0  # far less than a version takes with very many workers
-PER_WORKER_S = 2e-2  # that a scenario may take
+BURST_LEASE_S = 4.0  # less than a version takes with very many workers
+PER_WORKER_S = 5e-2  # that a scenario may take
 
 
 def _options(workers: int, lease_s: float) -> Options:

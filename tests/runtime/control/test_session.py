@@ -200,3 +200,17 @@ async def test_the_end_comes_after_all_that_was_said() -> None:
         session.say(None)
         await session.talk()
         assert await hears.receive() == Done(1)
+
+
+async def test_a_defect_is_raised_by_the_sessions_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callback of the loop raises would only be logged, and the peer would wait for ever."""
+
+    def defect(message: Any) -> bytes:
+        raise ZeroDivisionError
+
+    async with sessions(1) as [(first, _)]:
+        session = Session(1, first.messages, b"", first.kind, Options(), first._turn)
+        monkeypatch.setattr(codec, "encode", defect)
+        session.say(Done(1))
+        with pytest.raises(ZeroDivisionError):
+            await session.talk()

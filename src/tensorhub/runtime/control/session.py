@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from tensorhub.errors import ProtocolError, StateError, TensorHubError
+from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import get_logger
 from tensorhub.messages import (
     Announce,
@@ -124,7 +124,7 @@ class Session:
         self._has_words = anyio.Event()  # for `talk`
         self._talks = False  # `talk` is at it
         self._begun = 0  # messages that `speak` has sent in part
-        self._failure: ConnectionLost | TensorHubError | None = None  # of `speak`
+        self._failure: Exception | None = None  # of `speak`
         self._moved = anyio.Event()  # see `wait_moved`
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class Session:
                 self._were_said(len(bodies))
             else:
                 self._begun = len(bodies)
-        except (ConnectionLost, TensorHubError) as error:
+        except Exception as error:  # also what is none of a peer's doing: the task's to raise, not the loop's to log
             self._failure = error
         if self._has_to_talk:
             self._talks = True
