@@ -359,6 +359,22 @@ def test_when_one_of_them_dies_what_is_left_counts() -> None:
     assert mine.number == 0
 
 
+def test_who_falls_silent_before_it_has_answered_is_not_waited_for() -> None:
+    """The other one has answered by then: whatever the silent one has, nobody can read it now."""
+    cluster, readers, _, late = left_in_parts(False, False)
+    mine = late.replicate("available")
+    slow = Choice("up", "r0"), Choice("up", "r1")
+    for goes in (readers[1].worker.disconnect, lambda: None):
+        while choices := [c for c in cluster.choices() if c.kind != "read" and c not in slow]:
+            cluster.do(choices[0])
+        goes()
+    assert not mine.has_ended()
+    let_all_but_reads_happen(cluster)
+    assert late.member.state is HandleState.FILLING
+    cluster.run()
+    assert mine.number == 0
+
+
 def answer_of(cluster: StepwiseCluster, reader: SimHandle) -> ChunkAnswer:
     holding = cluster.coordinator.cluster.members[reader.id].holding
     assert holding is not None

@@ -142,7 +142,8 @@ class Availability:
             answer.chunks, answer.there = message.chunks, int.from_bytes(message.there, "little")
             answer.said_at = self._cluster.now
             self._cluster.note(member)
-            answers = [each.chunk_answer for each in holding.version.holdings[holding.shard]]
+            others = [h for h in holding.version.holdings[holding.shard] if h.member.worker.state is WorkerState.LIVE]
+            answers = [other.chunk_answer for other in others]  # who has fallen silent is not waited for
             if not any(each is not None and each.chunks is None for each in answers):
                 self._cluster.touch(member.group.model)
 
