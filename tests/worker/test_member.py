@@ -23,6 +23,7 @@ from tensorhub.messages import (
     Progress,
     Refused,
     Register,
+    RegisterAgain,
     Revoked,
     Start,
     Write,
@@ -31,6 +32,7 @@ from tensorhub.testing import CHUNK_BYTES, CallRecord, SimHandle, StepwiseCluste
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
+from tensorhub.worker.calls import Action
 from tensorhub.worker.states import Phase
 
 
@@ -65,6 +67,24 @@ def test_a_read_goes_on_while_nobody_can_be_told() -> None:
     cluster.run()
     assert asked.number == 1
     cluster.check_agreement()
+
+
+def test_who_has_deregistered_does_not_register_again() -> None:
+    """The question crosses its Deregister, and nobody would ever take that registration back."""
+    cluster = StepwiseCluster()
+    late = cluster.handle("late")
+    cluster.run()
+
+    def asked() -> list[Action]:
+        return late.member.receive(RegisterAgain(late.member._session._register_request, whole=False), cluster.now)
+
+    assert len(asked()) == 1
+    closed = late.close()
+    assert not closed.has_ended()
+    assert asked() == []
+    cluster.run()
+    assert late.member.state is HandleState.CLOSED
+    assert asked() == []
 
 
 def test_sources_that_changed_meanwhile_are_learnt_at_the_next_connection() -> None:

@@ -104,6 +104,11 @@ class Member:
         return None if self._call is None or self._call.over else self._call
 
     @property
+    def _has_left(self) -> bool:
+        """Whether it has deregistered: a Register that came after that would never be taken back."""
+        return self.state is HandleState.CLOSED or (self._call is not None and self._call.phase is Phase.DEREGISTERING)
+
+    @property
     def fence_until(self) -> float | None:
         """When the fence that the running call waits for is given up: earlier once that is cancelled. None: it waits not."""
         call = self.running
@@ -350,7 +355,7 @@ class Member:
             case messages.Registered():
                 self._registered(message)
             case messages.RegisterAgain():
-                if self._session.asked(message.request):
+                if self._session.asked(message.request) and not self._has_left:
                     self._memory.restate(told=message.whole)
             case messages.EpochChanged():
                 self._session.epoch_changed(message)
@@ -426,7 +431,7 @@ class Member:
             elif message.version is not None:
                 call.committed(message.version)
                 self._heard_retained(message)
-        elif was_left and self.state is not HandleState.CLOSED and not (call and call.phase is Phase.DEREGISTERING):
+        elif was_left and not self._has_left:
             self._memory.restate()  # the call has ended without us; whatever became of it, this is what is held
 
     def _heard_retained(self, outcome: messages.Outcome) -> None:
