@@ -80,6 +80,23 @@ async def test_an_end_that_comes_after_a_short_read_is_heard() -> None:
             await stream.receive()
 
 
+async def test_what_follows_an_urgent_byte_is_heard() -> None:
+    """A read stops there, and what lies behind has been told already."""
+    async with pair() as (peer, stream), anyio.create_task_group() as tasks:
+        heard: list[bytes] = []
+
+        async def hear() -> None:
+            while sum(map(len, heard)) < len(b"before after"):
+                heard.append(await stream.receive())
+
+        tasks.start_soon(hear)
+        await settle()
+        peer.sendall(b"before ")
+        peer.send(b"!", socket.MSG_OOB)
+        peer.sendall(b"after")
+    assert b"".join(heard) == b"before after"
+
+
 async def test_what_is_more_than_one_read_is_heard_without_further_news() -> None:
     async with pair() as (peer, stream):
         peer.sendall(b"123456789")

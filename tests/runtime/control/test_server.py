@@ -151,6 +151,19 @@ async def test_who_says_what_is_not_his_to_say_loses_the_connection_alone() -> N
         await until(lambda: "sessions=1" in repr(server))
 
 
+async def test_the_end_of_a_session_is_not_put_off_by_what_it_says_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with nothing_left(), serving(OPTIONS) as server, await talk(server, JOIN):
+        await until(lambda: "sessions=1" in repr(server))
+        (session,) = server._sessions.values()
+        server._close(session.number)
+        end = session.scope.deadline
+        monkeypatch.setattr(server, "_now", lambda: end)
+        server._close(session.number)
+        monkeypatch.undo()
+        assert session.scope.deadline == end
+        assert session.unread == 1  # the end, which is said once
+
+
 async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last words would otherwise be waited for until the kernel gives the connection up."""
     monkeypatch.setattr(server_module, "LAST_WORDS_S", 0.2)

@@ -21,7 +21,8 @@ from anyio.abc import SocketAttribute
 from tensorhub.protocol.stream import DirectStream
 
 _ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_WATCHED = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET  # each change is told once
+_UNTOLD = _ENDED | select.EPOLLPRI  # a read also stops at a byte that was sent as urgent, and what follows is told with that
+_WATCHED = select.EPOLLIN | select.EPOLLPRI | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET  # a change: once
 
 
 class Poller:
@@ -74,7 +75,7 @@ class PolledStream(DirectStream):
     def __init__(self, connection: socket.socket, forget: Callable[[int], object]) -> None:
         self._connection = connection
         self._forget = forget
-        self._has_ended = False  # the peer has ended its side, or the connection is broken: nothing more will change
+        self._is_untold = False  # what is left after a short read may never be told: an end, or what follows an urgent byte
         self._may_hear = True  # bytes, or an end, may lie in the kernel
         self._heard: anyio.Event | None = None  # of who waits for that
         self._taken: anyio.Event | None = None  # of who waits for room in the kernel
@@ -88,8 +89,8 @@ class PolledStream(DirectStream):
 
     def changed(self, events: int) -> None:
         """What epoll tells of the socket."""
-        if events & (select.EPOLLIN | _ENDED):
-            self._has_ended = self._has_ended or bool(events & _ENDED)
+        if events & (select.EPOLLIN | _UNTOLD):
+            self._is_untold = self._is_untold or bool(events & _UNTOLD)
             self._may_hear = True
             _set(self._heard)
         if events & (select.EPOLLOUT | _ENDED):
@@ -106,8 +107,8 @@ class PolledStream(DirectStream):
                     data = None
                 except OSError as error:
                     raise self._broken() from error
-                # What comes after a short read is told, unless the end was told together with it.
-                self._may_hear = self._has_ended or (data is not None and len(data) == max_bytes)
+                # What comes after a short read is told, unless it was told together with what was read.
+                self._may_hear = self._is_untold or (data is not None and len(data) == max_bytes)
                 if data == b"":
                     raise anyio.EndOfStream
                 if data is not None:

@@ -213,7 +213,7 @@ class CoordinatorServer:
     def _close(self, number: int) -> None:
         """End a session once all is said; soon, if its peer does not take what is said."""
         session = self._sessions.get(number)
-        if session is not None:
+        if session is not None and not session.is_ending:  # what it says meanwhile does not put its end off
             session.is_ending = True
             session.scope.deadline = self._now() + LAST_WORDS_S
             self._send(number, None)
