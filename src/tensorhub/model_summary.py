@@ -5,7 +5,7 @@ Responsible for the values. `coordinator.summaries` counts; `types.ModelInfo` ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from tensorhub.types import U64, Id, Length, Name, Seconds
@@ -87,7 +87,9 @@ class ModelSummary:
     versions: Annotated[tuple[VersionSummary, ...], Length(1024)]  # the newest first
     calls: Annotated[tuple[CallsSummary, ...], Length(1024)]  # what has stood still longest first
     silent: Annotated[tuple[SilentWorker, ...], Length(1024)]  # 16 suspect workers at most, longest silent first
-    coordinator_behind_s: Seconds = 0.0  # how late the coordinator comes to what it is told: calls take longer by that
+    coordinator_behind_s: Seconds = field(
+        default=0.0, compare=False
+    )  # how late the coordinator is: calls take longer by that
 
     @property
     def rows(self) -> int:

@@ -428,7 +428,9 @@ class ModelInfo:
     replicas: Annotated[tuple[ReplicaView, ...], Length(2**20)]
     leases: Annotated[tuple[LeaseView, ...], Length(2**20)]
     workers: Annotated[tuple[WorkerView, ...], Length(2**20)]
-    coordinator_behind_s: Seconds = 0.0  # how late the coordinator comes to what it is told: calls take longer by that
+    coordinator_behind_s: Seconds = field(
+        default=0.0, compare=False
+    )  # how late the coordinator is: calls take longer by that
 
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>\d{1,5})\Z")

@@ -131,6 +131,7 @@ def test_what_is_not_there_has_no_table() -> None:
 def test_a_coordinator_that_is_behind_is_said_to_be() -> None:
     for model in (ModelInfo("new", 0, None, 0, (), (), (), ()), COUNTED):
         assert "behind" not in piped(model)
+        assert replace(model, coordinator_behind_s=2.46) == model  # it is nothing of the model
         assert "; the coordinator is 2.5 s behind: calls take longer" in piped(replace(model, coordinator_behind_s=2.46))
 
 
