@@ -87,9 +87,7 @@ class ModelSummary:
     versions: Annotated[tuple[VersionSummary, ...], Length(1024)]  # the newest first
     calls: Annotated[tuple[CallsSummary, ...], Length(1024)]  # what has stood still longest first
     silent: Annotated[tuple[SilentWorker, ...], Length(1024)]  # 16 suspect workers at most, longest silent first
-    coordinator_behind_s: Seconds = field(
-        default=0.0, compare=False
-    )  # how late the coordinator is: calls take longer by that
+    coordinator_behind_s: Seconds = field(default=0.0, compare=False)  # how late the coordinator is with calls
 
     @property
     def rows(self) -> int:

@@ -428,9 +428,7 @@ class ModelInfo:
     replicas: Annotated[tuple[ReplicaView, ...], Length(2**20)]
     leases: Annotated[tuple[LeaseView, ...], Length(2**20)]
     workers: Annotated[tuple[WorkerView, ...], Length(2**20)]
-    coordinator_behind_s: Seconds = field(
-        default=0.0, compare=False
-    )  # how late the coordinator is: calls take longer by that
+    coordinator_behind_s: Seconds = field(default=0.0, compare=False)  # how late the coordinator is with calls
 
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>\d{1,5})\Z")
