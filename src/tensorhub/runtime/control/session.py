@@ -7,7 +7,6 @@ turns and the room of long answers. Not responsible for what is heard (`server`)
 from __future__ import annotations
 
 import contextlib
-import itertools
 import select
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +38,6 @@ from tensorhub.types import Options
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 SAID_AT_ONCE_MAX = 64  # messages in one send
-SPOKEN_TO_PER_TURN = 64  # sessions; then everybody else in the loop has a turn
 
 LongAnswer = Description | Summary | ManifestReply | Compare  # what has its room taken before it is sent
 
@@ -82,11 +80,7 @@ class Turn:
         self._sessions[session] = None
 
     def _speak(self) -> None:
-        sessions = list(itertools.islice(self._sessions, SPOKEN_TO_PER_TURN))
-        for session in sessions:
-            del self._sessions[session]
-        if self._sessions:
-            self._call_soon(self._speak)
+        sessions, self._sessions = self._sessions, {}
         for session in sessions:
             session.speak()
 
