@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Silent, Tick, limits
+from tensorhub.coordinator import DOOR, Silent, Tick, limits
 from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Heartbeat
@@ -115,7 +115,9 @@ def test_a_stopped_coordinator_loses_nobody_and_listens_for_a_lease_first() -> N
     assert states(cluster) == {WorkerState.SUSPECT}
     cluster.advance(cluster.options.lease_s - 0.1)
     assert len(cluster.coordinator.cluster.workers) == 2
-    cluster.advance(0.2)  # who has not come back is lost
+    cluster.advance(0.2)  # who has not come back is lost, if nobody is at the door
+    assert len(cluster.coordinator.cluster.workers) == 2
+    cluster.step(Silent((DOOR,)))
     assert list(cluster.coordinator.cluster.workers) == [trainer.worker.incarnation]
     assert states(cluster) == {WorkerState.LIVE}
 

@@ -8,13 +8,16 @@ from itertools import count
 import pytest
 
 from tensorhub.coordinator import (
+    DOOR,
     CloseSession,
     Connected,
     Coordinator,
     Disconnected,
+    LookFor,
     Persisted,
     Received,
     Send,
+    Silent,
     Tick,
     invariants,
     limits as real,
@@ -85,6 +88,8 @@ class Desk:
                     self.closed[action.session] = action.reason
                 case Persist():
                     self.unstored.append(action.record)
+        if any(isinstance(action, LookFor) and action.session == DOOR for action in todo):
+            self.step(Silent((DOOR,)))  # nobody is there
         while self.stores and self.unstored:
             self.step(Persisted(self.unstored.pop(0)))
         self.core.check_invariants()

@@ -274,6 +274,14 @@ class CoreMachine(RuleBasedStateMachine):
             link.held_until = self.cluster.now + seconds
         self.go_on(then)
 
+    @rule(index=ANY, seconds=LONG_S, then=THEN)
+    def behind(self, index: int, seconds: float, then: Then) -> None:
+        worker = self.pick_worker(index)
+        if worker is not None:
+            self.happens(Fault.BEHIND)
+            self.cluster.unread_until[worker.name] = self.cluster.now + self.cluster.options.lease_s + seconds
+        self.go_on(then)
+
     @rule(index=ANY)
     def reorder(self, index: int) -> None:
         worker = self.pick_worker(index)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from math import inf
 
-from tensorhub.coordinator import Disconnected, Received
+from tensorhub.coordinator import DOOR, Disconnected, Received
 from tensorhub.manifest import Manifest
 from tensorhub.testing import Choice, Fault, SimHandle, SimWorker, StepwiseCluster
 from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions
@@ -26,6 +26,7 @@ class FaultyCluster(StepwiseCluster):
         self.happened: Counter[Fault] = Counter()
         self.partitions = Partitions()
         self.slow_store_until = 0.0
+        self.unread_until: dict[str, float] = {}  # by worker: until when its words, or its connection's end, lie unread
         self.doubles: Counter[str] = Counter()  # by worker: messages that will come twice
         self.garbled: Counter[str] = Counter()  # by worker: messages that will be damaged
         self.damaged: Counter[str] = Counter()  # frames of chunks that will be, under ""
@@ -52,8 +53,15 @@ class FaultyCluster(StepwiseCluster):
         found += [Choice("tail", str(session)) for session in self.tails]
         return sorted(found, key=self._is_slow)
 
+    def _is_unread(self, worker: SimWorker) -> bool:
+        return self.unread_until.get(worker.name, 0.0) > self.now
+
     def _may(self, choice: Choice) -> bool:
         match choice.kind:
+            case "up" if self._is_unread(self.workers[choice.name]):
+                return False
+            case "notice" if int(choice.name) in self.links and self._is_unread(self.links[int(choice.name)][0]):
+                return False
             case "up" | "down":
                 worker = self.workers[choice.name]
                 assert worker.link is not None
@@ -139,6 +147,12 @@ class FaultyCluster(StepwiseCluster):
         if link.up and link.session in self.links and self.strikes(Fault.REORDER, self.late_tails, worker.name):
             self.tails[link.session] = (worker, link)
 
+    def looked_for(self, session: int) -> None:
+        worker, _ = self.links.get(session, (None, None))
+        known = [worker] if worker is not None else self.workers.values() if session == DOOR else []
+        if not any(self._is_unread(each) for each in known):
+            super().looked_for(session)
+
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
         super().restart(kept=kept, lost=lost)
         self.tails.clear()
@@ -208,6 +222,7 @@ class FaultyCluster(StepwiseCluster):
         """What is broken is mended; then everything comes to rest."""
         self.partitions.heal()
         self.slow_store_until = 0.0
+        self.unread_until.clear()
         self.for_lanes.clear()
         for left in (self.doubles, self.garbled, self.damaged, self.failing, self.late_tails):
             left.clear()

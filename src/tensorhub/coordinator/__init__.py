@@ -16,6 +16,7 @@ nor for protecting memory: its owner does that. Where to look:
 """
 
 from tensorhub.coordinator.actions import (
+    DOOR,
     Action,
     CloseSession,
     Decision,
@@ -46,6 +47,7 @@ from tensorhub.coordinator.events import (
 )
 
 __all__ = [
+    "DOOR",
     "Action",
     "CloseSession",
     "Connected",

@@ -206,9 +206,13 @@ class CloseSession:
     reason: str
 
 
+DOOR = -1  # in the place of a session: connections that have not come to their Join
+
+
 @dataclass(frozen=True, slots=True)
 class LookFor:
-    """Nothing was heard over this session for too long: say `events.Silent` if nothing of it lies unread here.
+    """Nothing was heard over this session for too long: say `events.Silent` if nothing of it lies unread here. `DOOR`: say
+    so if nobody waits to be let in, who may be a worker that comes back.
 
     If something does, nothing need be said: it is passed on in its turn, and the core asks again.
     """

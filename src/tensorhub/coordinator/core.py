@@ -113,6 +113,7 @@ class Coordinator(Stateful[CoordinatorState]):
             "worker": self._membership.lease_due,
             "restate": self._membership.restate_due,
             "manifest": manifest_questions.due,
+            "gone": lambda _: self._membership.give_up_gone(),
             "guest": lambda number: self._visitors.due(int(number)),
             "woken": lambda _: None,  # see `_settle_woken`
             "notices": self._retentions.go_on_telling,

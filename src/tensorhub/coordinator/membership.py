@@ -6,9 +6,10 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tensorhub.coordinator import limits
+from tensorhub.coordinator.actions import DOOR
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
 from tensorhub.coordinator.handovers import Handovers
@@ -35,6 +36,7 @@ from tensorhub.messages import (
 from tensorhub.types import Medium, Purpose
 
 LOOKS_APART = 1 / 8  # of a lease, between two looks for what lies unread
+AWAY_LEASES_MAX = 2  # without a connection; however many wait at the door
 
 
 @dataclass(eq=False, repr=False)
@@ -49,6 +51,9 @@ class Membership:
     _operations: Operations
     _testimonies: Testimonies
     _manifest_questions: ManifestQuestions
+    _missed: dict[str, None] = field(default_factory=dict, init=False)  # who is away and overdue, unless he is at the door
+    _gone: dict[str, None] = field(default_factory=dict, init=False)  # those of them who were not there
+    _asked_in: int = field(default=0, init=False)  # the step in which it was asked last who is at the door
 
     # -- workers
 
@@ -179,13 +184,20 @@ class Membership:
             self._look_for(worker, "restate")
 
     def _look_for(self, worker: Worker, timer: str) -> None:
-        """No verdict is given by a timer alone on who is connected: the coordinator may be behind with reading."""
-        cluster = self._cluster
-        cluster.timers.set(timer, worker.incarnation, cluster.now + cluster.options.lease_s * LOOKS_APART)
+        """No verdict is given by a timer alone: the coordinator may be behind with reading, or with letting in who comes
+        back. Strangers can be in the way there, but for so long only.
+        """
+        cluster, lease_s = self._cluster, self._cluster.options.lease_s
+        cluster.timers.set(timer, worker.incarnation, cluster.now + lease_s * LOOKS_APART)
         if worker.session is not None:
             cluster.look_for(worker.session)
-        else:
+        elif cluster.now >= self._listened_since(worker.heard_at) + AWAY_LEASES_MAX * lease_s:
             self._give_up(worker)
+        else:
+            self._missed[worker.incarnation] = None
+            if self._asked_in != cluster.cause:
+                self._asked_in = cluster.cause
+                cluster.look_for(DOOR)
 
     def silent(self, sessions: Iterable[int]) -> None:
         """Nothing of these lay unread when that was asked. Whoever was heard since is not silent. If much ends with the
@@ -194,6 +206,11 @@ class Membership:
         for number in sessions:
             if len(self._cluster.noted) >= limits.NOTED_PER_STEP:
                 return
+            if number == DOOR:
+                self._gone.update(self._missed)
+                self._missed.clear()
+                self.give_up_gone()
+                continue
             session = self._cluster.sessions.get(number)
             worker = session.worker if session is not None else None
             if session is None or worker is None or worker.session != number:
@@ -203,6 +220,17 @@ class Membership:
             elif self._cluster.now >= self._listened_since(session.welcomed_at) + self._cluster.options.lease_s:
                 for member in list(_unannounced(worker)):
                     self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
+
+    def give_up_gone(self) -> None:
+        """Nobody was at the door when that was asked: whoever was missed then is lost. Some of them in each step."""
+        while self._gone and len(self._cluster.noted) < limits.NOTED_PER_STEP:
+            incarnation = next(iter(self._gone))
+            del self._gone[incarnation]
+            worker = self._cluster.workers.get(incarnation)
+            if worker is not None and worker.session is None and self._is_overdue(worker):
+                self._give_up(worker)
+        if self._gone:
+            self._cluster.timers.set("gone", "", self._cluster.now)
 
     def _give_up(self, worker: Worker) -> None:
         self.lose(worker, f"worker {worker.name!r} was not heard of for {self._cluster.now - worker.heard_at:.1f} s")

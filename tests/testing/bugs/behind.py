@@ -66,3 +66,15 @@ def ended_connection_loses() -> Iterator[None]:
 
     with around(Membership, "disconnected", disconnected):
         yield
+
+
+@bug("R11: who is away for a lease is lost, though he waits to be let in", faults=(Fault.BEHIND,))
+def nobody_looks_at_the_door() -> Iterator[None]:
+    def look(before: Callable[..., None], self: Any, worker: Worker, timer: str) -> None:
+        if worker.session is None:
+            self._give_up(worker)
+        else:
+            before(self, worker, timer)
+
+    with around(Membership, "_look_for", look):
+        yield

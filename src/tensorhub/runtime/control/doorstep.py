@@ -71,6 +71,11 @@ class Doorstep:
     def __repr__(self) -> str:
         return f"<Doorstep: {self._strangers!r}>"
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there, nor waits in the kernel."""
+        return not len(self._strangers) and not _is_readable(self._listener)
+
     async def keep(self) -> None:
         """Accept until cancelled; then close all that have not been met. Raises OSError if the listener is unusable."""
         try:

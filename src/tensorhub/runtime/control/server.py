@@ -26,6 +26,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from tensorhub.coordinator import (
+    DOOR,
     CloseSession,
     Connected,
     Coordinator,
@@ -100,6 +101,7 @@ class CoordinatorServer:
         self._record_wanted = anyio.Event()
         self._asked: list[int] = []  # sessions of which the core asks whether anything lies unread
         self._look_wanted = anyio.Event()
+        self._doorstep: Doorstep | None = None  # where strangers are; None: nobody is one
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
         self._heeds_at = -math.inf  # when what is due may have time again while sessions are heard
@@ -270,12 +272,21 @@ class CoordinatorServer:
                 await anyio.lowlevel.checkpoint()
 
     def _has_nothing_unread(self, number: int) -> bool:
+        if number == DOOR:
+            return self._nobody_comes()
         session = self._sessions.get(number)
         return session is not None and (not session.messages.readiness & ~select.POLLOUT or session.is_deaf())
 
     def _waits_for_peer(self, number: int) -> bool:
+        if number == DOOR:
+            return self._nobody_comes()
         session = self._sessions.get(number)
         return session is not None and (session.messages.awaits_bytes or session.is_deaf())
+
+    def _nobody_comes(self) -> bool:
+        """Whether no connection waits to be accepted, nor for its handshake, nor has one still to say Join."""
+        joining = any(each.scope.deadline < math.inf and not each.is_ending for each in self._sessions.values())
+        return not joining and (self._doorstep is None or self._doorstep.is_empty)
 
     async def _keep_access(self) -> None:
         """End the sessions of tokens that are no longer accepted, also of peers that only listen. A peer that has another
@@ -304,7 +315,7 @@ class CoordinatorServer:
         strangers = PendingHandshakes[Stranger](
             self._strangers_max, min(MET_MAX, self._strangers_max), self._options.connect_timeout_s
         )
-        doorstep = Doorstep(listening, strangers, meet, self._crowding, self._shortages)
+        self._doorstep = doorstep = Doorstep(listening, strangers, meet, self._crowding, self._shortages)
         await doorstep.keep()
 
     async def _serve_stranger(self, stranger: Stranger, doorstep: Doorstep) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from tensorhub.coordinator import Connected, Disconnected, Received, Silent
+from tensorhub.coordinator import DOOR, Connected, Disconnected, Received, Silent
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
@@ -226,8 +226,14 @@ class ControlNetwork:
         """The coordinator asks what of this session lies unread. If nothing does, it is told so, after all of now."""
         timeline = self._timeline
         _, link = self._world.links.get(session, (None, None))
+        if session == DOOR and any(map(self._waits_at_door, self._world.workers.values())):
+            return
         if link is None or not link.unread:
             timeline.at(timeline.now, timeline.coordinator, self._looked, session)
+
+    def _waits_at_door(self, worker: SimWorker) -> bool:
+        link = worker.link
+        return link is not None and link.unread > 0 and self._world.session_of(worker.incarnation) != link.session
 
     def _looked(self, session: int) -> None:
         self._world.step(Silent((session,)))

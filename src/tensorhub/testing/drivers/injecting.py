@@ -10,6 +10,7 @@ from typing import Protocol
 
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
+from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.timeline import Timeline
@@ -344,6 +345,10 @@ class Injector:
         until, reading_s = now + lease_s * random.uniform(*BEHIND_LEASES), lease_s * random.choice((0.0, 0.1, 1.0))
         whose = random.choice((worker.name, ""))
         self._unread = {whose: (until, reading_s)}
+        if random.random() < 0.3:  # just when it has heard of an end, and who has lost its connection comes back
+            self._unread.clear()
+            worker.disconnect()
+            self._timeline.after(RECONNECT_S_FIRST, None, self._unread.update, {whose: (until, reading_s)})
         process = self._timeline.coordinator
         if not whose and random.random() < 0.3:
             process.stopped_until = max(process.stopped_until, until)

@@ -161,6 +161,11 @@ class World(WorkerWorld):
         """The newest connection over which the present coordinator has welcomed it."""
         return self._joined.get(incarnation)
 
+    def is_coming(self, incarnation: str) -> bool:
+        """Whether what it has said over a new connection lies unread at the coordinator."""
+        there = next((each for each in self.workers.values() if each.alive and each.incarnation == incarnation), None)
+        return there is not None and there.link is not None and there.link.unread > 0
+
     def unread(self, session: int) -> int | None:
         """How much of that connection lies unread at the coordinator; None: it has read its end."""
         _, link = self.links.get(session, (None, None))

@@ -43,8 +43,7 @@ class Losses:
             return
         unread, since = self._world.unread(session), self._ended.get(session)
         demand(not unread, f"lost workers: {incarnation} is lost, and what it has said lies unread: {unread} times")
-        back_by = since + self._world.options.lease_s if since is not None else 0.0
-        demand(
-            self._world.now >= back_by - 1e-6,
-            f"lost workers: {incarnation} is lost, and had until {back_by:.3f} to come back",
-        )
+        by = since + self._world.options.lease_s if since is not None else 0.0
+        demand(self._world.now >= by - 1e-6, f"lost workers: {incarnation} is lost, and had until {by:.3f} to come back")
+        comes = self._world.is_coming(incarnation) and self._world.now < by + self._world.options.lease_s
+        demand(not comes, f"lost workers: {incarnation} is lost, and waits to be let in")

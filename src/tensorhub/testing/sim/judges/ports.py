@@ -141,6 +141,10 @@ class JudgedWorld(Protocol):
         """The newest connection over which the present coordinator has welcomed it."""
 
     @abstractmethod
+    def is_coming(self, incarnation: str) -> bool:
+        """Whether what it has said over a new connection lies unread at the coordinator."""
+
+    @abstractmethod
     def unread(self, session: int) -> int | None:
         """How much of that connection lies unread at the coordinator; None: it has read its end."""
 
