@@ -8,6 +8,7 @@ import pytest
 
 from tensorhub.coordinator import Tick, limits
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Operation
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import Options
 
@@ -39,6 +40,24 @@ def test_who_is_woken_leaves_where_it_waited_and_is_looked_at_once() -> None:
     assert list(books.woken.values()) == operations
     books.wake_all(waiting)
     assert len(books.woken) == len(readers)
+
+
+def test_who_asks_for_what_is_available_is_woken_once_until_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much happens to the model meanwhile."""
+    cluster = StepwiseCluster()
+    readers = [cluster.handle(f"r{number}") for number in range(3)]
+    cluster.run()
+    for reader in readers:
+        reader.replicate("available")
+    cluster.run()
+    books, woken = cluster.coordinator.cluster, list[Operation]()
+    model = books.models["actor"]
+    assert len(model.flexible) == len(readers)
+    monkeypatch.setattr(books, "wake", woken.append)
+    for _ in range(3):
+        books.touch(model)
+        cluster.coordinator._settle()
+    assert len(woken) == len(readers)
 
 
 def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pytest.MonkeyPatch) -> None:

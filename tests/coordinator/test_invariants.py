@@ -25,6 +25,7 @@ UNCHECKED = {
     "unbound",
     "guests_unbound",
     "restless",
+    "flexible",
     "starving",
     "filed_in",
     "withdrawals",

@@ -378,6 +378,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 if wakes:
                     for operation in model.restless.values():
                         cluster.wake(operation)
+                    cluster.wake_all(model.flexible)
                 cluster.forget_if_unused(model)
 
     def _settle_model(self, model: Model) -> None:

@@ -564,8 +564,10 @@ class Operation(_Moving[OperationState]):
         found = []
         starves = version is not None and self.starves
         is_open = version is None or starves or not self.writing
-        if self.staying or self.kind is OpKind.PUBLISH or (self.is_of_available and is_open and not self.unchanged):
+        if self.staying or self.kind is OpKind.PUBLISH:
             found.append(model.restless)
+        if self.is_of_available and is_open and not self.unchanged:
+            found.append(model.flexible)
         if version is None:
             found.append(model.guests_unbound if self.is_of_guests else model.unbound)
         elif starves:
@@ -673,6 +675,7 @@ class Model:
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
     guests_unbound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers; or for a place
     restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
+    flexible: dict[OpKey, Operation] = field(default_factory=dict)  # the same, for "available": there may be very many
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     pressing: dict[str, Withdrawal] = field(default_factory=dict)  # those of them that do not just wait for their readers
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
