@@ -685,7 +685,7 @@ class Model:
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
     unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
-    notices: dict[str, Member] = field(default_factory=dict)  # by registration; whom the next steps tell what is retained
+    notices: deque[Holding] = field(default_factory=deque)  # whose owners the next steps tell what is retained
     unaware: dict[str, Member] = field(default_factory=dict)  # by registration; whose holding is not `kept`
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old

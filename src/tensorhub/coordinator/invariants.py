@@ -344,7 +344,7 @@ def _retained(version: Version, retained: Collection[int]) -> None:
 def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
     model, registration = holding.member.group.model, holding.member.registration
-    _demand(holding.told == keep or registration in model.notices, "who must not leave at will was told so", holding)  # R4
+    _demand(holding.told == keep or holding in model.notices, "who must not leave at will was told so", holding)  # R4
     unaware = registration in model.unaware
     _demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
-from itertools import islice
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
@@ -67,8 +66,7 @@ class Retentions:
 
         Without that it may be given up yet: after a restart, what was only voted for is announced as held, too.
         """
-        is_aware = holding.kept and holding.member.registration not in holding.member.group.model.notices
-        return is_aware and self.may_count(holding)
+        return holding.told and holding.kept and self.may_count(holding)
 
     def may_count(self, holding: Holding) -> bool:
         """Whether it is a source that stays, and whose worker knows that it is counted on."""
@@ -101,7 +99,6 @@ class Retentions:
         if keep is not holding.told:
             member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
         self._to_be_told(holding, keep=keep)
-        member.group.model.notices.pop(member.registration, None)
         return member.retained_seq if holding.told else None
 
     def settle(self, model: Model) -> None:
@@ -112,7 +109,8 @@ class Retentions:
             if version.retained is not keep:
                 version.retained = keep
                 self._cluster.note(version)
-                model.notices.update((holding.member.registration, holding.member) for holding in _of(version))
+                for holdings in version.holdings.values():
+                    model.notices.extend(holdings)
         self._tell_some(model)
         if model.unanswered and not model.notices and not model.unaware:
             for write in model.unanswered:
@@ -146,9 +144,9 @@ class Retentions:
 
     def _tell_some(self, model: Model) -> None:
         """Tell holders what is retained now. If that is news for very many, the others hear of it in the next steps."""
-        for registration in list(islice(model.notices, limits.NOTICES_PER_STEP)):
-            holding = model.notices.pop(registration).holding
-            if holding is not None:
+        for _ in range(min(len(model.notices), limits.NOTICES_PER_STEP)):
+            holding = model.notices.popleft()
+            if not holding.leaving:
                 self._tell(holding)
         if model.notices:
             self._cluster.timers.set("notices", model.name, self._cluster.now)
@@ -332,8 +330,3 @@ class Retentions:
 def _is_callers(member: Member) -> bool:
     """Whether it is a handle that a caller has, as long as the worker lives."""
     return member.serves and member.purpose is Purpose.USE
-
-
-def _of(version: Version) -> Iterator[Holding]:
-    """Everything that is held of it, or being filled with it."""
-    return (holding for holdings in version.holdings.values() for holding in holdings)
