@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, Tick, limits
+from tensorhub.coordinator.manifest_questions import ANSWER_S_MAX
 from tensorhub.manifest import id_of
 from tensorhub.messages import FromCoordinator, Join, Register, RegisterAgain, Registered
 from tensorhub.testing import DEVICE
@@ -20,12 +21,12 @@ IDENT = id_of(MANIFEST)
 class Ranks:
     """Ranks of one coordinator, each with a session of its number."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, lease_s: float = LEASE_S) -> None:
         self.now = 0.0
         self.heard: dict[int, list[FromCoordinator]] = {number: [] for number in range(count)}
         ids = (f"id{number}" for number in iter(int, 1))
         self.core = Coordinator(
-            cluster="c", epoch=1, options=Options(lease_s=LEASE_S), ids=lambda: next(ids), now=0.0, durable=None
+            cluster="c", epoch=1, options=Options(lease_s=lease_s), ids=lambda: next(ids), now=0.0, durable=None
         )
         for number in range(count):
             self.step(Connected(number, f"w{number}", "worker"))
@@ -82,6 +83,17 @@ def test_if_it_does_not_answer_the_others_are_asked() -> None:
     ranks.register(0, 2)
     assert list(ranks.answers()) == []
     assert set(ranks.core.cluster.members) == {"r0", "r2"}
+
+
+def test_nobody_waits_for_it_as_long_as_calls_wait_however_long_a_lease_is() -> None:
+    ranks = Ranks(2, lease_s=3600.0)
+    for number in range(2):
+        ranks.register(number)
+    assert list(ranks.answers()) == [(0, True)]
+    ranks.now = ANSWER_S_MAX
+    ranks.step(Tick())
+    assert list(ranks.answers()) == [(1, True)]
+    assert Options().op_timeout_s > 2 * ANSWER_S_MAX
 
 
 def test_very_many_are_told_in_several_steps() -> None:

@@ -17,6 +17,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.messages import Register, RegisterAgain
 
 ANSWER = 1 / 8  # of a lease, that the one who is asked has; then all others are asked as well
+ANSWER_S_MAX = 5.0  # the same, however long a lease is: callers wait for it
 
 
 class ManifestQuestions:
@@ -53,7 +54,7 @@ class ManifestQuestions:
             return
         if waiting is None and len(self._waiting) < limits.WAIT_FOR_MANIFESTS_MAX:
             self._waiting[ident] = deque()
-            cluster.timers.set("manifest", ident, cluster.now + cluster.options.lease_s * ANSWER)
+            cluster.timers.set("manifest", ident, cluster.now + min(cluster.options.lease_s * ANSWER, ANSWER_S_MAX))
         cluster.send(session, RegisterAgain(message.request, whole=True))
 
     def came(self, message: Register) -> None:
