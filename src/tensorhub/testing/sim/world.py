@@ -29,6 +29,7 @@ from tensorhub.coordinator import (
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     Done,
+    Fill,
     FromCoordinator,
     Grant,
     LeaveGranted,
@@ -50,7 +51,7 @@ from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerWorld
-from tensorhub.types import HandleState, Location, Options
+from tensorhub.types import HandleState, Location, OpKey, Options
 
 
 class World(WorkerWorld):
@@ -78,6 +79,8 @@ class World(WorkerWorld):
         self.unstored: dict[int, Persist] = {}
         self.epoch = 0
         self.ident = "c"  # of the coordinator's state
+        self._called: set[tuple[OpKey, int]] = set()  # fills that this coordinator has heard: their operations, and ranks
+        self._heard_again = False  # the present event is one of these, said again
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
         self.guarantees = Guarantees(self)
         self.losses = Losses(self)
@@ -115,6 +118,7 @@ class World(WorkerWorld):
         """A new one begins, on what is durable."""
         self.epoch += 1
         self._joined.clear()
+        self._called.clear()
         self.losses.forget()
         self.coordinator = Coordinator(
             cluster=self.ident,
@@ -189,6 +193,11 @@ class World(WorkerWorld):
             self.guarantees.heard(event.message)
         if former:
             self.step(Tick())  # so that all that follows is this event's
+        self._heard_again = False
+        if isinstance(event, Received) and isinstance(event.message, Fill):
+            call = event.message.key, event.message.rank
+            self._heard_again = call in self._called
+            self._called.add(call)
         asked = list[int]()
         for action in self.gets_out(self.coordinator.step(event, self.now)):
             if former:
@@ -221,6 +230,8 @@ class World(WorkerWorld):
         elif worker is not None and isinstance(message, Start | Write | Outcome):
             if isinstance(event, Received) and isinstance(event.message, Resolve):
                 return  # it is said again
+            if isinstance(message, Outcome) and self._heard_again:
+                return  # it may be what was decided when the call was heard first
             handle = worker.router.rank_at(message.key.model, message.key.group, message.rank)
             if isinstance(message, Write) or (isinstance(message, Start) and message.write):
                 self.guarantees.told_to_write(handle, message)
