@@ -8,6 +8,7 @@ WITHOUT_TORCH = (
     "tensorhub.cli",
     "tensorhub.cli.app",
     "tensorhub.coordinator",
+    "tensorhub.layouts",
     "tensorhub.protocol",
     "tensorhub.runtime.control.server",
     "tensorhub.scheduler",

@@ -9,7 +9,7 @@ import pytest
 import tensorhub
 
 SOURCE = Path(tensorhub.__file__).parent
-PURE = ("coordinator", "worker", "scheduler")
+PURE = ("coordinator", "worker", "scheduler", "layouts")
 FORBIDDEN = frozenset(
     "anyio asyncio concurrent datetime io logging multiprocessing os pathlib random secrets select selectors "
     "signal socket ssl structlog subprocess tempfile threading time torch trio uuid".split()

@@ -1,0 +1,145 @@
+"""Columns of numbers, and their one encoding: few bytes where the numbers follow a rule, and cheap to read.
+
+A column is an array of numbers from 0 to 2**63 - 1. It is encoded as whichever is shorter:
+
+    raw     a byte that says how many bytes a number takes (1, 2, 4 or 8: the fewest that all fit), then the numbers
+    runs    a byte 0, then for each run its first number, its step and its length, 8 bytes each
+
+Responsible for that, and for reading hostile columns at no more cost than the numbers that were expected. Not
+responsible for what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, TypeAlias
+
+import msgpack
+
+from tensorhub.errors import ProtocolError
+from tensorhub.manifest import INT_MAX
+from tensorhub.unpacking import unpacker
+
+Column: TypeAlias = "array[int]"
+
+_CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_RUN = struct.Struct("<QqQ")
+
+
+def column(numbers: Iterable[int]) -> Column:
+    """As narrow as its numbers allow."""
+    wide = array("Q", numbers)
+    return array(_CODES[_width(wide)], wide)
+
+
+def _width(numbers: Sequence[int]) -> int:
+    most = max(numbers, default=0)
+    return next(width for width in _CODES if most < 2 ** (8 * width))
+
+
+# --------------------------------------------------------------------------------------------------- encoding
+
+
+def pack(numbers: Iterable[int]) -> bytes:
+    """The one encoding of these numbers."""
+    wide = array("Q", numbers)
+    width = _width(wide)
+    if runs := _runs(wide, (1 + width * len(wide)) // _RUN.size):
+        return b"\0" + b"".join([_RUN.pack(*run) for run in runs])
+    return bytes([width]) + _little(array(_CODES[width], wide)).tobytes()
+
+
+def _runs(numbers: Sequence[int], fewer_than: int) -> list[tuple[int, int, int]]:
+    """Each as long as it can be, from the first on; none if they are too many."""
+    found: list[tuple[int, int, int]] = []
+    at, count = 0, len(numbers)
+    while at < count:
+        if len(found) + 1 >= fewer_than:
+            return []
+        step = numbers[at + 1] - numbers[at] if at + 1 < count else 0
+        end = at + 1
+        while end < count and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        found.append((numbers[at], step, end - at))
+        at = end
+    return found
+
+
+def _little(numbers: Column) -> Column:
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+# --------------------------------------------------------------------------------------------------- decoding
+
+
+def unpack(what: str, data: bytes, count_max: int) -> Column:
+    """The numbers, of which there may be so many. ProtocolError: `data` does not say so many, or is no column."""
+    width = data[0] if data else -1
+    if width == 0:
+        return _unpack_runs(what, data, count_max)
+    expect(width in _CODES, what, "its numbers have no known width")
+    expect((len(data) - 1) % width == 0, what, "it is not whole numbers")
+    expect((len(data) - 1) // width <= count_max, what, f"it has more than {count_max} numbers")
+    numbers = array(_CODES[width])
+    numbers.frombytes(memoryview(data)[1:])
+    expect(width < 8 or max(numbers, default=0) <= INT_MAX, what, "a number is above 2**63 - 1")
+    return _little(numbers)
+
+
+def _unpack_runs(what: str, data: bytes, count_max: int) -> Column:
+    expect((len(data) - 1) % _RUN.size == 0, what, "it is not whole runs")
+    runs = list(_RUN.iter_unpack(memoryview(data)[1:]))
+    expect(sum(count for _, _, count in runs) <= count_max, what, f"it has more than {count_max} numbers")
+    for first, step, count in runs:
+        expect(count > 0 and 0 <= first <= INT_MAX, what, "a run is empty, or begins above 2**63 - 1")
+        expect(0 <= first + step * (count - 1) <= INT_MAX, what, "a run ends beyond 0 or 2**63 - 1")
+    most = max((max(first, first + step * (count - 1)) for first, step, count in runs), default=0)
+    numbers = array(_CODES[_width([most])])
+    for first, step, count in runs:
+        numbers.extend(range(first, first + step * count, step) if step else repeat(first, count))
+    return numbers
+
+
+def expect(holds: bool, what: str, otherwise: str) -> None:
+    if not holds:
+        raise ProtocolError(f"bad {what}: {otherwise}")
+
+
+# ------------------------------------------------------------------------------------------- several, in one blob
+
+
+def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int]]) -> bytes:
+    """One flat array of MessagePack: the form, which says what the rest is, then strings, then columns."""
+    blob: bytes = msgpack.packb([form, *scalars, *map(pack, columns)])
+    return blob
+
+
+def unpack_all(
+    what: str, form: int, strings: int, columns: Sequence[str], blob: bytes, *, bytes_max: int, count_max: int
+) -> tuple[list[str], list[Column]]:
+    """What `pack_all` has packed: the strings and the columns, of at most `count_max` numbers each. ProtocolError, saying
+    what is wrong, for anything else; whether it is the one encoding of what it says is left to the caller.
+    """
+    expect(len(blob) <= bytes_max, what, f"it is longer than {bytes_max} bytes")
+    try:
+        parts = unpacker(blob)
+        length = parts.read_array_header()
+        expect(length == 1 + strings + len(columns), what, "parts are missing, or too many")
+        found: list[Any] = [parts.unpack() for _ in range(length)]
+        ends = parts.tell()
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"bad {what}: not msgpack ({type(error).__name__}: {error})") from None
+    expect(ends == len(blob), what, "there are bytes after its end")
+    kinds = [int, *[str] * strings, *[bytes] * len(columns)]
+    expect([type(part) for part in found] == kinds, what, "parts are of wrong types")
+    expect(found[0] == form, what, f"form {found[0]} is unknown to this version of TensorHub")
+    numbers = [
+        unpack(f"{what}: column {name!r}", data, count_max) for name, data in zip(columns, found[1 + strings :], strict=True)
+    ]
+    return found[1 : 1 + strings], numbers

@@ -1,0 +1,212 @@
+"""Pieces: which part of which global tensor lies where in a rank's memory.
+
+    global tensor "w" (4, 6)         a rank's region 3, from byte 64 on
+    . . . . . .                      row pitch 16: 2 bytes for each element, and 10 that belong to nobody
+    . a b c . .                      a b c - - - - -
+    . d e f . .          ◄────►      d e f - - - - -
+    . . . . . .
+
+    Piece("w", Kind("bfloat16", (4, 6)), box=(Span(1, 2), Span(1, 3)), region=3, offset=64, strides=(16, 2))
+
+A piece has a span of indices and a stride in bytes for each dimension of the *global* tensor. So one form says all that may
+lie in place: parts, fused and stacked tensors, interleaved rows, padding, row pitch, transposed memory. What a rank holds is
+a list of pieces, and so is what a reader wants.
+
+Responsible for making pieces of a rank's tensors: whole ones, rank-local ones, sharded ones, and those whose `sources=` the
+caller has given. Not responsible for where DTensors keep their parts (`sharding`), nor for encoding (`arrangement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple, TypeAlias
+
+from tensorhub import errors
+from tensorhub.errors import RegistrationError
+from tensorhub.layouts.boxes import Box, overlapping, span, volume, whole
+from tensorhub.layouts.catalogue import Kind
+from tensorhub.layouts.sharding import Sharding
+from tensorhub.layouts.views import Place, Selection, View, at, parts
+from tensorhub.manifest import Quantization
+
+ShapeOf: TypeAlias = Callable[[str], tuple[int, ...] | None]  # the global shape of the tensor of a name, if there is one
+
+
+class Piece(NamedTuple):
+    """`strides`: bytes between neighbours of the box, for each dimension of the global tensor."""
+
+    name: str
+    kind: Kind
+    box: Box
+    region: int
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.box) * self.kind.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A registered tensor as it lies in a rank's memory. `strides`: in bytes, for each of its dimensions."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    region: int
+    offset: int = 0
+    quantization: Quantization | None = None
+
+
+def packed(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """The strides of contiguous memory, in bytes."""
+    strides, stride = [], itemsize
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+# ---------------------------------------------------------------------------------------------- what a rank holds
+
+
+def pieces_of(
+    tensors: Iterable[LocalTensor],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    shardings: Mapping[str, Sharding] | None = None,
+    sources: Mapping[str, object] | Callable[[str], object] | None = None,
+    shape_of: ShapeOf | None = None,
+) -> list[Piece]:
+    """What these tensors hold, or are to be filled with.
+
+    A tensor with an entry in `sources` is what that says; one with an entry in `shardings` is its part of a DTensor.
+    Any other is the whole tensor of its name if the rank is alone, and rank-local if not. A callable `sources` returns
+    None for a tensor that it has no entry for. `shape_of`: what the publication says; None for a publisher, whose views
+    say it themselves.
+
+    RegistrationError, with every fault.
+    """
+    found: list[Piece] = []
+    faults: list[str] = []
+    entry_of = sources if callable(sources) else (sources or {}).get
+    unknown = {} if sources is None or callable(sources) else dict.fromkeys(sources)
+    for tensor in tensors:
+        unknown.pop(tensor.name, None)
+        try:
+            entry = entry_of(tensor.name)
+            if entry is not None:
+                found += _from_sources(tensor, entry, shape_of)
+            elif shardings is not None and tensor.name in shardings:
+                found += _from_sharding(tensor, shardings[tensor.name])
+            else:
+                found.append(_as_it_is(tensor, rank, world_size))
+        except RegistrationError as error:
+            faults.append(str(error))
+    faults += [f"sources names {errors.shown(name)}, and no tensor of that name is registered" for name in unknown]
+    if faults:
+        raise RegistrationError(f"{len(faults)} fault(s) in what the tensors are made of:\n  " + "\n  ".join(faults))
+    return [piece for piece in found if piece.nbytes]
+
+
+def _as_it_is(tensor: LocalTensor, rank: int, world_size: int) -> Piece:
+    ranks = world_size if world_size > 1 else 0
+    shape, box, strides = tensor.shape, whole(tensor.shape), tensor.strides
+    if ranks:
+        shape, box, strides = (ranks, *shape), (span(rank, 1), *box), (0, *strides)
+    kind = Kind(tensor.dtype, shape, tensor.quantization, ranks)
+    return Piece(tensor.name, kind, box, tensor.region, tensor.offset, strides)
+
+
+def _from_sharding(tensor: LocalTensor, sharding: Sharding) -> Iterator[Piece]:
+    """One piece, or several where the rank's indices of a dimension are no single run."""
+    if fault := sharding.fault(tensor.shape):
+        raise RegistrationError(f"tensor {errors.shown(tensor.name)}: {fault}")
+    kind = Kind(tensor.dtype, sharding.shape, tensor.quantization)
+    for runs in product(*sharding.placed_runs()):
+        offset = tensor.offset + sum(at * stride for (at, _), stride in zip(runs, tensor.strides, strict=True))
+        yield Piece(tensor.name, kind, tuple([run for _, run in runs]), tensor.region, offset, tensor.strides)
+
+
+# -------------------------------------------------------------------------------------------------------- sources
+
+
+def _from_sources(tensor: LocalTensor, entry: object, shape_of: ShapeOf | None) -> list[Piece]:
+    pairs, views = parts(tensor.name, entry)
+    resolved = (
+        [(place.select(tensor.shape), place, view) for place, view in pairs]
+        if pairs
+        else _one_after_another(tensor, views, shape_of)
+    )
+    places = [selection.box for selection, _, _ in resolved]
+    if (both := overlapping(places)) is not None:
+        one, other = (resolved[number] for number in both)
+        raise RegistrationError(
+            f"sources of {errors.shown(tensor.name)}: {one[1]} ({one[2]}) and {other[1]} ({other[2]}) overlap; each element "
+            "of the tensor can have one source"
+        )
+    return [_put(tensor, place, written, view, shape_of) for place, written, view in resolved]
+
+
+def _one_after_another(
+    tensor: LocalTensor, views: Sequence[View], shape_of: ShapeOf | None
+) -> list[tuple[Selection, Place, View]]:
+    """Along dimension 0; a single view is the whole tensor."""
+    if len(views) == 1:
+        return [(at[...].select(tensor.shape), at[...], views[0])]
+    found, start = [], 0
+    for view in views:
+        shape = view.select(_shape(tensor, view, shape_of)).shape
+        if not shape or shape[1:] != tensor.shape[1:]:
+            raise RegistrationError(
+                f"sources of {errors.shown(tensor.name)}: {view} has shape {shape}, and the tensor's is {tensor.shape}; in "
+                "a list, which concatenates along dimension 0, all other sizes are equal"
+            )
+        place = at[start : start + shape[0]]
+        start += shape[0]
+        if start <= tensor.shape[0]:
+            found.append((place.select(tensor.shape), place, view))
+    if start != tensor.shape[0] and views:
+        raise RegistrationError(
+            f"sources of {errors.shown(tensor.name)}: the list has {start} rows, and the tensor {tensor.shape[0]}; where "
+            "some rows are to stay as they are, write pairs `[(at[0:2048], view), ...]`"
+        )
+    return found
+
+
+def _put(tensor: LocalTensor, place: Selection, written: Place, view: View, shape_of: ShapeOf | None) -> Piece:
+    shape = _shape(tensor, view, shape_of)
+    selection = view.select(shape)
+    if selection.shape != place.shape:
+        raise RegistrationError(
+            f"sources of {errors.shown(tensor.name)}: {view} has shape {selection.shape}, and its place {written} has "
+            f"{place.shape}; take a part of either that has the other's shape"
+        )
+    offset = tensor.offset + sum(taken.start * stride for taken, stride in zip(place.box, tensor.strides, strict=True))
+    strides = [0] * len(shape)
+    for dimension, its in zip(selection.order, place.order, strict=True):
+        strides[dimension] = place.box[its].step * tensor.strides[its]
+    kind = Kind(tensor.dtype, shape, tensor.quantization)
+    return Piece(view.name, kind, selection.box, tensor.region, offset, tuple(strides))
+
+
+def _shape(tensor: LocalTensor, view: View, shape_of: ShapeOf | None) -> tuple[int, ...]:
+    published = shape_of(view.name) if shape_of is not None else view.shape
+    if published is None:
+        if shape_of is None:
+            raise RegistrationError(
+                f"sources of {errors.shown(tensor.name)}: a publisher says how large the whole tensor is: "
+                f"source({errors.shown(view.name)}, shape=...)"
+            )
+        raise RegistrationError(f"sources of {errors.shown(tensor.name)}: {errors.shown(view.name)} is not published")
+    if view.shape is not None and view.shape != published:
+        raise RegistrationError(
+            f"sources of {errors.shown(tensor.name)}: {errors.shown(view.name)} is said to have shape {view.shape}, and it "
+            f"is published with {published}"
+        )
+    return published

@@ -1,0 +1,356 @@
+"""The plan: which bytes a reader takes from which source, as families of cells.
+
+    1. likeness      pieces of the reader are alike if they have the same form, and if the sources hold the same forms of
+                     their tensors: what is read of one of them is read of all
+    2. stretches     of like pieces, those whose memory is an equal distance apart, at the reader and at each source
+    3. templates     for one of them: the reader's box is met with the sources' boxes, each byte taken once
+    4. families      a template's cell, at the first piece of a stretch, and how far apart the rest are
+
+A model of 100,000 tensors has a few dozen likenesses, so the geometry of step 3 costs nothing. Steps 1 and 2 cost a few
+operations for each tensor. No cell is made before it is asked for.
+
+Where several sources hold a byte (replicated tensors, key-value heads), those that are read anyway come first, then
+those that give the least so far. `turn` decides between equals, so that the ranks of a reading group do not all choose
+the same one.
+
+Responsible for what is read from whom. Not responsible for whether the sources are a whole version (`publication`), nor
+for when cells are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from operator import sub
+from typing import NamedTuple
+
+from tensorhub.errors import ManifestMismatch
+from tensorhub.layouts.arrangement import Arrangement, Coordinates
+from tensorhub.layouts.boxes import Box, left_over, meet, shown, volume, without
+from tensorhub.layouts.catalogue import numbers_in
+from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joined
+
+NAMES_MAX = 10  # in one error
+
+
+class Unheld(NamedTuple):
+    """A part of a reader's tensor that no source has. `count`: bytes of it."""
+
+    name: str
+    box: Box
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {shown(self.box)} ({self.nbytes} bytes)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`families`: in the order of the reader's memory. `unheld`: what no source has, empty unless that was allowed."""
+
+    families: tuple[Family, ...]
+    unheld: tuple[Unheld, ...] = ()
+
+    @cached_property
+    def of_source(self) -> dict[int, tuple[Family, ...]]:
+        """The families of each source that is read at all, by its number, in the plan's order."""
+        found: dict[int, list[Family]] = {}
+        for family in self.families:
+            found.setdefault(family.source, []).append(family)
+        return {source: tuple(families) for source, families in sorted(found.items())}
+
+    @cached_property
+    def needs(self) -> dict[int, int]:
+        """Bytes from each source that is read at all."""
+        return {source: sum(family.nbytes for family in families) for source, families in self.of_source.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.needs.values())
+
+    @property
+    def cell_count(self) -> int:
+        return sum(family.length for family in self.families)
+
+    @property
+    def run_count(self) -> int:
+        return sum(family.runs for family in self.families)
+
+    def cells(self, source: int) -> Iterator[Cell]:
+        for family in self.of_source.get(source, ()):
+            yield from family.cells()
+
+
+def plan(
+    reader: Coordinates,
+    sources: Sequence[Coordinates],
+    *,
+    preferred: Iterable[int] = (),
+    turn: int = 0,
+    partial: bool = False,
+) -> Plan:
+    """What the reader takes from each of these sources. `preferred`: sources that are read anyway.
+
+    ManifestMismatch, with everything that no source has, unless `partial`.
+    """
+    made = _Planning(reader, sources, preferred, turn).made()
+    if made.unheld and not partial:
+        sentences = tuple([f"no source holds {each}" for each in made.unheld])
+        more = len(sentences) - NAMES_MAX
+        text = "; ".join(sentences[:NAMES_MAX]) + (f" (and {more} more)" if more > 0 else "")
+        raise ManifestMismatch(f"{len(sentences)} part(s) of the reader's tensors: {text}", differences=sentences)
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------- likeness
+
+
+class _Likeness(NamedTuple):
+    """The reader's form; for each of the sources' pieces of the tensor, the number of its arrangement, and its form
+    there.
+    """
+
+    form: int
+    held: tuple[tuple[int, int], ...]
+
+
+class _Stretch(NamedTuple):
+    """Like pieces of the reader. `places`: region and offset of the first of them, and then of each of the sources'
+    pieces of its tensor. `steps`: how far apart those of the following pieces are.
+    """
+
+    likeness: _Likeness
+    pieces: list[int]
+    places: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def split(self, count: int) -> Iterator[_Stretch]:
+        """In so many of equal length, or fewer."""
+        each = -(-len(self.pieces) // count)
+        for at in range(0, len(self.pieces), each):
+            places = tuple([place + at * step for place, step in zip(self.places, self.steps, strict=True)])
+            yield self._replace(pieces=self.pieces[at : at + each], places=places)
+
+
+class _Part(NamedTuple):
+    """What one source gives of a likeness, counted from the beginnings of the pieces. `column`: which of its pieces."""
+
+    source: int
+    column: int
+    source_offset: int
+    reader_offset: int
+    loops: Loops
+    run: int
+    nbytes: int
+
+
+class _Candidate(NamedTuple):
+    """A source's piece that has something of a likeness: which piece, and what both have."""
+
+    source: int
+    column: int
+    common: Box
+
+
+class _Planning:
+    """One plan being made."""
+
+    def __init__(self, reader: Coordinates, sources: Sequence[Coordinates], preferred: Iterable[int], turn: int) -> None:
+        self._reader = reader
+        self._sources = sources
+        self._turn = turn
+        self._in_use = set(preferred)
+        self._given = [0] * len(sources)  # bytes that each source gives so far
+        arrangements = {id(each.arrangement): each.arrangement for each in sources}
+        numbers = {key: number for number, key in enumerate(arrangements)}
+        self._arrangements = list(arrangements.values())
+        self._of_arrangement: list[list[int]] = [[] for _ in arrangements]  # the sources of each
+        for number, each in enumerate(sources):
+            self._of_arrangement[numbers[id(each.arrangement)]].append(number)
+        self._candidates_of: dict[_Likeness, list[_Candidate]] = {}
+        self._families: list[Family] = []
+        self._unheld: list[Unheld] = []
+
+    def made(self) -> Plan:
+        undecided = []
+        parts_of: dict[_Likeness, list[_Part] | None] = {}
+        for stretch in self._stretches():
+            likeness = stretch.likeness
+            if likeness not in parts_of:
+                self._candidates_of[likeness] = list(self._candidates(likeness))
+                parts_of[likeness] = self._only_parts(likeness)
+            parts = parts_of[likeness]
+            if parts is None:
+                undecided.append(stretch)
+            else:
+                self._take(stretch, parts)
+        for stretch in undecided:  # now it is known which sources are read anyway
+            for each in stretch.split(len(self._candidates_of[stretch.likeness])):
+                self._take(each, self._chosen_parts(each.likeness))
+        self._families.sort(key=lambda family: (family.first.reader_region, family.first.reader_offset, family.source))
+        return Plan(tuple(self._families), tuple(self._unheld))
+
+    # --------------------------------------------------------------------------------------------- who has what
+
+    def _held(self) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
+        """For each tensor of the reader's catalogue: arrangement and form of the sources' pieces of it, and which pieces."""
+        catalogue = self._reader.catalogue
+        wanted = bytearray(len(catalogue.names))
+        for tensor in self._reader.arrangement.tensors:
+            wanted[tensor] = 1
+        forms: list[list[tuple[int, int]]] = [[] for _ in catalogue.names]
+        pieces: list[list[int]] = [[] for _ in catalogue.names]
+        for number, arrangement in enumerate(self._arrangements):
+            numbers = numbers_in(arrangement.catalogue, self._reader.catalogue)
+            keys = [(number, form) for form in range(len(arrangement.forms))]
+            for piece, (theirs, form) in enumerate(zip(arrangement.tensors, arrangement.form_of, strict=True)):
+                tensor = theirs if numbers is None else numbers[theirs]
+                if tensor >= 0 and wanted[tensor]:
+                    forms[tensor].append(keys[form])
+                    pieces[tensor].append(piece)
+        return forms, pieces
+
+    def _stretches(self) -> Iterator[_Stretch]:
+        forms, held_pieces = self._held()
+        mine = self._reader.arrangement
+        shared = _tied(mine)
+        groups: dict[tuple[int, int], list[int]] = {}  # pieces, by their likeness and that of the piece before
+        likenesses: dict[tuple[object, ...], int] = {}
+        before = -1
+        for piece, (tensor, form) in enumerate(zip(mine.tensors, mine.form_of, strict=True)):
+            if piece in shared:
+                continue  # the same bytes in the same memory: they are read once
+            number = likenesses.setdefault((form, *forms[tensor]), len(likenesses))
+            groups.setdefault((number, before), []).append(piece)
+            before = number
+        # The piece before tells apart what alternates, such as gate and up: each is then an equal distance from its next.
+        for pieces in groups.values():
+            tensor = mine.tensors[pieces[0]]
+            likeness = _Likeness(mine.form_of[pieces[0]], tuple(forms[tensor]))
+            columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
+            theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
+            for column, (number, _) in enumerate(likeness.held):
+                arrangement = self._arrangements[number]
+                its = [held[column] for held in theirs]
+                columns += [list(map(arrangement.regions.__getitem__, its)), list(map(arrangement.offsets.__getitem__, its))]
+            places = list(zip(*columns, strict=True))
+            for first, count in _equally_far(places):
+                steps = tuple(map(sub, places[first + 1], places[first])) if count > 1 else (0,) * len(columns)
+                yield _Stretch(likeness, pieces[first : first + count], places[first], steps)
+
+    # --------------------------------------------------------------------------------------------- what is taken
+
+    def _candidates(self, likeness: _Likeness) -> Iterator[_Candidate]:
+        _, box, _ = self._reader.geometry[likeness.form]
+        for column, (number, form) in enumerate(likeness.held):
+            for source in self._of_arrangement[number]:
+                _, theirs, _ = self._sources[source].geometry[form]
+                if (common := meet(box, theirs)) is not None:
+                    yield _Candidate(source, column, common)
+
+    def _only_parts(self, likeness: _Likeness) -> list[_Part] | None:
+        """What is taken, where it does not matter in which order the sources are asked; None where it does."""
+        _, box, _ = self._reader.geometry[likeness.form]
+        candidates = self._candidates_of[likeness]
+        left = [box]
+        for candidate in candidates:
+            rest: list[Box] = []
+            found = 0
+            for fragment in left:
+                common = meet(fragment, candidate.common)
+                if common is None:
+                    rest.append(fragment)
+                else:
+                    found += volume(common)
+                    rest.extend(without(fragment, common))
+            if found < volume(candidate.common):
+                return None
+            left = rest
+        return [self._part(likeness, candidate, candidate.common) for candidate in candidates]
+
+    def _chosen_parts(self, likeness: _Likeness) -> list[_Part]:
+        def rank(candidate: _Candidate) -> tuple[bool, int, int]:
+            source = candidate.source
+            return source not in self._in_use, self._given[source], (source - self._turn) % len(self._sources)
+
+        _, box, _ = self._reader.geometry[likeness.form]
+        parts = []
+        left = [box]
+        for candidate in sorted(self._candidates_of[likeness], key=rank):
+            rest: list[Box] = []
+            for fragment in left:
+                common = meet(fragment, candidate.common)
+                if common is None:
+                    rest.append(fragment)
+                else:
+                    parts.append(self._part(likeness, candidate, common))
+                    rest.extend(without(fragment, common))
+            left = rest
+            if not left:
+                break
+        return parts
+
+    def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> _Part:
+        kind, mine, to = self._reader.geometry[likeness.form]
+        _, form = likeness.held[candidate.column]
+        _, theirs, by = self._sources[candidate.source].geometry[form]
+        source_offset = reader_offset = 0
+        loops = []
+        for its, at_source, at_reader, source_stride, reader_stride in zip(common, theirs, mine, by, to, strict=True):
+            source_offset += (its.start - at_source.start) // at_source.step * source_stride
+            reader_offset += (its.start - at_reader.start) // at_reader.step * reader_stride
+            if its.size > 1:
+                strides = its.step // at_source.step * source_stride, its.step // at_reader.step * reader_stride
+                loops.append(Loop(its.size, *strides))
+        nbytes = volume(common) * kind.itemsize
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, *folded(loops, kind.itemsize), nbytes)
+
+    def _take(self, stretch: _Stretch, parts: list[_Part]) -> None:
+        region, offset, *held = stretch.places
+        region_step, offset_step, *held_steps = stretch.steps
+        for part in parts:
+            at = 2 * part.column
+            places = held[at], held[at + 1] + part.source_offset, region, offset + part.reader_offset
+            step = Step(held_steps[at], held_steps[at + 1], region_step, offset_step)
+            self._families.append(
+                joined(Family(part.source, len(stretch.pieces), Cell(*places, part.loops, part.run), step))
+            )
+            self._given[part.source] += part.nbytes * len(stretch.pieces)
+            self._in_use.add(part.source)
+        kind, box, _ = self._reader.geometry[stretch.likeness.form]
+        if sum(part.nbytes for part in parts) < volume(box) * kind.itemsize:
+            self._miss(stretch)
+
+    def _miss(self, stretch: _Stretch) -> None:
+        kind, box, _ = self._reader.geometry[stretch.likeness.form]
+        boxes = left_over(box, [candidate.common for candidate in self._candidates_of[stretch.likeness]])
+        for piece in stretch.pieces:
+            name = self._reader.catalogue.names[self._reader.arrangement.tensors[piece]]
+            self._unheld += [Unheld(name, each, volume(each) * kind.itemsize) for each in boxes]
+
+
+def _tied(arrangement: Arrangement) -> set[int]:
+    """The pieces in whose memory, all of it, an earlier piece of another tensor lies."""
+    if len(set(arrangement.regions)) == len(arrangement.regions):
+        return set()
+    seen: set[tuple[int, int, int]] = set()
+    found = set()
+    for piece, place in enumerate(zip(arrangement.regions, arrangement.offsets, arrangement.form_of, strict=True)):
+        if place in seen:
+            found.add(piece)
+        seen.add(place)
+    return found
+
+
+def _equally_far(places: list[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """The first and the number of those that follow each other at one distance, from the first on."""
+    steps = [tuple(map(sub, after, before)) for before, after in pairwise(places)]
+    at = 0
+    while at < len(places):
+        end = at + 1
+        while end < len(places) and steps[end - 1] == steps[at]:
+            end += 1
+        yield at, end - at
+        at = end

@@ -1,0 +1,179 @@
+"""What several ranks hold together: a publication and its shard classes, and whether a reading group reads all of it.
+
+Responsible for the checks that no rank can make alone: each byte of the version is held by somebody; no rank holds a
+byte twice; ranks that describe one tensor say the same of it; readers' ties are ties at the source (R13); readers leave
+nothing unread. Every fault is named, in one error. Not responsible for who reads what from whom (`plan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tensorhub.errors import ManifestMismatch
+from tensorhub.layouts.arrangement import Coordinates
+from tensorhub.layouts.boxes import Box, left_over, overlapping, shown, volume, whole
+from tensorhub.layouts.catalogue import Catalogue, Kind, merged, numbers_in
+
+FAULTS_MAX = 1000  # that are listed; the error's text shows fewer
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ShardClass:
+    """Ranks of equal coordinates: what one of them holds, all of them hold."""
+
+    coordinates: Coordinates
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What the ranks of a group have published. `ranks[i]`: what rank i holds."""
+
+    ranks: tuple[Coordinates, ...]
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """All of its tensors, in the order of the ranks."""
+        return merged(list({id(each.catalogue): each.catalogue for each in self.ranks}.values()))
+
+    @cached_property
+    def classes(self) -> tuple[ShardClass, ...]:
+        """In the order of their first ranks."""
+        found: dict[str, list[int]] = {}
+        for rank, each in enumerate(self.ranks):
+            found.setdefault(each.coordinates_id, []).append(rank)
+        return tuple([ShardClass(self.ranks[ranks[0]], tuple(ranks)) for ranks in found.values()])
+
+    @cached_property
+    def ties(self) -> dict[int, int]:
+        """Tensors that share all their memory with another one, on every rank that holds either: each, and the first of
+        them.
+        """
+        places: dict[int, list[tuple[int, ...]]] = {}
+        for number, each in enumerate(self.classes):
+            for tensor, *place in _shared_places(each.coordinates, self.catalogue):
+                places.setdefault(tensor, []).append((number, *place))
+        first: dict[tuple[tuple[int, ...], ...], int] = {}
+        return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in sorted(places.items())}
+
+    def check(self) -> Publication:
+        """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on each rank."""
+        faults = [*_unheld(self.catalogue, [each.coordinates for each in self.classes], "is held by no rank")]
+        for each in self.classes:
+            faults += _held_twice(each)
+        _refuse(faults, "fault(s) in what the ranks publish together")
+        return self
+
+    def check_readers(self, readers: Sequence[Coordinates], *, partial: bool = False) -> None:
+        """ManifestMismatch, with every fault, unless the ranks of a reading group together read every byte, or may
+        leave some; and what shares memory at a reader shares it here.
+        """
+        distinct = list({each.coordinates_id: each for each in readers}.values())
+        faults = [] if partial else [*_unheld(self.catalogue, distinct, "is read by no rank of the group")]
+        for reader in distinct:
+            faults += self._tie_faults(reader)
+        hint = "" if partial else " (register(..., partial=True) allows to leave tensors unread)"
+        _refuse(faults, f"difference(s) between the published and the registered tensors{hint}")
+
+    def _tie_faults(self, reader: Coordinates) -> Iterator[str]:
+        """R13: what shares memory at the reader only would be overwritten there with two tensors' bytes."""
+        first: dict[tuple[int, int], tuple[int, int]] = {}
+        names, forms = self.catalogue.names, reader.geometry
+        for tensor, region, offset, form in _shared_places(reader, self.catalogue):
+            one, its = first.setdefault((region, offset), (tensor, form))
+            if one == tensor and its == form:
+                continue
+            same = self.ties.get(one, one) == self.ties.get(tensor, tensor) and forms[its][1] == forms[form][1]
+            if not same:
+                yield f"tensors {names[one]!r} and {names[tensor]!r} share memory at the reader only"
+
+
+def _refuse(faults: Iterable[str], what: str) -> None:
+    found = list(dict.fromkeys(faults))
+    if not found:
+        return
+    more = len(found) - _SHOWN
+    text = "; ".join(found[:_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
+    raise ManifestMismatch(f"{len(found)} {what}: {text}", differences=tuple(found[:FAULTS_MAX]))
+
+
+# ----------------------------------------------------------------------------------------------------- coverage
+
+
+def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str) -> Iterator[str]:
+    """Tensors of which a part is in no piece of these, a sentence each. Likeness by likeness, as plans are made."""
+    arrangements = {id(each.arrangement): each.arrangement for each in holders}
+    of_arrangement = {key: [each for each in holders if id(each.arrangement) == key] for key in arrangements}
+    held: list[list[tuple[int, int]]] = [[] for _ in catalogue.names]
+    for key, arrangement in arrangements.items():
+        numbers = numbers_in(arrangement.catalogue, catalogue)
+        keys = [(key, form) for form in range(len(arrangement.forms))]
+        for tensor, form in zip(arrangement.tensors, arrangement.form_of, strict=True):
+            number = tensor if numbers is None else numbers[tensor]
+            if number >= 0:
+                held[number].append(keys[form])
+    left_of: dict[tuple[object, ...], list[Box]] = {}
+    for name, kind_number, forms in zip(catalogue.names, catalogue.kind_of, held, strict=True):
+        kind = catalogue.kinds[kind_number]
+        if kind.ranks:
+            continue  # each rank's is its own
+        likeness = (kind_number, *forms)
+        if likeness not in left_of:
+            boxes = [each.geometry[form][1] for key, form in forms for each in of_arrangement[key]]
+            left_of[likeness] = left_over(whole(kind.shape), dict.fromkeys(boxes))
+        if left := left_of[likeness]:
+            yield _missing(name, kind, left, otherwise)
+
+
+def _missing(name: str, kind: Kind, left: Sequence[Box], otherwise: str) -> str:
+    nbytes = sum(map(volume, left)) * kind.itemsize
+    if len(left) == 1 and left[0] == whole(kind.shape):
+        return f"tensor {name!r} ({nbytes} bytes) {otherwise}"
+    more = f" and {len(left) - 3} more parts" if len(left) > 3 else ""
+    return f"of tensor {name!r}, {', '.join(map(shown, left[:3]))}{more} ({nbytes} bytes) {otherwise}"
+
+
+def _held_twice(each: ShardClass) -> Iterator[str]:
+    """Tensors of which the rank has two pieces that share elements: its two copies might differ."""
+    arrangement = each.coordinates.arrangement
+    if len(set(arrangement.tensors)) == len(arrangement.tensors):
+        return
+    forms_of: dict[int, list[int]] = {}
+    for tensor, form in zip(arrangement.tensors, arrangement.form_of, strict=True):
+        forms_of.setdefault(tensor, []).append(form)
+    found: dict[tuple[int, ...], tuple[Box, Box] | None] = {}
+    for tensor, forms in forms_of.items():
+        if len(forms) < 2:
+            continue
+        if tuple(forms) not in found:
+            boxes = [each.coordinates.geometry[form][1] for form in forms]
+            both = overlapping(boxes)
+            found[tuple(forms)] = None if both is None else (boxes[both[0]], boxes[both[1]])
+        if (pair := found[tuple(forms)]) is not None:
+            name = each.coordinates.catalogue.names[tensor]
+            one, other = map(shown, pair)
+            yield f"rank {each.ranks[0]} holds parts {one} and {other} of tensor {name!r}, which overlap: leave one out"
+
+
+# --------------------------------------------------------------------------------------------------------- ties
+
+
+def _shared_places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
+    """Of pieces that begin where a piece of another tensor begins: tensor, region, offset, form."""
+    arrangement = rank.arrangement
+    if len(set(arrangement.regions)) == len(arrangement.regions):
+        return
+    numbers = numbers_in(arrangement.catalogue, catalogue)
+    at: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for tensor, region, offset, form in zip(
+        arrangement.tensors, arrangement.regions, arrangement.offsets, arrangement.form_of, strict=True
+    ):
+        number = tensor if numbers is None else numbers[tensor]
+        at.setdefault((region, offset), []).append((number, form))
+    for (region, offset), pieces in at.items():
+        if len(pieces) > 1:
+            for tensor, form in pieces:
+                yield tensor, region, offset, form

@@ -1,0 +1,264 @@
+"""What a reader says its tensors are made of: views of global tensors, and places in its own.
+
+    q, k, v = (source(f"layers.0.{n}_proj.weight") for n in "qkv")
+    sources = {
+        "layers.0.qkv": [q[0:2048], k[0:512], v[0:512]],                 # a list concatenates along dimension 0
+        "embed": [(at[0:128256], source("embed_tokens.weight"))],        # what is padded behind it stays as it is
+        "experts.w13": [(at[e, 0:1408], source(f"experts.{e}.gate.weight")) for e in range(8)],
+    }
+
+A view takes integer indices, slices with positive steps, and permutations: what it takes is a box of the global tensor,
+with its dimensions in some order. Nothing is clamped: an index that does not exist is an error. The shape of the global
+tensor may be unknown when a view is made. Then indices are kept as they were written, and are looked at when the shape
+is known.
+
+Responsible for what can be written, and for saying what is wrong with it. Not responsible for bytes (`pieces`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType
+from typing import Any, Final, NamedTuple
+
+from tensorhub import errors
+from tensorhub.errors import RegistrationError
+from tensorhub.layouts.boxes import Box, Span, span, whole
+from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, name_fault
+
+_SLICES = "take integers, slices with a positive step (`[0:2048, ::2]`) and `...`"
+
+
+class _Slice(NamedTuple):
+    start: int | None
+    stop: int | None
+    step: int
+
+    def __repr__(self) -> str:
+        ends = f"{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}"
+        return ends if self.step == 1 else f"{ends}:{self.step}"
+
+
+class _Index(NamedTuple):
+    items: tuple[int | _Slice | EllipsisType, ...]
+
+    def __repr__(self) -> str:
+        return f"[{', '.join('...' if item is ... else repr(item) for item in self.items)}]"
+
+
+class _Permutation(NamedTuple):
+    dimensions: tuple[int, ...] | None  # None: `.T`
+
+    def __repr__(self) -> str:
+        return ".T" if self.dimensions is None else f".permute({', '.join(map(str, self.dimensions))})"
+
+
+class Selection(NamedTuple):
+    """A box of a tensor, and which of the tensor's dimensions the view has, in its order. The others have one index each."""
+
+    box: Box
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple([self.box[dimension].size for dimension in self.order])
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of the global tensor `name`; made by `source`. `shape`: of that whole tensor, None if it is not known yet."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    _steps: tuple[_Index | _Permutation, ...] = field(default=())
+
+    __iter__ = None  # else Python would index it with 0, 1, 2, ... without end
+
+    def __getitem__(self, index: Any) -> View:
+        return self._then(_index(index, self))
+
+    def permute(self, *dimensions: int) -> View:
+        """Its dimensions in another order, as torch's `permute`."""
+        given = tuple([_integer(each) for each in dimensions])
+        if any(each is None for each in given):
+            raise RegistrationError(f"{self}.permute: give the numbers of dimensions, e.g. `.permute(1, 0)`")
+        return self._then(_Permutation(tuple([each for each in given if each is not None])))
+
+    @property
+    def T(self) -> View:  # noqa: N802 (torch's name)
+        """Of two dimensions, the second first."""
+        return self._then(_Permutation(None))
+
+    def _then(self, step: _Index | _Permutation) -> View:
+        made = View(self.name, self.shape, (*self._steps, step))
+        if self.shape is not None:
+            made.select(self.shape)  # whoever wrote this hears of it here
+        return made
+
+    def select(self, shape: Sequence[int]) -> Selection:
+        """What it takes of the tensor, whose shape is this. RegistrationError, with what to write, if that is impossible."""
+        selection = Selection(whole(shape), tuple(range(len(shape))))
+        for number, step in enumerate(self._steps):
+            so_far = View(self.name, None, self._steps[:number])
+            if isinstance(step, _Index):
+                selection = _take(selection, step, repr(so_far))
+            else:
+                selection = _permute(selection, step, repr(so_far))
+        return selection
+
+    def __repr__(self) -> str:
+        return f"source({errors.shown(self.name)})" + "".join(map(repr, self._steps))
+
+
+def source(name: str, shape: Sequence[int] | None = None) -> View:
+    """The whole global tensor of this name, to take parts of.
+
+    `shape`: of the global tensor. A reader need not give it, since the publication says it. A publisher gives it, to
+    say what part of which tensor its memory holds. RegistrationError: this is no name, or no shape.
+    """
+    if fault := name_fault(name):
+        raise RegistrationError(f"source({errors.shown(name)}): {fault}")
+    if shape is None:
+        return View(name)
+    try:
+        sizes = tuple([operator.index(size) for size in shape])
+    except TypeError:
+        sizes = (-1,)
+    if len(sizes) > DIMENSIONS_MAX or any(not 0 <= size <= INT_MAX for size in sizes):
+        raise RegistrationError(
+            f"source({errors.shown(name)}, shape={errors.shown(shape)}): a shape is up to {DIMENSIONS_MAX} sizes, each from "
+            "0 to 2**63 - 1"
+        )
+    return View(name, sizes)
+
+
+# ----------------------------------------------------------------------------------------------------- places
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a registered tensor, of whose shape nothing is known yet; made by `at[...]`."""
+
+    _index: _Index
+
+    def select(self, shape: Sequence[int]) -> Selection:
+        """Which part of a tensor of this shape it is. RegistrationError, with what to write, if there is no such part."""
+        return _take(Selection(whole(shape), tuple(range(len(shape)))), self._index, "at")
+
+    def __repr__(self) -> str:
+        return f"at{self._index!r}"
+
+
+class _At:
+    def __getitem__(self, index: Any) -> Place:
+        return Place(_index(index, "at"))
+
+    def __repr__(self) -> str:
+        return "at"
+
+
+at: Final = _At()
+
+
+def parts(name: str, given: object) -> tuple[tuple[tuple[Place, View], ...], tuple[View, ...]]:
+    """What an entry of `sources=` says: its pairs of a place and a view, or else the views that it concatenates.
+
+    RegistrationError: it is neither a view, nor a list of views, nor a list of pairs.
+    """
+    if isinstance(given, View):
+        return (), (given,)
+    if isinstance(given, list | tuple):
+        if all(isinstance(each, View) for each in given):
+            return (), tuple(given)
+        pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
+        if len(pairs) == len(given) and all(isinstance(p, Place) and isinstance(v, View) for p, v in pairs):
+            return tuple([(place, view) for place, view in pairs]), ()
+    raise RegistrationError(
+        f"sources of {errors.shown(name)}: give a view (`source(...)`), a list of views, which are concatenated along "
+        f"dimension 0, or a list of pairs `[(at[0:2048], view), ...]`, not {errors.shown(given)}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- indexing
+
+
+def _integer(value: object) -> int | None:
+    """None if it is no integer; a bool would be a mask."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _index(given: object, what: object) -> _Index:
+    items: list[int | _Slice | EllipsisType] = []
+    for item in given if isinstance(given, tuple) else (given,):
+        if isinstance(item, slice):
+            start, stop, step = (None if each is None else _integer(each) for each in (item.start, item.stop, item.step))
+            if (start is None) != (item.start is None) or (stop is None) != (item.stop is None):
+                raise RegistrationError(f"{what}[{errors.shown(given)}]: a slice is of integers; {_SLICES}")
+            if item.step is not None and (step is None or step < 1):
+                raise RegistrationError(f"{what}[{errors.shown(given)}]: its step is {errors.shown(item.step)}; {_SLICES}")
+            items.append(_Slice(start, stop, step or 1))
+        elif item is ...:
+            items.append(item)
+        elif (number := _integer(item)) is not None:
+            items.append(number)
+        else:
+            raise RegistrationError(f"{what}[{errors.shown(given)}]: {errors.shown(item)} is no index here; {_SLICES}")
+    if sum(item is ... for item in items) > 1:
+        raise RegistrationError(f"{what}[{errors.shown(given)}]: `...` can stand there once")
+    return _Index(tuple(items))
+
+
+def _take(selection: Selection, index: _Index, so_far: str) -> Selection:
+    given = len(index.items) - index.items.count(...)
+    missing = len(selection.order) - given
+    if missing < 0:
+        raise RegistrationError(
+            f"{so_far}{index!r}: {given} indices, where there are {len(selection.order)} dimensions "
+            f"(shape {selection.shape}); leave out {-missing}"
+        )
+    items: list[int | _Slice] = []
+    for item in index.items if ... in index.items else (*index.items, ...):
+        if isinstance(item, int | _Slice):
+            items.append(item)
+        else:
+            items += [_Slice(None, None, 1)] * missing
+    box, order = list(selection.box), []
+    for dimension, item in zip(selection.order, items, strict=True):
+        taken = _one(item, box[dimension].size, f"{so_far}{index!r}")
+        box[dimension] = box[dimension].take(taken)
+        if isinstance(item, _Slice):
+            order.append(dimension)
+    return Selection(tuple(box), tuple(order))
+
+
+def _one(item: int | _Slice, size: int, written: str) -> Span:
+    """The positions that an index takes, of so many."""
+    if isinstance(item, int):
+        if not -size <= item < size:
+            raise RegistrationError(f"{written}: index {item} is out of range; the size there is {size}")
+        return Span(item % size, 1)
+    start, stop = 0 if item.start is None else item.start, size if item.stop is None else item.stop
+    start, stop = start + size * (start < 0), stop + size * (stop < 0)
+    if not 0 <= start <= stop <= size:
+        raise RegistrationError(f"{written}: slice {item!r} is not within the size there, {size}; write at most 0:{size}")
+    return span(start, -(-(stop - start) // item.step), item.step)
+
+
+def _permute(selection: Selection, step: _Permutation, so_far: str) -> Selection:
+    count = len(selection.order)
+    dimensions = step.dimensions
+    if dimensions is None:
+        if count != 2:
+            raise RegistrationError(f"{so_far}.T: it has {count} dimensions, not 2; write `.permute(...)`")
+        dimensions = (1, 0)
+    positive = [each + count * (each < 0) for each in dimensions]
+    if sorted(positive) != list(range(count)):
+        raise RegistrationError(f"{so_far}{step!r}: name each of its {count} dimensions (0 to {count - 1}) once")
+    return Selection(selection.box, tuple([selection.order[each] for each in positive]))
