@@ -216,29 +216,46 @@ class _Planning:
         forms, held_pieces = self._held()
         mine = self._reader.arrangement
         shared = _tied(mine)
-        groups: dict[tuple[int, int], list[int]] = {}  # pieces, by their likeness and that of the piece before
-        likenesses: dict[tuple[object, ...], int] = {}
-        before = -1
-        for piece, (tensor, form) in enumerate(zip(mine.tensors, mine.form_of, strict=True)):
-            if piece in shared:
-                continue  # the same bytes in the same memory: they are read once
-            number = likenesses.setdefault((form, *forms[tensor]), len(likenesses))
-            groups.setdefault((number, before), []).append(piece)
-            before = number
-        # The piece before tells apart what alternates, such as gate and up: each is then an equal distance from its next.
-        for pieces in groups.values():
-            tensor = mine.tensors[pieces[0]]
-            likeness = _Likeness(mine.form_of[pieces[0]], tuple(forms[tensor]))
-            columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
-            theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
-            for column, (number, _) in enumerate(likeness.held):
-                arrangement = self._arrangements[number]
-                its = [held[column] for held in theirs]
-                columns += [list(map(arrangement.regions.__getitem__, its)), list(map(arrangement.offsets.__getitem__, its))]
-            places = list(zip(*columns, strict=True))
-            for first, count in _equally_far(places):
-                steps = tuple(map(sub, places[first + 1], places[first])) if count > 1 else (0,) * len(columns)
-                yield _Stretch(likeness, pieces[first : first + count], places[first], steps)
+        numbers: dict[tuple[object, ...], int] = {}  # of the likenesses
+        number_of = [
+            numbers.setdefault((form, *forms[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
+        ]
+        groups: list[list[int]] = [[] for _ in numbers]  # like pieces
+        for piece, number in enumerate(number_of):
+            if piece not in shared:  # else the same bytes in the same memory: they are read once
+                groups[number].append(piece)
+        for pieces in filter(None, groups):
+            likeness = _Likeness(mine.form_of[pieces[0]], tuple(forms[mine.tensors[pieces[0]]]))
+            found = list(self._equally_far(likeness, pieces, held_pieces))
+            if 3 * len(found) <= len(pieces):
+                yield from found
+                continue
+            # What alternates, such as gate and up, is told apart by the piece before: then each is equally far from its next.
+            after: dict[int, list[int]] = {}
+            for piece in pieces:
+                after.setdefault(number_of[piece - 1] if piece else -1, []).append(piece)
+            for each in after.values():
+                yield from self._equally_far(likeness, each, held_pieces)
+
+    def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[list[int]]) -> Iterator[_Stretch]:
+        """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
+        mine = self._reader.arrangement
+        columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
+        theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
+        for column, (number, _) in enumerate(likeness.held):
+            arrangement = self._arrangements[number]
+            its = [held[column] for held in theirs]
+            columns += [list(map(arrangement.regions.__getitem__, its)), list(map(arrangement.offsets.__getitem__, its))]
+        places = list(zip(*columns, strict=True))
+        steps = [tuple(map(sub, after, before)) for before, after in pairwise(places)]
+        first = 0
+        while first < len(pieces):
+            end = first + 1
+            while end < len(pieces) and steps[end - 1] == steps[first]:
+                end += 1
+            step = steps[first] if end - first > 1 else (0,) * len(columns)
+            yield _Stretch(likeness, pieces[first:end], places[first], step)
+            first = end
 
     # --------------------------------------------------------------------------------------------- what is taken
 
@@ -342,15 +359,3 @@ def _tied(arrangement: Arrangement) -> set[int]:
             found.add(piece)
         seen.add(place)
     return found
-
-
-def _equally_far(places: list[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-    """The first and the number of those that follow each other at one distance, from the first on."""
-    steps = [tuple(map(sub, after, before)) for before, after in pairwise(places)]
-    at = 0
-    while at < len(places):
-        end = at + 1
-        while end < len(places) and steps[end - 1] == steps[at]:
-            end += 1
-        yield at, end - at
-        at = end

@@ -1,10 +1,15 @@
 """How a DTensor is cut: which indices of each dimension a rank's local part has, in which order.
 
 A placement on a mesh cuts what the placements before it have left. `Shard` keeps one part of that, as `torch.chunk`
-makes them: the first ones full, the last ones smaller or empty. `_StridedShard` (FSDP2 over tensor parallelism) first
-cuts it into `split_factor` parts, and keeps one part of each. Where sizes do not divide, a rank's indices are therefore
-several runs: 13 rows on a mesh of 3 x 2, rank (2, 0), are the rows 6 and 11. `Replicate` cuts nothing, and a rank's
-coordinate on such a mesh dimension makes no difference: HSDP's replicas come out equal.
+makes them: the first ones full, the last ones smaller or empty. `_StridedShard` first cuts it into `split_factor`
+parts, and keeps one part of each. So a rank's indices may be several runs: 13 rows on a mesh of 3 x 2, with
+`_StridedShard(0, split_factor=2)` and `Shard(0)`, are the rows 6 and 11 on rank (2, 0). `Replicate` cuts nothing, and a
+rank's coordinate on such a mesh dimension makes no difference: HSDP's replicas come out equal.
+
+FSDP2 over tensor parallelism has those placements, and something else in its memory where sizes do not divide: it cuts the
+local part of tensor parallelism again, so that rank (2, 0) has row 6 alone. (Seen with torch 2.13; `full_tensor()` agrees
+with the memory.) So both readings of a `_StridedShard` are made, and the local part's shape decides; if it cannot, the
+tensor is refused.
 
 Responsible for those runs. They depend on the placements alone, so `cut` is plain arithmetic; `sharding_of` reads the
 placements off a DTensor. Not responsible for its memory. torch is never imported here: whoever hands over a DTensor has
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from tensorhub.errors import RegistrationError
@@ -110,12 +116,13 @@ def sharding_of(dtensor: Any) -> Sharding | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
+    shape = tuple([int(size) for size in dtensor.shape])
     cuts = []
-    for placement, count, index in zip(dtensor.placements, mesh.shape, coordinate, strict=True):
+    for placement, parts, part in zip(dtensor.placements, mesh.shape, coordinate, strict=True):
         kind = type(placement).__name__
         if kind in ("Shard", "_StridedShard"):
             split = int(placement.split_factor) if kind == "_StridedShard" else 1
-            cuts.append(Cut(placement.dim, int(count), int(index), split))
+            cuts.append(Cut(placement.dim % len(shape), int(parts), int(part), split))
         elif placement.is_partial():
             raise RegistrationError(
                 "it is a DTensor with a Partial placement: each rank has a summand, and nobody the tensor; register "
@@ -126,5 +133,32 @@ def sharding_of(dtensor: Any) -> Sharding | None:
                 f"it is a DTensor with a placement that is unknown here ({placement!r}); register "
                 "`.redistribute(placements=[Shard(0)])` of it"
             )
-    shape = tuple([int(size) for size in dtensor.shape])
-    return cut([*shape], [each._replace(dimension=each.dimension % len(shape)) for each in cuts])
+    return _as_the_memory_says(shape, cuts, tuple(dtensor.to_local().shape))
+
+
+def _as_the_memory_says(shape: tuple[int, ...], cuts: Sequence[Cut], local: tuple[int, ...]) -> Sharding:
+    """Of the two readings of a `_StridedShard`, the one that this local part can be."""
+    readings = list(dict.fromkeys([cut(shape, cuts), cut(shape, _inner_first(cuts))]))
+    fitting = [reading for reading in readings if reading.fault(local) is None]
+    if len(fitting) > 1:
+        runs = " or ".join(str([[*range(run.start, run.start + run.size)] for run in each.runs[0]]) for each in fitting)
+        raise RegistrationError(
+            f"it is a DTensor whose sizes do not divide, and its placements do not tell which indices it has ({runs} of "
+            "dimension 0); make the sizes divide, or say it with sources="
+        )
+    if not fitting:
+        raise RegistrationError(f"it is a DTensor, and {readings[0].fault(local)}")
+    return fitting[0]
+
+
+def _inner_first(cuts: Sequence[Cut]) -> list[Cut]:
+    """As FSDP2 cuts: what a `_StridedShard` makes room for comes first, and is cut again. As given where it makes room for
+    something else.
+    """
+    inner = [each for each in cuts if each.split == 1]
+    outer = [each for each in cuts if each.split != 1]
+    for each in outer:
+        after = cuts[cuts.index(each) + 1 :]
+        if each.split != prod([its.parts for its in after if its.dimension == each.dimension and its.split == 1]):
+            return list(cuts)
+    return [*inner, *(each._replace(split=1) for each in reversed(outer))]

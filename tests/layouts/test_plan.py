@@ -1,0 +1,304 @@
+"""Plans: random layouts equal gather-then-slice, each byte once; worked examples with their cells, runs and bytes; what is said
+where a source is missing; what a plan costs at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tensorhub.errors import ManifestMismatch
+from tensorhub.layouts import Coordinates, Kind, LocalTensor, Plan, Publication, arrange, at, pieces_of, plan, source
+from tensorhub.layouts.cells import Cell, Family, Loop, Step, folded
+from tensorhub.layouts.pieces import packed
+from tensorhub.layouts.sharding import Cut, cut
+from tests.layouts.worlds import moved, wanted, world
+
+KIB, MIB = 2**10, 2**20
+
+# ------------------------------------------------------------------------------------------------- random layouts
+
+
+def check_world(random: Random) -> None:
+    made = world(random)
+    classes = made.publication.classes
+    found = plan(made.reader, [each.coordinates for each in classes], turn=random.randrange(4))
+    counts = moved(found, [made.memories[each.ranks[0]] for each in classes], made.memory)
+    assert [bytes(region) for region in made.memory.regions] == made.expected
+    assert counts == wanted(made)
+    assert found.nbytes == sum(map(sum, counts))
+    assert found.run_count == sum(cell.runs for number in found.needs for cell in found.cells(number))
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_plan_moves_what_gathering_and_slicing_would(random: Random) -> None:
+    check_world(random)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", range(0, 20_000, 2500))
+def test_twenty_thousand_random_layouts(start: int) -> None:
+    for seed in range(start, start + 2500):
+        check_world(Random(seed))
+
+
+@settings(max_examples=50)
+@given(st.randoms(use_true_random=False), st.integers(1, 40))
+def test_cells_cut_to_a_size_are_the_same_bytes_in_the_same_order(random: Random, nbytes_max: int) -> None:
+    made = world(random)
+    found = plan(made.reader, [each.coordinates for each in made.publication.classes])
+    for number in found.needs:
+        for cell in found.cells(number):
+            pieces = list(cell.cut(nbytes_max))
+            assert all(0 < piece.nbytes <= nbytes_max for piece in pieces)
+            assert [byte for piece in pieces for byte in bytes_of(piece)] == bytes_of(cell)
+
+
+def bytes_of(cell: Cell) -> list[tuple[int, int]]:
+    return [(s + n, r + n) for s, r in cell.offsets() for n in range(cell.run)]
+
+
+# ------------------------------------------------------------------------------------------------- worked examples
+#
+# One layer of Llama-3-8B in bfloat16, with one of its norms.
+
+HIDDEN, KEY_VALUE, INNER = 4096, 1024, 14_336
+LLAMA = {
+    "q": (HIDDEN, HIDDEN),
+    "k": (KEY_VALUE, HIDDEN),
+    "v": (KEY_VALUE, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate": (INNER, HIDDEN),
+    "up": (INNER, HIDDEN),
+    "down": (HIDDEN, INNER),
+    "norm": (HIDDEN,),
+}
+
+
+def by_rows(ranks: int) -> Publication:
+    """FSDP2: each tensor cut by rows."""
+    made = []
+    for rank in range(ranks):
+        shardings = {name: cut(shape, [Cut(0, ranks, rank)]) for name, shape in LLAMA.items()}
+        shapes = {name: tuple(sum(run.size for run in runs) for runs in its.runs) for name, its in shardings.items()}
+        made.append(arrange(pieces_of(locals_of(shapes), rank=rank, world_size=ranks, shardings=shardings)))
+    return Publication(tuple(made)).check()
+
+
+def locals_of(shapes: dict[str, tuple[int, ...]]) -> list[LocalTensor]:
+    return [LocalTensor(name, "bfloat16", its, packed(its, 2), region) for region, (name, its) in enumerate(shapes.items())]
+
+
+def parallel_rank(ranks: int, rank: int, *, published: bool) -> Coordinates:
+    """Tensor parallelism with fused tensors, as an inference engine has them."""
+
+    def part(name: str, dimension: int) -> tuple[slice, ...]:
+        each = LLAMA[name][dimension] // ranks
+        mine = slice(rank * each, (rank + 1) * each)
+        return (mine,) if dimension == 0 else (slice(None), mine)
+
+    q, k, v, o, gate, up, down, norm = (source(name, shape=shape) for name, shape in LLAMA.items())
+    shapes = {
+        "qkv": ((HIDDEN + 2 * KEY_VALUE) // ranks, HIDDEN),
+        "gate_up": (2 * INNER // ranks, HIDDEN),
+        "o": (HIDDEN, HIDDEN // ranks),
+        "down": (HIDDEN, INNER // ranks),
+        "norm": (HIDDEN,),
+    }
+    sources: dict[str, object] = {
+        "qkv": [q[part("q", 0)], k[part("k", 0)], v[part("v", 0)]],
+        "gate_up": [gate[part("gate", 0)], up[part("up", 0)]],
+        "o": o[part("o", 1)],
+        "down": down[part("down", 1)],
+        "norm": norm,
+    }
+    shape_of = None if published else LLAMA.get
+    return arrange(pieces_of(locals_of(shapes), rank=rank, world_size=ranks, sources=sources, shape_of=shape_of))
+
+
+def cells_into(found: Plan, region: int) -> list[Cell]:
+    return [cell for number in found.needs for cell in found.cells(number) if cell.reader_region == region]
+
+
+def coordinates(publication: Publication) -> list[Coordinates]:
+    return [each.coordinates for each in publication.classes]
+
+
+def test_eight_ranks_by_rows_to_two_tensor_parallel_ones() -> None:
+    found = plan(parallel_rank(2, 0, published=False), coordinates(by_rows(8)))
+    assert (found.cell_count, found.run_count) == (44, 8220)
+    assert found.nbytes == 208 * MIB + 8 * KIB  # the norm beside the matrices
+    assert sorted(cell.nbytes // MIB for cell in cells_into(found, 0)) == [1] * 8 + [4] * 4
+    assert [cell.nbytes // MIB for cell in cells_into(found, 1)] == [14] * 8
+    assert {cell.runs for region in (0, 1) for cell in cells_into(found, region)} == {1}
+    assert [(cell.runs, cell.run) for cell in cells_into(found, 2)] == [(512, 4 * KIB)] * 8
+    assert [(cell.runs, cell.run) for cell in cells_into(found, 3)] == [(512, 14 * KIB)] * 8
+    assert [cell.nbytes for cell in cells_into(found, 4)] == [KIB] * 8
+    assert set(found.needs) == set(range(8))
+
+
+def test_four_tensor_parallel_ranks_to_two() -> None:
+    publication = Publication(tuple(parallel_rank(4, rank, published=True) for rank in range(4))).check()
+    found = plan(parallel_rank(2, 1, published=False), coordinates(publication), turn=1)
+    assert set(found.needs) == {2, 3}
+    assert found.nbytes == 208 * MIB + 8 * KIB
+    assert [(cell.runs, cell.run) for cell in cells_into(found, 2)] == [(4096, 2 * KIB)] * 2
+    assert len(cells_into(found, 4)) == 1  # a norm that all have: from one of those that are read anyway
+
+
+EXPERTS, WIDE, NARROW = 128, 2048, 768  # Qwen3-30B-A3B's, of one layer, stacked by their trainer
+MIXTURE = {"w1": (EXPERTS, NARROW, WIDE), "w3": (EXPERTS, NARROW, WIDE), "w2": (EXPERTS, WIDE, NARROW)}
+
+
+def test_eight_expert_parallel_ranks_to_four() -> None:
+    trainers = []
+    for rank in range(8):
+        shardings = {name: cut(shape, [Cut(0, 8, rank)]) for name, shape in MIXTURE.items()}
+        shapes = {name: (EXPERTS // 8, *shape[1:]) for name, shape in MIXTURE.items()}
+        trainers.append(arrange(pieces_of(locals_of(shapes), rank=rank, world_size=8, shardings=shardings)))
+    publication = Publication(tuple(trainers)).check()
+    rank, each = 1, EXPERTS // 4
+    mine = slice(rank * each, (rank + 1) * each)
+    shapes = {"w13": (each, 2 * NARROW, WIDE), "w2": (each, WIDE, NARROW)}
+    sources = {
+        "w13": [(at[:, 0:NARROW], source("w1")[mine]), (at[:, NARROW : 2 * NARROW], source("w3")[mine])],
+        "w2": source("w2")[mine],
+    }
+    pieces = pieces_of(locals_of(shapes), rank=rank, world_size=4, sources=sources, shape_of=MIXTURE.get)
+    found = plan(arrange(pieces, publication.catalogue), coordinates(publication))
+    assert set(found.needs) == {2, 3}
+    assert found.nbytes == 288 * MIB
+    assert (sum(cell.runs for cell in cells_into(found, 0)), {cell.run for cell in cells_into(found, 0)}) == (64, {3 * MIB})
+    assert [(cell.runs, cell.run) for cell in cells_into(found, 1)] == [(1, 48 * MIB)] * 2
+
+
+def test_experts_with_names_of_their_own_make_families_and_neighbours_coalesce() -> None:
+    """A trainer with a tensor for each expert, in regions of their own; an engine that stacks them. And the other way."""
+    names = [f"experts.{n}.w2" for n in range(16)]
+    shapes = dict.fromkeys(names, (8, 4))
+    apart = arrange(pieces_of(locals_of(shapes)))
+    sources = {"w2": [(at[n], source(name)) for n, name in enumerate(names)]}
+    stacked = arrange(pieces_of(locals_of({"w2": (16, 8, 4)}), sources=sources, shape_of=dict(shapes).get), apart.catalogue)
+    cell = Cell(0, 0, 0, 0, (), 64)
+    assert plan(stacked, [apart]).families == (Family(0, 16, cell, Step(1, 0, 0, 64)),)
+    assert plan(apart, [stacked]).families == (Family(0, 16, cell, Step(0, 64, 1, 0)),)
+    assert plan(stacked, [stacked]).families == (Family(0, 1, cell._replace(run=16 * 64), Step(0, 0, 0, 0)),)
+    assert list(plan(stacked, [apart]).cells(0))[3] == Cell(3, 0, 0, 192, (), 64)
+
+
+def test_what_alternates_is_several_families_of_one_step_each() -> None:
+    """Gate and up are alike; each is an equal distance from its next."""
+    shapes = {}
+    for n in range(8):
+        shapes |= {f"{n}.gate": (4, 6), f"{n}.up": (4, 6), f"{n}.down": (6, 4)}
+    one = arrange(pieces_of(locals_of(shapes)))
+    found = plan(one, [one])
+    # The very first gate has no down before it.
+    assert sorted((family.length, family.step) for family in found.families) == [
+        (1, Step(0, 0, 0, 0)),
+        (7, Step(3, 0, 3, 0)),
+        (8, Step(3, 0, 3, 0)),
+        (8, Step(3, 0, 3, 0)),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- whom to read
+
+
+def ranks_with(*parts: tuple[slice, ...] | None, shape: tuple[int, ...] = (12, 2)) -> list[Coordinates]:
+    """Each has this part of one tensor."""
+    made = []
+    for part in parts:
+        view = source("w", shape=shape)[part if part is not None else ...]
+        local = LocalTensor("mine", "uint8", view.select(shape).shape, packed(view.select(shape).shape, 1), 0)
+        made.append(arrange(pieces_of([local], sources={"mine": view})))
+    return made
+
+
+def test_each_byte_is_read_once_and_from_those_who_are_read_anyway() -> None:
+    sources = ranks_with((slice(0, 6),), (slice(6, 12),), None)
+    (reader,) = ranks_with(None)
+    assert plan(reader, sources, turn=2).needs == {2: 24}
+    assert plan(reader, sources, preferred=[0]).needs == {0: 12, 1: 12}
+    assert plan(reader, sources, preferred=[2]).needs == {2: 24}
+
+
+def test_the_ranks_of_a_reading_group_do_not_all_choose_the_same_source() -> None:
+    reader, *sources = ranks_with(None, None, None, None)
+    assert [set(plan(reader, sources, turn=turn).needs) for turn in range(3)] == [{0}, {1}, {2}]
+
+
+def test_like_tensors_that_several_have_are_shared_out() -> None:
+    shapes = {f"norm.{n}": (8,) for n in range(10)}
+    reader = arrange(pieces_of(locals_of(shapes)))
+    sources = [arrange(pieces_of(locals_of({"own": (4,), **shapes}), rank=0)) for _ in range(2)]
+    assert plan(reader, sources, preferred=[0, 1]).needs == {0: 80, 1: 80}
+
+
+def test_what_no_source_has_is_named_all_of_it() -> None:
+    sources = ranks_with((slice(0, 5),), (slice(7, 12, 2),))
+    (reader,) = ranks_with(None)
+    with pytest.raises(ManifestMismatch) as caught:
+        plan(reader, sources)
+    assert caught.value.differences == (
+        "no source holds 'w' [5:7, 0:2] (4 bytes)",
+        "no source holds 'w' [8:11:2, 0:2] (4 bytes)",
+    )
+    allowed = plan(reader, sources, partial=True)
+    assert (allowed.nbytes, sum(each.nbytes for each in allowed.unheld)) == (16, 8)
+    assert plan(reader, [], partial=True).families == ()
+
+
+def test_a_tensor_of_another_kind_is_not_read() -> None:
+    """The difference itself is named where a reader's pieces are arranged."""
+    local = LocalTensor("w", "float16", (12, 2), (4, 2), 0)
+    with pytest.raises(ManifestMismatch, match="no source holds 'w'"):
+        plan(arrange(pieces_of([local])), ranks_with(None))
+
+
+def test_tied_tensors_are_read_once() -> None:
+    tied = [LocalTensor(name, "uint8", (12, 2), (2, 1), 0) for name in ("embed", "head")]
+    one = arrange(pieces_of(tied))
+    assert plan(one, [one]).nbytes == 24
+
+
+# ---------------------------------------------------------------------------------------------------------- cells
+
+
+def test_packed_dimensions_fold_into_the_run() -> None:
+    assert folded([Loop(3, 40, 40), Loop(5, 8, 8), Loop(4, 2, 2)], 2) == ((), 120)
+    assert folded([Loop(3, 80, 40), Loop(5, 8, 8), Loop(4, 2, 2)], 2) == ((Loop(3, 80, 40),), 40)
+    assert folded([Loop(3, 400, 120), Loop(3, 80, 40), Loop(5, 8, 8)], 8) == ((Loop(3, 400, 120), Loop(3, 80, 40)), 40)
+    assert folded([Loop(3, 240, 120), Loop(3, 80, 40), Loop(5, 8, 8)], 8) == ((Loop(9, 80, 40),), 40)
+
+
+def test_loops_are_in_the_order_of_the_readers_memory() -> None:
+    """A transpose: both can be said, and the runs are of one element."""
+    assert folded([Loop(3, 2, 8), Loop(4, 6, 2)], 2) == ((Loop(3, 2, 8), Loop(4, 6, 2)), 2)
+    assert folded([Loop(4, 6, 2), Loop(3, 2, 8)], 2) == ((Loop(3, 2, 8), Loop(4, 6, 2)), 2)
+
+
+def test_memory_transposed_at_both_ends_is_one_run() -> None:
+    shape = (6, 4)
+
+    def transposed() -> Coordinates:
+        local = LocalTensor("mine", "uint8", (4, 6), (6, 1), 0)
+        return arrange(pieces_of([local], sources={"mine": source("w", shape=shape).T}))
+
+    (family,) = plan(transposed(), [transposed()]).families
+    assert (family.first.loops, family.first.run) == ((), 24)
+
+
+def test_a_reader_rank_of_an_equal_layout_reads_the_rank_local_tensors_of_its_rank() -> None:
+    def rank_of(rank: int, ranks: int) -> Coordinates:
+        return arrange(pieces_of([LocalTensor("w", "uint8", (5,), (1,), 0)], rank=rank, world_size=ranks))
+
+    sources: Sequence[Coordinates] = [rank_of(rank, 3) for rank in range(3)]
+    assert sources[0].catalogue.kinds == (Kind("uint8", (3, 5), None, 3),)
+    assert plan(rank_of(1, 3), sources).needs == {1: 5}
+    with pytest.raises(ManifestMismatch):
+        plan(rank_of(1, 2), sources)
