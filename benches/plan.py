@@ -1,8 +1,8 @@
 """What a reader's plan costs: a mixture of experts of 1.01T parameters in 98,947 tensors, from 64 ranks to one of 16.
 
 For each pair of layouts: the bytes that the reader gets about all ranks (catalogue, arrangements, coordinates); the CPU
-seconds that it takes to decode them, to plan, and to make every cell; the memory that a plan takes at most and keeps; how many
-cells and runs there are. Nothing is read, and no weights are made. See README.md.
+seconds that it takes to decode them, to plan, and to make every cell; the memory that a plan takes at most and keeps; how
+many cells and runs there are. Nothing is read, and no weights are made. See README.md.
 """
 
 from __future__ import annotations

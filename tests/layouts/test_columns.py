@@ -21,7 +21,13 @@ ruled = st.builds(
 )
 
 
-@given(st.one_of(st.lists(numbers, max_size=40), ruled, st.lists(ruled, max_size=3).map(lambda each: sum(each, []))))
+@given(
+    st.one_of(
+        st.lists(numbers, max_size=40),
+        ruled,
+        st.lists(ruled, max_size=3).map(lambda some: [n for each in some for n in each]),
+    )
+)
 def test_what_was_packed_is_unpacked(some: list[int]) -> None:
     packed = pack(some)
     assert list(unpack("c", packed, len(some))) == some

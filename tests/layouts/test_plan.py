@@ -1,10 +1,10 @@
-"""Plans: random layouts equal gather-then-slice, each byte once; worked examples with their cells, runs and bytes; what is said
-where a source is missing; what a plan costs at most.
+"""Plans: random layouts equal gather-then-slice, each byte once; worked examples with their cells, runs and bytes; whom to
+read where several have the same; what is said where nobody has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import pytest
@@ -89,7 +89,7 @@ def by_rows(ranks: int) -> Publication:
     return Publication(tuple(made)).check()
 
 
-def locals_of(shapes: dict[str, tuple[int, ...]]) -> list[LocalTensor]:
+def locals_of(shapes: Mapping[str, tuple[int, ...]]) -> list[LocalTensor]:
     return [LocalTensor(name, "bfloat16", its, packed(its, 2), region) for region, (name, its) in enumerate(shapes.items())]
 
 
@@ -192,7 +192,7 @@ def test_experts_with_names_of_their_own_make_families_and_neighbours_coalesce()
 
 def test_what_alternates_is_several_families_of_one_step_each() -> None:
     """Gate and up are alike; each is an equal distance from its next."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for n in range(8):
         shapes |= {f"{n}.gate": (4, 6), f"{n}.up": (4, 6), f"{n}.down": (6, 4)}
     one = arrange(pieces_of(locals_of(shapes)))

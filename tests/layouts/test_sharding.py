@@ -27,7 +27,7 @@ from tensorhub.layouts.sharding import Cut, Sharding, cut, is_dtensor, sharding_
 @contextmanager
 def mesh_of(*sizes: int, rank: int) -> Iterator[DeviceMesh]:
     """As one rank sees it; collectives do nothing."""
-    distributed.init_process_group("fake", rank=rank, world_size=prod(sizes), store=FakeStore())  # type: ignore[no-untyped-call]
+    distributed.init_process_group("fake", rank=rank, world_size=prod(sizes), store=FakeStore())
     try:
         yield init_device_mesh("cpu", sizes)
     finally:

@@ -116,7 +116,7 @@ def test_what_a_tensor_does_not_have_is_named(view: View, fault: str) -> None:
 def test_what_is_no_index_is_refused_where_it_is_written(index: Any, fault: str) -> None:
     for view in (source("w"), at):
         with pytest.raises(RegistrationError, match=fault):
-            view[index]  # type: ignore[index]
+            view[index]
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ class _Planning:
             if 3 * len(found) <= len(pieces):
                 yield from found
                 continue
-            # What alternates, such as gate and up, is told apart by the piece before: then each is equally far from its next.
+            # What alternates, such as gate and up, is told apart by the piece before: each is equally far from its next.
             after: dict[int, list[int]] = {}
             for piece in pieces:
                 after.setdefault(number_of[piece - 1] if piece else -1, []).append(piece)

@@ -52,12 +52,14 @@ class Publication:
         """Tensors that share all their memory with another one, on every rank that holds either: each, and the first of
         them.
         """
-        places: dict[int, list[tuple[int, ...]]] = {}
-        for number, each in enumerate(self.classes):
-            for tensor, *place in _shared_places(each.coordinates, self.catalogue):
-                places.setdefault(tensor, []).append((number, *place))
+        shared = {piece[0] for each in self.classes for piece in _shared_places(each.coordinates, self.catalogue)}
+        places: dict[int, list[tuple[int, ...]]] = {tensor: [] for tensor in sorted(shared)}
+        for number, each in enumerate(self.classes if shared else ()):
+            for tensor, *place in _places(each.coordinates, self.catalogue):
+                if tensor in shared:
+                    places[tensor].append((number, *place))
         first: dict[tuple[tuple[int, ...], ...], int] = {}
-        return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in sorted(places.items())}
+        return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in places.items()}
 
     def check(self) -> Publication:
         """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on each rank."""
@@ -161,19 +163,21 @@ def _held_twice(each: ShardClass) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------- ties
 
 
-def _shared_places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
-    """Of pieces that begin where a piece of another tensor begins: tensor, region, offset, form."""
+def _places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
+    """Of each piece: the tensor's number in this catalogue, region, offset, form."""
     arrangement = rank.arrangement
-    if len(set(arrangement.regions)) == len(arrangement.regions):
-        return
     numbers = numbers_in(arrangement.catalogue, catalogue)
-    at: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for tensor, region, offset, form in zip(
-        arrangement.tensors, arrangement.regions, arrangement.offsets, arrangement.form_of, strict=True
-    ):
-        number = tensor if numbers is None else numbers[tensor]
-        at.setdefault((region, offset), []).append((number, form))
-    for (region, offset), pieces in at.items():
+    tensors = arrangement.tensors if numbers is None else map(numbers.__getitem__, arrangement.tensors)
+    return zip(tensors, arrangement.regions, arrangement.offsets, arrangement.form_of, strict=True)
+
+
+def _shared_places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:
+    """As `_places`, of the pieces that begin where another piece begins."""
+    if len(set(rank.arrangement.regions)) == len(rank.arrangement.regions):
+        return
+    at: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for piece in _places(rank, catalogue):
+        at.setdefault(piece[1:3], []).append(piece)
+    for pieces in at.values():
         if len(pieces) > 1:
-            for tensor, form in pieces:
-                yield tensor, region, offset, form
+            yield from pieces

@@ -1,0 +1,130 @@
+"""Which part of which global tensor lies where: of whole, rank-local, sharded and described tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tensorhub.errors import RegistrationError
+from tensorhub.layouts import Kind, LocalTensor, Piece, at, pieces_of, source
+from tensorhub.layouts.boxes import Span, whole
+from tensorhub.layouts.pieces import packed
+from tensorhub.layouts.sharding import Cut, cut
+
+SHAPES: dict[str, tuple[int, ...]] = {"q": (8, 4), "k": (2, 4), "v": (2, 4), "gate": (6, 4), "up": (6, 4), "embed": (10, 4)}
+
+
+def local(name: str, *shape: int, strides: tuple[int, ...] | None = None, offset: int = 0) -> LocalTensor:
+    return LocalTensor(name, "float16", shape, strides or packed(shape, 2), 3, offset)
+
+
+def read(tensor: LocalTensor, entry: object) -> list[Piece]:
+    return pieces_of([tensor], world_size=2, sources={tensor.name: entry}, shape_of=SHAPES.get)
+
+
+def test_a_rank_alone_holds_whole_tensors() -> None:
+    assert pieces_of([local("q", 8, 4)]) == [Piece("q", Kind("float16", (8, 4)), whole((8, 4)), 3, 0, (8, 2))]
+
+
+def test_a_plain_tensor_of_one_of_several_ranks_is_local_to_it() -> None:
+    (piece,) = pieces_of([local("q", 8, 4, offset=64)], rank=1, world_size=3)
+    assert piece == Piece("q", Kind("float16", (3, 8, 4), None, 3), (Span(1, 1), *whole((8, 4))), 3, 64, (0, 8, 2))
+
+
+def test_a_dtensor_with_several_runs_is_several_pieces() -> None:
+    sharding = cut((13, 4), [Cut(0, 3, 2, split=2), Cut(0, 2, 0)])
+    pieces = pieces_of([local("w", 2, 4)], world_size=6, shardings={"w": sharding})
+    assert [(piece.box, piece.offset) for piece in pieces] == [((Span(6, 1), Span(0, 4)), 0), ((Span(11, 1), Span(0, 4)), 8)]
+
+
+def test_ranks_without_a_part_hold_nothing() -> None:
+    sharding = cut((3, 4), [Cut(0, 4, 3)])
+    assert pieces_of([local("w", 0, 4)], world_size=4, shardings={"w": sharding}) == []
+
+
+def test_a_list_concatenates() -> None:
+    q, k, v = (source(name) for name in "qkv")
+    pieces = read(local("qkv", 6, 4), [q[4:8], k[0:1], v[0:1]])
+    assert [(each.name, each.box[0], each.offset) for each in pieces] == [
+        ("q", Span(4, 4), 0),
+        ("k", Span(0, 1), 32),
+        ("v", Span(0, 1), 40),
+    ]
+
+
+def test_interleaved_gate_and_up_and_a_row_pitch() -> None:
+    tensor = local("gate_up", 6, 4, strides=(32, 2))
+    pieces = read(tensor, [(at[0::2], source("gate")[0:3]), (at[1::2], source("up")[0:3])])
+    assert [(each.name, each.offset, each.strides) for each in pieces] == [("gate", 0, (64, 2)), ("up", 32, (64, 2))]
+
+
+def test_a_padded_vocabulary_leaves_the_pad_alone() -> None:
+    (piece,) = read(local("embed", 12, 4), [(at[0:10], source("embed"))])
+    assert (piece.box, piece.nbytes) == (whole((10, 4)), 80)
+
+
+def test_stacked_experts_and_transposed_ones() -> None:
+    (piece,) = read(local("experts", 5, 4, 6), [(at[2], source("gate").T)])
+    assert (piece.offset, piece.strides, piece.box) == (2 * 48, (2, 12), whole((6, 4)))
+
+
+def test_a_callable_gives_entries_or_none() -> None:
+    pieces = pieces_of(
+        [local("mine.q", 8, 4), local("q", 8, 4)],
+        sources=lambda name: source(name.removeprefix("mine.")) if name.startswith("mine.") else None,
+        shape_of=SHAPES.get,
+    )
+    assert [piece.name for piece in pieces] == ["q", "q"]
+
+
+def test_an_empty_list_leaves_a_tensor_alone() -> None:
+    assert read(local("cache", 5), []) == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        (source("q"), r"sources of 't': source\('q'\) has shape \(8, 4\), and its place at\[...\] has \(6, 4\)"),
+        ([source("q")[0:3], source("k")[0:2]], "the list has 5 rows, and the tensor 6"),
+        ([source("q")[0:6], source("k")[0:2]], "the list has 8 rows, and the tensor 6"),
+        ([source("q")[0:3], source("k")[0:2, 0:3]], r"has shape \(2, 3\), and the tensor's is \(6, 4\)"),
+        ([source("q")[0], source("k")], r"has shape \(4,\), and the tensor's"),
+        ([(at[0:3], source("q")[0:4])], r"has shape \(4, 4\), and its place at\[0:3\] has \(3, 4\)"),
+        ([(at[0:7], source("q")[0:7])], r"at\[0:7\]: slice 0:7 is not within the size there, 6"),
+        ([(at[0:4], source("q")[0:4]), (at[3:6], source("q")[4:7])], "at.0:4. .* and at.3:6. .* overlap"),
+        (source("nothing"), "'nothing' is not published"),
+        (source("q", shape=(8, 5)), r"'q' is said to have shape \(8, 5\), and it is published with \(8, 4\)"),
+        (source("q")[0:9], "slice 0:9 is not within the size there, 8"),
+        ("q", "give a view"),
+    ],
+)
+def test_what_does_not_fit_is_named(entry: Any, fault: str) -> None:
+    with pytest.raises(RegistrationError, match=fault):
+        read(local("t", 6, 4), entry)
+
+
+def test_a_publisher_says_how_large_the_whole_is() -> None:
+    tensor = local("mine", 4, 4)
+    with pytest.raises(RegistrationError, match=r"source\('q', shape=...\)"):
+        pieces_of([tensor], sources={"mine": source("q")[0:4]})
+    (piece,) = pieces_of([tensor], sources={"mine": source("q", shape=(8, 4))[0:4]})
+    assert piece.box == (Span(0, 4), Span(0, 4))
+
+
+def test_every_fault_is_in_one_error() -> None:
+    sharding = cut((8, 4), [Cut(0, 2, 0)])
+    with pytest.raises(RegistrationError) as caught:
+        pieces_of(
+            [local("q", 3, 4), local("a", 1), local("b", 1)],
+            world_size=2,
+            shardings={"q": sharding},
+            sources={"a": 3, "b": source("k"), "c": source("k")},
+            shape_of=SHAPES.get,
+        )
+    text = str(caught.value)
+    assert text.startswith("4 fault(s)")
+    assert "tensor 'q': its local part has shape (3, 4), and its placements say (4, 4)" in text
+    assert "sources of 'a'" in text
+    assert "sources of 'b'" in text
+    assert "sources names 'c', and no tensor of that name is registered" in text
