@@ -78,6 +78,19 @@ class Arrangement:
         return column(map(forms.__getitem__, pieces))  # type: ignore[arg-type]  # a Form is the tuple of its numbers
 
     @cached_property
+    def tied(self) -> frozenset[int]:
+        """The pieces that lie where an earlier piece of the same form lies: the same bytes of another tensor."""
+        if len(set(self.regions)) == len(self.regions):
+            return frozenset()
+        seen: set[tuple[int, int, int]] = set()
+        found = []
+        for piece, place in enumerate(zip(self.regions, self.offsets, self.form_of, strict=True)):
+            if place in seen:
+                found.append(piece)
+            seen.add(place)
+        return frozenset(found)
+
+    @cached_property
     def box_count(self) -> int:
         return max(self.boxes, default=-1) + 1
 

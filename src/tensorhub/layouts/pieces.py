@@ -71,6 +71,18 @@ def packed(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def within(part: Box, box: Box, strides: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Where a part of a piece's box lies: how far behind its beginning, and for each dimension how many indices, how many
+    bytes apart.
+    """
+    offset = 0
+    steps = []
+    for its, all_of_it, stride in zip(part, box, strides, strict=True):
+        offset += (its.start - all_of_it.start) // all_of_it.step * stride
+        steps.append((its.size, its.step // all_of_it.step * stride))
+    return offset, steps
+
+
 # ---------------------------------------------------------------------------------------------- what a rank holds
 
 

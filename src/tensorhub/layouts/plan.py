@@ -27,10 +27,12 @@ from operator import sub
 from typing import NamedTuple
 
 from tensorhub.errors import ManifestMismatch
-from tensorhub.layouts.arrangement import Arrangement, Coordinates
+from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, left_over, meet, shown, volume, without
 from tensorhub.layouts.catalogue import numbers_in
 from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joined
+from tensorhub.layouts.chunks import Grid
+from tensorhub.layouts.pieces import within
 
 NAMES_MAX = 10  # in one error
 
@@ -90,12 +92,14 @@ def plan(
     preferred: Iterable[int] = (),
     turn: int = 0,
     partial: bool = False,
+    grid: Grid | None = None,
 ) -> Plan:
-    """What the reader takes from each of these sources. `preferred`: sources that are read anyway.
+    """What the reader takes from each of these sources. `preferred`: sources that are read anyway. `grid`: the reader's, of
+    which no cell then lies in two chunks.
 
     ManifestMismatch, with everything that no source has, unless `partial`.
     """
-    made = _Planning(reader, sources, preferred, turn).made()
+    made = _Planning(reader, sources, preferred, turn, grid).made()
     if made.unheld and not partial:
         sentences = tuple([f"no source holds {each}" for each in made.unheld])
         more = len(sentences) - NAMES_MAX
@@ -117,8 +121,8 @@ class _Likeness(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Like pieces of the reader. `places`: region and offset of the first of them, and then of each of the sources'
-    pieces of its tensor. `steps`: how far apart those of the following pieces are.
+    """Like pieces of the reader. `places`: region, offset and number of the first chunk of the first of them; then region
+    and offset of each of the sources' pieces of its tensor. `steps`: how far apart those of the following pieces are.
     """
 
     likeness: _Likeness
@@ -135,7 +139,9 @@ class _Stretch(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one source gives of a likeness, counted from the beginnings of the pieces. `column`: which of its pieces."""
+    """What one source gives of a likeness, counted from the beginnings of the pieces, and from the first chunk of the
+    reader's. `column`: which of the source's pieces.
+    """
 
     source: int
     column: int
@@ -144,6 +150,7 @@ class _Part(NamedTuple):
     loops: Loops
     run: int
     nbytes: int
+    chunk: int
 
 
 class _Candidate(NamedTuple):
@@ -157,8 +164,16 @@ class _Candidate(NamedTuple):
 class _Planning:
     """One plan being made."""
 
-    def __init__(self, reader: Coordinates, sources: Sequence[Coordinates], preferred: Iterable[int], turn: int) -> None:
+    def __init__(
+        self,
+        reader: Coordinates,
+        sources: Sequence[Coordinates],
+        preferred: Iterable[int],
+        turn: int,
+        grid: Grid | None,
+    ) -> None:
         self._reader = reader
+        self._grid = grid
         self._sources = sources
         self._turn = turn
         self._in_use = set(preferred)
@@ -215,7 +230,7 @@ class _Planning:
     def _stretches(self) -> Iterator[_Stretch]:
         forms, held_pieces = self._held()
         mine = self._reader.arrangement
-        shared = _tied(mine)
+        shared = mine.tied
         numbers: dict[tuple[object, ...], int] = {}  # of the likenesses
         number_of = [
             numbers.setdefault((form, *forms[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
@@ -240,7 +255,8 @@ class _Planning:
     def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[list[int]]) -> Iterator[_Stretch]:
         """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
         mine = self._reader.arrangement
-        columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
+        chunks = [0 if self._grid is None else self._grid.firsts[piece] for piece in pieces]
+        columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces], chunks]
         theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
         for column, (number, _) in enumerate(likeness.held):
             arrangement = self._arrangements[number]
@@ -285,7 +301,7 @@ class _Planning:
             if found < volume(candidate.common):
                 return None
             left = rest
-        return [self._part(likeness, candidate, candidate.common) for candidate in candidates]
+        return [part for candidate in candidates for part in self._parts(likeness, candidate, candidate.common)]
 
     def _chosen_parts(self, likeness: _Likeness) -> list[_Part]:
         def rank(candidate: _Candidate) -> tuple[bool, int, int]:
@@ -293,7 +309,7 @@ class _Planning:
             return source not in self._in_use, self._given[source], (source - self._turn) % len(self._sources)
 
         _, box, _ = self._reader.geometry[likeness.form]
-        parts = []
+        parts: list[_Part] = []
         left = [box]
         for candidate in sorted(self._candidates_of[likeness], key=rank):
             rest: list[Box] = []
@@ -302,38 +318,42 @@ class _Planning:
                 if common is None:
                     rest.append(fragment)
                 else:
-                    parts.append(self._part(likeness, candidate, common))
+                    parts += self._parts(likeness, candidate, common)
                     rest.extend(without(fragment, common))
             left = rest
             if not left:
                 break
         return parts
 
-    def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> _Part:
+    def _parts(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> Iterator[_Part]:
+        """One; or one for each chunk of the reader's that has something of it."""
+        cuts = [common] if self._grid is None else self._grid.cuts[likeness.form]
+        for chunk, box in enumerate(cuts):
+            if (part := meet(common, box)) is not None:
+                yield self._part(likeness, candidate, part, chunk)
+
+    def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box, chunk: int) -> _Part:
         kind, mine, to = self._reader.geometry[likeness.form]
         _, form = likeness.held[candidate.column]
         _, theirs, by = self._sources[candidate.source].geometry[form]
-        source_offset = reader_offset = 0
-        loops = []
-        for its, at_source, at_reader, source_stride, reader_stride in zip(common, theirs, mine, by, to, strict=True):
-            source_offset += (its.start - at_source.start) // at_source.step * source_stride
-            reader_offset += (its.start - at_reader.start) // at_reader.step * reader_stride
-            if its.size > 1:
-                strides = its.step // at_source.step * source_stride, its.step // at_reader.step * reader_stride
-                loops.append(Loop(its.size, *strides))
+        source_offset, source_steps = within(common, theirs, by)
+        reader_offset, reader_steps = within(common, mine, to)
+        steps = zip(source_steps, reader_steps, strict=True)
+        loops, run = folded(
+            [Loop(times, at_source, at_reader) for (times, at_source), (_, at_reader) in steps], kind.itemsize
+        )
         nbytes = volume(common) * kind.itemsize
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, *folded(loops, kind.itemsize), nbytes)
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, loops, run, nbytes, chunk)
 
     def _take(self, stretch: _Stretch, parts: list[_Part]) -> None:
-        region, offset, *held = stretch.places
-        region_step, offset_step, *held_steps = stretch.steps
+        region, offset, chunk, *held = stretch.places
+        region_step, offset_step, chunk_step, *held_steps = stretch.steps
         for part in parts:
             at = 2 * part.column
             places = held[at], held[at + 1] + part.source_offset, region, offset + part.reader_offset
             step = Step(held_steps[at], held_steps[at + 1], region_step, offset_step)
-            self._families.append(
-                joined(Family(part.source, len(stretch.pieces), Cell(*places, part.loops, part.run), step))
-            )
+            first, length = Cell(*places, part.loops, part.run), len(stretch.pieces)
+            self._families.append(joined(Family(part.source, length, first, step, chunk + part.chunk, chunk_step)))
             self._given[part.source] += part.nbytes * len(stretch.pieces)
             self._in_use.add(part.source)
         kind, box, _ = self._reader.geometry[stretch.likeness.form]
@@ -346,16 +366,3 @@ class _Planning:
         for piece in stretch.pieces:
             name = self._reader.catalogue.names[self._reader.arrangement.tensors[piece]]
             self._unheld += [Unheld(name, each, volume(each) * kind.itemsize) for each in boxes]
-
-
-def _tied(arrangement: Arrangement) -> set[int]:
-    """The pieces in whose memory, all of it, an earlier piece of another tensor lies."""
-    if len(set(arrangement.regions)) == len(arrangement.regions):
-        return set()
-    seen: set[tuple[int, int, int]] = set()
-    found = set()
-    for piece, place in enumerate(zip(arrangement.regions, arrangement.offsets, arrangement.form_of, strict=True)):
-        if place in seen:
-            found.add(piece)
-        seen.add(place)
-    return found
