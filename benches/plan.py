@@ -13,17 +13,18 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from tensorhub.layouts import Arrangement, Catalogue, Coordinates, Kind, Piece, Plan, Publication, arrange, plan
+from tensorhub.layouts import Arrangement, Catalogue, Coordinates, Grid, Kind, Piece, Plan, Publication, arrange, plan
 from tensorhub.layouts.boxes import Box, span
 from tensorhub.layouts.catalogue import catalogue_of
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
+from tensorhub.types import Options
 
 LAYERS, EXPERTS, HIDDEN, INNER, HEADS, KEY_VALUE_HEADS, HEAD, VOCABULARY = 64, 512, 7168, 1408, 128, 8, 128, 163_840
 SOURCES, READERS = 64, 16
+CHUNK_BYTES = Options().chunk_bytes
 
 T = TypeVar("T")
 
@@ -181,15 +182,19 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
         for name, held in READING.items():
             arrange_s, reader = timed(lambda held=held, p=publication: rank_of(held(rank), p.catalogue))  # type: ignore[misc]
             sources = [each.coordinates for each in publication.classes]
-            first_s, made = timed(lambda reader=reader, sources=sources: plan(reader, sources, turn=rank))  # type: ignore[misc]
-            plan_s, made = timed(lambda reader=reader, sources=sources: plan(reader, sources, turn=rank))  # type: ignore[misc]
+
+            def planned(reader: Coordinates = reader, sources: Sequence[Coordinates] = sources) -> Plan:
+                return plan(reader, sources, turn=rank, grid=Grid(reader, CHUNK_BYTES))
+
+            first_s, made = timed(planned)
+            plan_s, made = timed(planned)
             cells_s, cells = timed(lambda made=made: cells_made(made))  # type: ignore[misc]
             assert cells == made.cell_count
             assert made.nbytes == reader.nbytes
             del made
             gc.collect()
             tracemalloc.start()
-            made = plan(reader, sources, turn=rank)
+            made = planned()
             kept, most = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             yield {
@@ -224,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     print(f"{len(TENSORS):,} tensors", flush=True)
-    for row in islice(measure(options.rank), None):
+    for row in measure(options.rank):
         print(json.dumps(row) if options.json else "\n  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return 0
 

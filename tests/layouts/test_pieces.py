@@ -41,6 +41,7 @@ def test_a_dtensor_with_several_runs_is_several_pieces() -> None:
 def test_ranks_without_a_part_hold_nothing() -> None:
     sharding = cut((3, 4), [Cut(0, 4, 3)])
     assert pieces_of([local("w", 0, 4)], world_size=4, shardings={"w": sharding}) == []
+    assert pieces_of([local("w", 2, 4)], world_size=4, shardings={"w": None}) == []  # its rank is not on the mesh
 
 
 def test_a_list_concatenates() -> None:

@@ -94,7 +94,12 @@ def test_a_tensor_that_nobody_reads_is_named_whole() -> None:
 
 def test_rank_local_tensors_are_each_ranks_own() -> None:
     ranks = [arrange(pieces_of([local("w", 5 + rank)], rank=rank, world_size=2)) for rank in range(2)]
-    assert Publication(tuple(ranks)).check().catalogue.names == ("w", "w")
+    publication = Publication(tuple(ranks)).check()
+    assert publication.catalogue.names == ("w", "w")
+    publication.check_readers(ranks)
+    with pytest.raises(ManifestMismatch, match="'w', local to rank 1 of 2, is read by no rank of the group"):
+        publication.check_readers(ranks[:1])
+    publication.check_readers(ranks[:1], partial=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ ties

@@ -28,7 +28,6 @@ from tensorhub.layouts.cells import Loop, folded
 from tensorhub.layouts.pieces import within
 from tensorhub.manifest import CHUNKS_MAX
 
-
 CUTS_MAX = 2**20  # of all forms
 
 

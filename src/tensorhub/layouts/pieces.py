@@ -91,7 +91,7 @@ def pieces_of(
     *,
     rank: int = 0,
     world_size: int = 1,
-    shardings: Mapping[str, Sharding] | None = None,
+    shardings: Mapping[str, Sharding | None] | None = None,
     sources: Mapping[str, object] | Callable[[str], object] | None = None,
     shape_of: ShapeOf | None = None,
 ) -> list[Piece]:
@@ -102,7 +102,7 @@ def pieces_of(
     None for a tensor that it has no entry for. `shape_of`: what the publication says; None for a publisher, whose views
     say it themselves.
 
-    RegistrationError, with every fault.
+    `shardings`: what `sharding_of` says. RegistrationError, with every fault.
     """
     found: list[Piece] = []
     faults: list[str] = []
@@ -115,7 +115,8 @@ def pieces_of(
             if entry is not None:
                 found += _from_sources(tensor, entry, shape_of)
             elif shardings is not None and tensor.name in shardings:
-                found += _from_sharding(tensor, shardings[tensor.name])
+                sharding = shardings[tensor.name]
+                found += () if sharding is None else _from_sharding(tensor, sharding)
             else:
                 found.append(_as_it_is(tensor, rank, world_size))
         except RegistrationError as error:
@@ -170,7 +171,7 @@ def _one_after_another(
 ) -> list[tuple[Selection, Place, View]]:
     """Along dimension 0; a single view is the whole tensor."""
     if len(views) == 1:
-        return [(at[...].select(tensor.shape), at[...], views[0])]
+        return [(Selection(whole(tensor.shape), tuple(range(len(tensor.shape)))), at[...], views[0])]
     found, start = [], 0
     for view in views:
         shape = view.select(_shape(tensor, view, shape_of)).shape

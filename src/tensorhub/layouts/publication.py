@@ -75,10 +75,22 @@ class Publication:
         """
         distinct = list({each.coordinates_id: each for each in readers}.values())
         faults = [] if partial else [*_unheld(self.catalogue, distinct, "is read by no rank of the group")]
+        faults += [] if partial else self._unread_locals(distinct)
         for reader in distinct:
             faults += self._tie_faults(reader)
         hint = "" if partial else " (register(..., partial=True) allows to leave tensors unread)"
         _refuse(faults, f"difference(s) between the published and the registered tensors{hint}")
+
+    def _unread_locals(self, readers: Sequence[Coordinates]) -> Iterator[str]:
+        """Rank-local tensors that a rank holds and no reader has the like of."""
+        if not self.catalogue.local_names:
+            return
+        read = {piece for each in readers for piece in _locals(each, self.catalogue)}
+        for each in self.classes:
+            for tensor, box in _locals(each.coordinates, self.catalogue):
+                if (tensor, box) not in read:
+                    name, ranks = self.catalogue.names[tensor], self.catalogue.kind(tensor).ranks
+                    yield f"tensor {name!r}, local to rank {box[0].start} of {ranks}, is read by no rank of the group"
 
     def _tie_faults(self, reader: Coordinates) -> Iterator[str]:
         """R13: what shares memory at the reader only would be overwritten there with two tensors' bytes."""
@@ -161,6 +173,14 @@ def _held_twice(each: ShardClass) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------------- ties
+
+
+def _locals(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, Box]]:
+    """The rank-local tensors of a rank, by their numbers in this catalogue."""
+    for tensor, _, _, form in _places(rank, catalogue):
+        kind, box, _ = rank.geometry[form]
+        if kind.ranks:
+            yield tensor, box
 
 
 def _places(rank: Coordinates, catalogue: Catalogue) -> Iterator[tuple[int, int, int, int]]:

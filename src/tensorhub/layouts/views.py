@@ -102,10 +102,7 @@ class View:
         selection = Selection(whole(shape), tuple(range(len(shape))))
         for number, step in enumerate(self._steps):
             so_far = View(self.name, None, self._steps[:number])
-            if isinstance(step, _Index):
-                selection = _take(selection, step, repr(so_far))
-            else:
-                selection = _permute(selection, step, repr(so_far))
+            selection = _take(selection, step, so_far) if isinstance(step, _Index) else _permute(selection, step, so_far)
         return selection
 
     def __repr__(self) -> str:
@@ -145,7 +142,7 @@ class Place:
 
     def select(self, shape: Sequence[int]) -> Selection:
         """Which part of a tensor of this shape it is. RegistrationError, with what to write, if there is no such part."""
-        return _take(Selection(whole(shape), tuple(range(len(shape)))), self._index, "at")
+        return _take(Selection(whole(shape), tuple(range(len(shape)))), self._index, at)
 
     def __repr__(self) -> str:
         return f"at{self._index!r}"
@@ -215,7 +212,7 @@ def _index(given: object, what: object) -> _Index:
     return _Index(tuple(items))
 
 
-def _take(selection: Selection, index: _Index, so_far: str) -> Selection:
+def _take(selection: Selection, index: _Index, so_far: View | _At) -> Selection:
     given = len(index.items) - index.items.count(...)
     missing = len(selection.order) - given
     if missing < 0:
@@ -231,27 +228,29 @@ def _take(selection: Selection, index: _Index, so_far: str) -> Selection:
             items += [_Slice(None, None, 1)] * missing
     box, order = list(selection.box), []
     for dimension, item in zip(selection.order, items, strict=True):
-        taken = _one(item, box[dimension].size, f"{so_far}{index!r}")
+        taken = _one(item, box[dimension].size, so_far, index)
         box[dimension] = box[dimension].take(taken)
         if isinstance(item, _Slice):
             order.append(dimension)
     return Selection(tuple(box), tuple(order))
 
 
-def _one(item: int | _Slice, size: int, written: str) -> Span:
+def _one(item: int | _Slice, size: int, so_far: View | _At, index: _Index) -> Span:
     """The positions that an index takes, of so many."""
     if isinstance(item, int):
         if not -size <= item < size:
-            raise RegistrationError(f"{written}: index {item} is out of range; the size there is {size}")
+            raise RegistrationError(f"{so_far}{index!r}: index {item} is out of range; the size there is {size}")
         return Span(item % size, 1)
     start, stop = 0 if item.start is None else item.start, size if item.stop is None else item.stop
     start, stop = start + size * (start < 0), stop + size * (stop < 0)
     if not 0 <= start <= stop <= size:
-        raise RegistrationError(f"{written}: slice {item!r} is not within the size there, {size}; write at most 0:{size}")
+        raise RegistrationError(
+            f"{so_far}{index!r}: slice {item!r} is not within the size there, {size}; write at most 0:{size}"
+        )
     return span(start, -(-(stop - start) // item.step), item.step)
 
 
-def _permute(selection: Selection, step: _Permutation, so_far: str) -> Selection:
+def _permute(selection: Selection, step: _Permutation, so_far: View | _At) -> Selection:
     count = len(selection.order)
     dimensions = step.dimensions
     if dimensions is None:
