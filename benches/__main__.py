@@ -2,7 +2,7 @@
 
 import sys
 
-from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, tiny
+from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, tiny
 from benches.scale import core
 
 SUBJECTS = {
@@ -13,6 +13,7 @@ SUBJECTS = {
     "gpu": gpu.main,
     "one_sided": one_sided.main,
     "one_to_n": one_to_n.main,
+    "plan": plan.main,
     "scale": core.main,
     "tiny": tiny.main,
 }
