@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import RegistrationError
-from tensorhub.layouts import Chunk, Grid, Kind, LocalTensor, Piece, arrange, pieces_of, plan
+from tensorhub.layouts import Chunk, Grid, Kind, LocalTensor, Piece, arrange, at, pieces_of, plan, source
 from tensorhub.layouts.boxes import Span, whole
 from tensorhub.layouts.pieces import packed
 from tests.layouts.worlds import moved, wanted, world
@@ -52,6 +52,18 @@ def test_cells_fill_the_chunks_that_they_lie_in(random: Random, chunk_bytes: int
     assert filled == Counter({number: grid.chunk(number).nbytes for number in range(grid.chunk_count)})
     assert moved(found, [made.memories[each.ranks[0]] for each in classes], made.memory) == wanted(made)
     assert [bytes(region) for region in made.memory.regions] == made.expected
+
+
+def test_neighbours_in_different_chunks_do_not_coalesce() -> None:
+    """Stacked experts at both ends: without a grid they are one cell."""
+    shapes = {f"{n}": (8, 4) for n in range(16)}
+    stack = LocalTensor("w2", "uint8", (16, 8, 4), packed((16, 8, 4), 1), 0)
+    sources = {"w2": [(at[n], source(name)) for n, name in enumerate(shapes)]}
+    stacked = arrange(pieces_of([stack], sources=sources, shape_of=shapes.get))
+    assert plan(stacked, [stacked]).cell_count == 1
+    grid = Grid(stacked, 32)
+    (family,) = plan(stacked, [stacked], grid=grid).families
+    assert (family.length, list(family.chunks())) == (16, list(range(16)))
 
 
 def grid_of(shape: tuple[int, ...], box: tuple[Span, ...] | None = None, *, chunk_bytes: int) -> Grid:
