@@ -127,22 +127,29 @@ def _without(outer: Span, inner: Span) -> Iterator[Span]:
             yield span(inner.start + nth * inner.step + step, skipped, step)
 
 
+def taken_out(left: Iterable[Box], box: Box) -> tuple[list[Box], list[Box]]:
+    """Of what is left, what `box` takes, and what is left then. ManifestMismatch: that would be too many fragments."""
+    taken: list[Box] = []
+    rest: list[Box] = []
+    for fragment in left:
+        common = meet(fragment, box)
+        if common is None:
+            rest.append(fragment)
+        else:
+            taken.append(common)
+            rest.extend(without(fragment, common))
+        if len(rest) > FRAGMENTS_MAX:
+            raise _too_many()
+    return taken, rest
+
+
 def left_over(box: Box, taken: Iterable[Box]) -> list[Box]:
-    """What is left of `box` without all these, which may overlap. ManifestMismatch: they cut it into too many fragments."""
+    """What is left of `box` without all these, which may overlap. ManifestMismatch: as `taken_out`."""
     left = [box] if volume(box) else []
     for each in taken:
         if not left:
             break
-        rest: list[Box] = []
-        for fragment in left:
-            common = meet(fragment, each)
-            if common is None:
-                rest.append(fragment)
-            else:
-                rest.extend(without(fragment, common))
-        if len(rest) > FRAGMENTS_MAX:
-            raise _too_many()
-        left = rest
+        _, left = taken_out(left, each)
     return left
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.boxes import Box, left_over, meet, shown, volume, without
+from tensorhub.layouts.boxes import Box, left_over, meet, shown, taken_out, volume
 from tensorhub.layouts.catalogue import numbers_in
 from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joined
 from tensorhub.layouts.chunks import Grid
@@ -178,12 +178,12 @@ class _Planning:
         self._turn = turn
         self._in_use = set(preferred)
         self._given = [0] * len(sources)  # bytes that each source gives so far
-        arrangements = {id(each.arrangement): each.arrangement for each in sources}
+        arrangements = {each.arrangement.arrangement_id: each.arrangement for each in sources}
         numbers = {key: number for number, key in enumerate(arrangements)}
         self._arrangements = list(arrangements.values())
         self._of_arrangement: list[list[int]] = [[] for _ in arrangements]  # the sources of each
         for number, each in enumerate(sources):
-            self._of_arrangement[numbers[id(each.arrangement)]].append(number)
+            self._of_arrangement[numbers[each.arrangement.arrangement_id]].append(number)
         self._candidates_of: dict[_Likeness, list[_Candidate]] = {}
         self._families: list[Family] = []
         self._unheld: list[Unheld] = []
@@ -289,18 +289,9 @@ class _Planning:
         candidates = self._candidates_of[likeness]
         left = [box]
         for candidate in candidates:
-            rest: list[Box] = []
-            found = 0
-            for fragment in left:
-                common = meet(fragment, candidate.common)
-                if common is None:
-                    rest.append(fragment)
-                else:
-                    found += volume(common)
-                    rest.extend(without(fragment, common))
-            if found < volume(candidate.common):
+            taken, left = taken_out(left, candidate.common)
+            if sum(map(volume, taken)) < volume(candidate.common):
                 return None
-            left = rest
         return [part for candidate in candidates for part in self._parts(likeness, candidate, candidate.common)]
 
     def _chosen_parts(self, likeness: _Likeness) -> list[_Part]:
@@ -312,17 +303,10 @@ class _Planning:
         parts: list[_Part] = []
         left = [box]
         for candidate in sorted(self._candidates_of[likeness], key=rank):
-            rest: list[Box] = []
-            for fragment in left:
-                common = meet(fragment, candidate.common)
-                if common is None:
-                    rest.append(fragment)
-                else:
-                    parts += self._parts(likeness, candidate, common)
-                    rest.extend(without(fragment, common))
-            left = rest
             if not left:
                 break
+            taken, left = taken_out(left, candidate.common)
+            parts += [part for common in taken for part in self._parts(likeness, candidate, common)]
         return parts
 
     def _parts(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> Iterator[_Part]:

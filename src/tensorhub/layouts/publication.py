@@ -37,7 +37,7 @@ class Publication:
     @cached_property
     def catalogue(self) -> Catalogue:
         """All of its tensors, in the order of the ranks."""
-        return merged(list({id(each.catalogue): each.catalogue for each in self.ranks}.values()))
+        return merged(list({each.catalogue.catalogue_id: each.catalogue for each in self.ranks}.values()))
 
     @cached_property
     def classes(self) -> tuple[ShardClass, ...]:
@@ -119,9 +119,11 @@ def _refuse(faults: Iterable[str], what: str) -> None:
 
 def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str) -> Iterator[str]:
     """Tensors of which a part is in no piece of these, a sentence each. Likeness by likeness, as plans are made."""
-    arrangements = {id(each.arrangement): each.arrangement for each in holders}
-    of_arrangement = {key: [each for each in holders if id(each.arrangement) == key] for key in arrangements}
-    held: list[list[tuple[int, int]]] = [[] for _ in catalogue.names]
+    arrangements = {each.arrangement.arrangement_id: each.arrangement for each in holders}
+    of_arrangement: dict[str, list[Coordinates]] = {key: [] for key in arrangements}
+    for each in holders:
+        of_arrangement[each.arrangement.arrangement_id].append(each)
+    held: list[list[tuple[str, int]]] = [[] for _ in catalogue.names]
     for key, arrangement in arrangements.items():
         numbers = numbers_in(arrangement.catalogue, catalogue)
         keys = [(key, form) for form in range(len(arrangement.forms))]
