@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import sub
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
@@ -111,13 +111,18 @@ def plan(
 # ----------------------------------------------------------------------------------------------------- likeness
 
 
+_Forms: TypeAlias = tuple[
+    tuple[int, int], ...
+]  # of pieces of one tensor: the numbers of the arrangement, and of the form in it
+
+
 class _Likeness(NamedTuple):
     """The reader's form; for each of the sources' pieces of the tensor, the number of its arrangement, and its form
     there.
     """
 
     form: int
-    held: tuple[tuple[int, int], ...]
+    held: _Forms
 
 
 class _Stretch(NamedTuple):
@@ -209,38 +214,39 @@ class _Planning:
 
     # --------------------------------------------------------------------------------------------- who has what
 
-    def _held(self) -> tuple[list[list[tuple[int, int]]], list[list[int]]]:
+    def _held(self) -> tuple[list[_Forms], list[tuple[int, ...]]]:
         """For each tensor of the reader's catalogue: arrangement and form of the sources' pieces of it, and which pieces."""
         catalogue = self._reader.catalogue
         wanted = bytearray(len(catalogue.names))
         for tensor in self._reader.arrangement.tensors:
             wanted[tensor] = 1
-        forms: list[list[tuple[int, int]]] = [[] for _ in catalogue.names]
-        pieces: list[list[int]] = [[] for _ in catalogue.names]
+        forms: list[_Forms] = [()] * len(catalogue.names)  # tuples: most are shared, and none costs the garbage collector
+        pieces: list[tuple[int, ...]] = [()] * len(catalogue.names)
         for number, arrangement in enumerate(self._arrangements):
             numbers = numbers_in(arrangement.catalogue, self._reader.catalogue)
-            keys = [(number, form) for form in range(len(arrangement.forms))]
+            alone: list[_Forms] = [((number, form),) for form in range(len(arrangement.forms))]
             for piece, (theirs, form) in enumerate(zip(arrangement.tensors, arrangement.form_of, strict=True)):
                 tensor = theirs if numbers is None else numbers[theirs]
                 if tensor >= 0 and wanted[tensor]:
-                    forms[tensor].append(keys[form])
-                    pieces[tensor].append(piece)
+                    before = forms[tensor]
+                    forms[tensor] = before + alone[form] if before else alone[form]
+                    pieces[tensor] += (piece,)
         return forms, pieces
 
     def _stretches(self) -> Iterator[_Stretch]:
         forms, held_pieces = self._held()
         mine = self._reader.arrangement
         shared = mine.tied
-        numbers: dict[tuple[object, ...], int] = {}  # of the likenesses
+        numbers: dict[tuple[int, _Forms], int] = {}  # of the likenesses
         number_of = [
-            numbers.setdefault((form, *forms[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
+            numbers.setdefault((form, forms[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
         ]
         groups: list[list[int]] = [[] for _ in numbers]  # like pieces
         for piece, number in enumerate(number_of):
             if piece not in shared:  # else the same bytes in the same memory: they are read once
                 groups[number].append(piece)
         for pieces in filter(None, groups):
-            likeness = _Likeness(mine.form_of[pieces[0]], tuple(forms[mine.tensors[pieces[0]]]))
+            likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
             found = list(self._equally_far(likeness, pieces, held_pieces))
             if 3 * len(found) <= len(pieces):
                 yield from found
@@ -252,7 +258,7 @@ class _Planning:
             for each in after.values():
                 yield from self._equally_far(likeness, each, held_pieces)
 
-    def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[list[int]]) -> Iterator[_Stretch]:
+    def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> Iterator[_Stretch]:
         """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
         mine = self._reader.arrangement
         chunks = [0 if self._grid is None else self._grid.firsts[piece] for piece in pieces]
