@@ -224,6 +224,19 @@ def test_what_cannot_be_is_refused_by_name(case: tuple[bytes, Decode], fault: st
         decode(blob)
 
 
+@pytest.mark.parametrize("number", [CATALOGUE, ARRANGEMENT, COORDINATES])
+def test_another_encoding_of_the_same_is_refused(number: int) -> None:
+    """Else two ids could name one layout."""
+    blob, decode = DECODERS[number]
+    parts = msgpack.unpackb(blob)
+    narrow = next(
+        place for place, part in enumerate(parts) if isinstance(part, bytes) and part[:1] == b"\1" and len(part) > 1
+    )
+    parts[narrow] = b"\2" + b"".join(bytes([number, 0]) for number in parts[narrow][1:])
+    with pytest.raises(ProtocolError, match="not the one encoding"):
+        decode(msgpack.packb(parts))
+
+
 def test_pieces_that_end_beyond_all_memory_are_refused() -> None:
     made = sharded(0, 4)
     blob = msgpack.unpackb(made.arrangement.encode())
