@@ -116,6 +116,11 @@ def test_tied_readers_of_tied_tensors_are_in_order() -> None:
     publication.check_readers([tied(False)])
 
 
+def test_only_tensors_that_share_memory_are_ties() -> None:
+    pieces = pieces_of([local("embed", 12, 2), local("head", 12, 2), local("w", 12, 2, region=1)])
+    assert Publication((arrange(pieces),)).check().ties == {0: 0, 1: 0}
+
+
 def test_what_shares_memory_at_the_reader_only_is_refused() -> None:
     publication = Publication((tied(False),)).check()
     with pytest.raises(ManifestMismatch, match="tensors 'embed' and 'head' share memory at the reader only"):
