@@ -12,7 +12,7 @@ import pytest
 from tensorhub.errors import GroupAborted, IntegrityError, TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.messages import Compare
-from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.session import Session
 from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Tensors, cluster, connect, holds, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable
@@ -65,13 +65,13 @@ async def test_who_overwrites_a_copy_and_vouches_for_it_poisons_nobody() -> None
 async def test_a_page_of_digests_takes_its_room_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many compare and take nothing, the coordinator has no more of them encoded than there is room for."""
     taken: list[type] = []
-    say = CoordinatorServer._say_at_length
+    say = Session._say_at_length
 
-    async def noting(self: CoordinatorServer, messages: Any, message: Any, *rest: Any) -> None:
+    async def noting(self: Session, message: Any) -> None:
         taken.append(type(message))
-        await say(self, messages, message, *rest)
+        await say(self, message)
 
-    monkeypatch.setattr(CoordinatorServer, "_say_at_length", noting)
+    monkeypatch.setattr(Session, "_say_at_length", noting)
     async with cluster("trainer", "liar", "reader") as c:
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         _, memory = await replica(c.hubs[1])
