@@ -129,7 +129,7 @@ class Withdrawals:
 
     def _forget(self, withdrawal: Withdrawal) -> None:
         member = withdrawal.holding.member
-        self._cluster.note(member)
+        self._cluster.note(member, member.group.model)
         member.group.model.withdrawals.pop(member.registration, None)
         member.group.model.pressing.pop(member.registration, None)
         self._cluster.timers.cancel("withdrawal", member.registration)
