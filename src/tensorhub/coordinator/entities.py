@@ -333,10 +333,10 @@ class Holding:
     guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
     chunk_answer: ChunkAnswer | None = None  # while it is filled: the newest question which chunks are there, and its answer
     readers_most: int = 0  # the most active readers at a time, since there were none
+    version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
 
-    @property
-    def version(self) -> Version:
-        return self.replica.version
+    def __post_init__(self) -> None:
+        self.version = self.replica.version
 
     @property
     def rank(self) -> int:
