@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import DOOR, Silent, Tick, limits
+from tensorhub.coordinator import DOOR, Disconnected, Received, Silent, Tick, limits
 from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.messages import Heartbeat
+from tensorhub.messages import Heartbeat, Unwatch
 from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.testing.drivers.stepwise import Choice
 
@@ -97,6 +97,59 @@ def test_old_heartbeats_count_for_no_retention() -> None:
     assert not retentions.must_stay(holding(cluster, trainer))
 
 
+def test_what_is_no_heartbeat_answers_the_welcome_and_nothing_newer() -> None:
+    """It may have lain unread as long as a heartbeat may."""
+    cluster, trainer, reader = published()
+    cluster.advance(2 * cluster.options.lease_s, run=False)
+    for handle in (trainer, reader):
+        handle.worker.say(Unwatch("actor"))
+        read_backlog(cluster, handle)
+    assert states(cluster) == {WorkerState.SUSPECT}
+    assert not cluster.coordinator._retentions.is_reliable(holding(cluster, reader))
+
+
+def test_what_is_no_heartbeat_takes_back_no_answer() -> None:
+    cluster, trainer, _ = published()
+    cluster.advance(2 * cluster.options.lease_s)
+    worker = cluster.coordinator.cluster.members[trainer.id].worker
+    answered = worker.answers
+    cluster.advance(0.6 * cluster.options.lease_s, run=False)
+    assert states(cluster) == {WorkerState.SUSPECT}
+    assert worker.session is not None
+    cluster.step(Received(worker.session, Unwatch("actor")))
+    assert states(cluster) == {WorkerState.SUSPECT, WorkerState.LIVE}
+    assert worker.answers == answered
+
+
+def test_a_join_answers_nothing() -> None:
+    """Whoever comes back says it before it has heard anything of this coordinator's."""
+    cluster, _, reader = published()
+    retentions, lease_s = cluster.coordinator._retentions, cluster.options.lease_s
+    cluster.advance(0.6 * lease_s, run=False)
+    reader.worker.disconnect()
+    cluster.run()
+    cluster.advance(0.6 * lease_s)
+    reader.worker.connect()
+    cluster.do(Choice("up", "reader"))
+    assert holding(cluster, reader).member.worker.session is not None
+    assert not retentions.is_reliable(holding(cluster, reader))
+    cluster.run()
+    assert retentions.is_reliable(holding(cluster, reader))
+
+
+def test_who_is_cut_off_has_a_lease_from_when_the_end_is_read() -> None:
+    cluster, trainer, _ = published()
+    cluster.heartbeat_at = 1e9
+    workers, worker = cluster.coordinator.cluster.workers, cluster.coordinator.cluster.members[trainer.id].worker
+    cluster.advance(0.9 * cluster.options.lease_s, run=False)
+    assert worker.session is not None
+    cluster.step(Disconnected(worker.session))
+    for passed, is_there in ((0.9, True), (0.2, False)):
+        cluster.advance(passed * cluster.options.lease_s, run=False)
+        cluster.step(Silent((DOOR,)))
+        assert (worker.incarnation in workers) is is_there
+
+
 def test_who_counted_on_a_moment_ago_counts_no_more_even_if_its_timer_is_late() -> None:
     cluster, _, reader = published()
     retentions = cluster.coordinator._retentions
@@ -171,6 +224,9 @@ def test_a_rank_that_is_announced_late_is_not_taken_for_closed() -> None:
     trainer.worker.connect()
     cluster.do(Choice("up", "trainer"))  # Join
     cluster.do(Choice("down", "trainer"))  # Welcome: it says Register
+    session = cluster.coordinator.cluster.members[trainer.id].worker.session
+    assert session is not None
+    cluster.step(Silent((session,)))  # that was asked before it came
     cluster.advance(3 * cluster.options.lease_s, run=False)
     assert trainer.id in cluster.coordinator.cluster.members
     cluster.run()

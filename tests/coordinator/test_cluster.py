@@ -60,6 +60,26 @@ def test_who_asks_for_what_is_available_is_woken_once_until_it_is_looked_at(monk
     assert len(woken) == len(readers)
 
 
+def test_a_call_that_is_over_is_found_nowhere() -> None:
+    """Else each call would be kept for ever by what it once waited for."""
+    cluster = StepwiseCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate()
+    cluster.run()
+    model = cluster.coordinator.cluster.models["actor"]
+    (operation,) = model.unbound.values()
+    assert operation.filed_in == [model.unbound]
+    reader.cancel("enough")
+    cluster.run()
+    assert asked.has_ended()
+    assert not model.unbound
+    trainer.publish(1)  # other publishes may overtake it, so anything of the model wakes it
+    cluster.run()
+    assert list(model.versions) == [1]
+    assert not model.restless
+
+
 def test_a_step_settles_so_many_ranks_of_those_that_were_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group of many ranks takes as long as so many groups of one."""
     monkeypatch.setattr(limits, "WOKEN_PER_STEP", 4)

@@ -78,3 +78,11 @@ def test_the_ring_begins_with_the_next_one_and_leads_to_everybody() -> None:
     assert [[h.name for h in there.after(each)] for each in (a, b, c)] == [["b", "c"], ["c", "a"], ["a", "b"]]
     there.remove(b)
     assert [[h.name for h in there.after(each)] for each in (a, c, None)] == [["c"], ["a"], ["a", "c"]]
+
+
+def test_a_shard_is_as_large_as_the_largest_that_was_there() -> None:
+    """What one holder says of its own size makes the shard no smaller for others."""
+    there = Holders[Held]()
+    for name, nbytes, chunks in (("a", 50, 3), ("b", 100, 2), ("c", 10, 1)):
+        there.add(Held(name), nbytes, chunks)
+    assert (there.nbytes, there.chunks) == (100, 3)

@@ -120,3 +120,6 @@ def test_no_more_wait_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(ranks.answers()) == [(1, True), (2, True)]
     ranks.register(1, 2)
     assert list(ranks.answers()) == [(1, True)]
+    for number in (2, 3, 4):  # those who were told wait no more
+        ranks.register(number, 3)
+    assert list(ranks.answers()) == [(4, True)]

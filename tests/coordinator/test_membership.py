@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Received, Send
+from tensorhub.coordinator import CloseSession, Connected, Received, Send, Tick
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError
 from tensorhub.manifest import id_of
@@ -407,3 +407,31 @@ def test_what_is_held_may_be_named_by_another_manifest_than_its_own(monkeypatch:
     assert isinstance(said(mine, "not its id", held.manifest_id), Registered)
     assert cluster.coordinator.cluster.manifests.find("not its id") is None
     cluster.coordinator.check_invariants()
+
+
+def test_who_waits_for_the_manifest_of_what_it_holds_hears_when_another_has_told_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registration_session, "TOLD_UNASKED_BYTES", 0)
+    cluster, trainer, _ = published()
+    content = trainer.member.content
+    assert content is not None
+    cluster.restart()
+    mine = b"a manifest of its own"
+
+    def said(session: int, request: int, *, told: bool) -> list[object]:
+        name, held = f"odd{session}", content.held(told=told)
+        rank = (name, "actor", name, 0, 0, 1, True, False, *DEVICE, "", 8192, 2)
+        return answers(cluster, session, Register(request, *rank, mine, held, id_of(mine)))
+
+    for session in (77, 78):
+        cluster.coordinator.step(Connected(session, f"x.{session}", "worker"), cluster.now)
+        answers(cluster, session, Join("x", Location(), (), 1, 0))
+    assert said(77, 1, told=False) == [RegisterAgain(1, whole=True)]
+    assert said(78, 1, told=False) == []
+    assert isinstance(said(77, 2, told=True)[0], Registered)
+    due = cluster.coordinator.next_deadline()
+    assert due is not None
+    assert due <= cluster.now
+    heard = [a.message for a in cluster.coordinator.step(Tick(), cluster.now) if isinstance(a, Send) and a.session == 78]
+    assert heard == [RegisterAgain(1, whole=False)]

@@ -300,6 +300,21 @@ def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cu
     assert found == [["actor"], names[:3], names[3:6], names[6:]]
 
 
+def test_a_model_counts_with_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group of very many ranks costs as much as very many groups."""
+    monkeypatch.setattr(limits, "SUMMARIZED_MAX", limits.SUMMARIZED_PER_MODEL + 10)
+    cluster, _ = observed()
+    ranks = cluster.group("ranks", 20)
+    cluster.run()
+    for rank in ranks:
+        rank.publish(9)
+    cluster.run()
+    crowd(cluster.coordinator, 1)
+    answer = ask(cluster, Summarize(1, None))
+    assert isinstance(answer, Summary)
+    assert ([model.model for model in answer.models], answer.more) == (["actor"], True)
+
+
 def test_a_model_that_is_not_known_is_an_error_that_names_the_known_ones() -> None:
     cluster, _ = observed()
     refused = ask(cluster, Summarize(1, "criti"))

@@ -89,6 +89,19 @@ def test_a_reader_that_is_back_with_the_transport_of_a_source_is_given_that_sour
     assert added.grant.source == "copier"
 
 
+def test_a_source_that_is_back_with_the_transport_of_a_reader_is_given_to_that_reader(hall: Hall) -> None:
+    hall.arrives(4, "reader", "tcp")
+    hall.register(4, "r")
+    key = hall.replicates(4, "r")
+    lease = hall.lease("r")
+    hall.say(2, Leave("done"))
+    hall.say(4, ReadFailed(key, 0, lease, "lost", ""))
+    assert not hall.core.cluster.leases
+    hall.arrives(5, "copier", "rdma", "tcp")
+    (added,) = [heard for heard in hall.heard[4] if isinstance(heard, AddSource)]
+    assert added.grant.source == "copier"
+
+
 @pytest.mark.usefixtures("one_place")
 def test_who_waits_for_a_place_has_it_at_a_source_that_is_back_with_another_transport(hall: Hall) -> None:
     hall.guest(1)
@@ -99,7 +112,21 @@ def test_who_waits_for_a_place_has_it_at_a_source_that_is_back_with_another_tran
     assert [grant.source for start in starts for grant in start.grants] == ["trainer", "copier"]
 
 
-def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
+    """The operations that are settled, each as often as it is."""
+    looked: list[Operation] = []
+    settle = Operations.settle
+
+    def noting(self: Operations, operation: Operation) -> None:
+        looked.append(operation)
+        settle(self, operation)
+
+    monkeypatch.setattr(Operations, "settle", noting)
+    return looked
+
+
+def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(looked: list[Operation]) -> None:
     lobby = Lobby()
     lobby.connect(2)
     lobby.register(2, "t")
@@ -111,14 +138,7 @@ def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(monkeypatc
         (lease,) = lobby.core.cluster.undecided[str(key)].parts[0].leases
         lobby.say(1, ReadFailed(key, 0, lease, "lost", ""))
     assert len(lobby.core.cluster.models["m"].versions[1].starving) == 3
-    looked: list[Operation] = []
-    settle = Operations.settle
-
-    def noting(self: Operations, operation: Operation) -> None:
-        looked.append(operation)
-        settle(self, operation)
-
-    monkeypatch.setattr(Operations, "settle", noting)
+    looked.clear()
     use = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
     lobby.say(1, Register(99, "read-only-0", "m", "read-only-0", 0, 0, 1, *use))
     assert isinstance(lobby.heard[1][-1], Registered)
@@ -246,7 +266,7 @@ def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: p
     assert before - len(lobby.core.cluster.woken_guests) == limits.WOKEN_PER_STEP / 16
 
 
-def test_a_guest_whom_many_sources_have_failed_is_looked_at_in_its_turn() -> None:
+def test_a_guest_whom_many_sources_have_failed_is_looked_at_in_its_turn(looked: list[Operation]) -> None:
     """Where 2,000 held a version, each of its words took 10 ms, and 16 of them may come before a trainer's."""
     lobby = Lobby()
     lobby.connect(2)
@@ -256,8 +276,10 @@ def test_a_guest_whom_many_sources_have_failed_is_looked_at_in_its_turn() -> Non
     key = lobby.asks(1, "a")
     (part,) = lobby.core.cluster.undecided[str(key)].parts.values()
     part.failures = {f"life{number}": 1 for number in range(100, 100 + limits.WOKEN_PER_STEP)}
+    looked.clear()
     lobby.say(1, ReadFailed(key, 0, next(iter(part.leases)), "lost", ""))
     assert list(lobby.core.cluster.woken_guests) == [key]
+    assert not looked
     lobby.now += 1.0
     lobby.ticks()
     assert isinstance(lobby.heard[1][-1], AddSource)

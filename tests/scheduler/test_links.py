@@ -36,7 +36,7 @@ def test_before_anything_is_told_links_are_as_supposed() -> None:
 
 
 def test_one_reader_alone_makes_links_slower_not_faster() -> None:
-    assert links_of(SLOW).rates(0.0)[RACK] == SLOW
+    assert links_of(SLOW).rates(0.0)[RACK] == links_of(SLOW, sharers=0).rates(0.0)[RACK] == SLOW
     assert links_of(FAST).rates(0.0)[RACK] == SUPPOSED_BYTES_PER_S[RACK]
 
 
@@ -106,8 +106,33 @@ def test_an_old_vote_is_not_kept_alive_by_who_may_have_waited() -> None:
     assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
 
 
+def test_who_tells_again_is_among_the_newest() -> None:
+    """The reader that is forgotten for a newer one is the one that has told nothing for longest."""
+    most = VOTES_MAX // 2 + 1
+    links = links_of(*[SLOW] * most, *[8e9] * (VOTES_MAX - most))
+    for number in range(most):
+        links.heard(f"reader {number}", RACK, int(SLOW), 1.0, 1, 1.0)
+    for number in range(VOTES_MAX - most):
+        links.heard(f"later {number}", RACK, int(8e9), 1.0, 1, 2.0)
+    assert links.rates(2.0)[RACK] == SLOW
+
+
+def test_what_a_reader_told_too_long_ago_is_no_base_for_what_it_tells_now() -> None:
+    links = links_of(SLOW)
+    links.heard("reader 0", RACK, int(SUPPOSED_BYTES_PER_S[RACK] / 2), 1.0, None, VOTE_S)
+    assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
+
+
+def test_each_vote_ends_at_its_own_time() -> None:
+    links = links_of(8e9, 8e9)
+    links.heard("reader 1", RACK, int(8e9), 1.0, 1, VOTE_S / 2)
+    assert links.rates(VOTE_S / 2)[RACK] == 8e9
+    assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
+
+
 def test_what_a_link_has_become_is_believed_after_a_few_readers() -> None:
     links = links_of(*[1e9] * 100)
+    assert f"RACK {VOTES_MAX} votes" in repr(links)
     for number in range(VOTES_MAX // 2 + 1):
         links.heard(f"later {number}", RACK, int(SLOW), 1.0, 1, 1.0)
     assert links.rates(1.0)[RACK] == SLOW

@@ -72,6 +72,17 @@ def test_it_chooses_as_a_look_at_all_would(
     assert not any(root.first or root.children for root in sources._roots.values())
 
 
+def test_whoever_shares_memory_shares_no_uplink() -> None:
+    here, sources = Location("s", "r", "h"), Sources[str]()
+    sources.put("busy", Standing(here, frozenset({"shm", "tcp"}), 3, 0, 1))
+    sources.put("deep", Standing(here, frozenset({"shm", "tcp"}), 0, 1, 2))
+    best = [
+        sources.best(here, frozenset({transport}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, lambda _: False)
+        for transport in ("shm", "tcp")
+    ]
+    assert best == ["busy", "deep"]
+
+
 @dataclass
 class Calls:
     """How many calls of Python functions were made."""

@@ -86,6 +86,22 @@ async def test_what_has_gathered_goes_in_one_send(sends: list[int]) -> None:
         assert session.unread == 0
 
 
+async def test_others_have_a_turn_between_the_sends_of_who_is_told_much(
+    sends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "SAID_AT_ONCE_MAX", 3)
+    async with sessions(1) as [(session, hears)]:
+        for request in range(100):
+            session.say(Done(request))
+        seen = set[int]()
+        while session.unread:
+            await anyio.lowlevel.checkpoint()
+            seen.add(len(sends))
+        assert len(sends) == 34
+        assert len(seen) > 10  # trio shuffles who is next
+        assert [await hears.receive() for _ in range(100)] == [Done(request) for request in range(100)]
+
+
 async def test_what_is_said_to_many_is_encoded_once(sends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []
     encode = codec.encode
