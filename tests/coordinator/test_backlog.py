@@ -175,6 +175,27 @@ def test_a_stopped_coordinator_loses_nobody_and_listens_for_a_lease_first() -> N
     assert states(cluster) == {WorkerState.LIVE}
 
 
+@pytest.mark.parametrize("goes_again", [False, True])
+def test_who_was_missed_and_is_back_before_the_door_is_known_to_be_empty_is_not_lost(goes_again: bool) -> None:
+    cluster, trainer, _ = published()
+    lease_s, missed = cluster.options.lease_s, cluster.coordinator._membership._missed
+    trainer.worker.disconnect()
+    cluster.run()
+    cluster.advance(1.1 * lease_s, run=False)
+    assert DOOR in cluster.asked
+    assert list(missed) == [trainer.worker.incarnation]
+    trainer.worker.connect()
+    cluster.run()
+    if goes_again:
+        trainer.worker.disconnect()
+        cluster.run()
+    else:
+        cluster.advance(1.1 * lease_s, run=False)  # what it says lies unread
+    cluster.step(Silent((DOOR,)))
+    assert trainer.worker.incarnation in cluster.coordinator.cluster.workers
+    assert not missed
+
+
 def test_after_a_stop_nobody_counts_until_he_answers_what_was_said_since(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first step there is no time for all timers; then heartbeats are read that were said before."""
     monkeypatch.setattr(limits, "TIMERS_PER_STEP", 1)

@@ -121,6 +121,16 @@ def test_eight_readers_that_watch_all_they_can_leave_every_model_to_trainers() -
     assert isinstance(lobby.register(100, "a"), Registered)
 
 
+def test_a_guest_that_is_back_is_away_no_more() -> None:
+    """Else it would be lost, though it is connected, when too many others are away."""
+    lobby = Lobby()
+    lobby.guest(1, incarnation="read-only")
+    lobby.step(Disconnected(1))
+    assert [worker.incarnation for worker in lobby.core.cluster.guests.away] == ["read-only"]
+    lobby.guest(2, incarnation="read-only")
+    assert not lobby.core.cluster.guests.away
+
+
 def test_a_name_that_guests_wait_for_counts_as_soon_as_a_worker_retains_it() -> None:
     lobby = Lobby()
     lobby.guest(1)

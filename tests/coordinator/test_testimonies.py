@@ -56,6 +56,19 @@ def truth_of(trainer: SimHandle) -> list[str]:
     return list(trainer.cells)
 
 
+def test_the_list_of_what_nobody_holds_any_more_takes_no_room() -> None:
+    cluster, (trainer, reader) = published("reader")
+    reader.replicate()
+    cluster.run()
+    books = cluster.coordinator.cluster
+    assert list(books.testimonies) == [list_of(cluster)]
+    for handle in (reader, trainer):
+        handle.unpublish()
+        cluster.run()
+    assert not any(books.models["actor"].versions[1].holdings[0])
+    assert not books.testimonies
+
+
 def test_a_root_is_known_and_durable_once_all_chunks_were_read() -> None:
     cluster, (trainer, reader) = published("reader")
     assert not list_of(cluster).root
