@@ -526,6 +526,22 @@ def test_a_copy_that_others_keep_is_dropped_and_its_readers_are_moved() -> None:
     cluster.check_agreement()
 
 
+def test_a_copy_that_was_told_over_a_lost_connection_that_it_is_not_needed_is_told_again() -> None:
+    cluster, trainer = cluster_of("keeper", "-other", room=("other",))
+    assert ended_after(cluster, trainer.unpublish())
+    (copy,) = model_of(cluster).copies.values()
+    cluster.workers["keeper"].handles[0].replicate()
+    while not copy.dropped:
+        cluster.do(cluster.choices()[0])
+    cluster.workers["other"].disconnect()
+    cluster.run()
+    assert copies(cluster) == {"other": 1}
+    cluster.workers["other"].connect()
+    cluster.run()
+    assert copies(cluster) == {}
+    assert cluster.workers["other"].handles == []
+
+
 def test_a_copy_that_is_needed_again_when_it_asks_for_its_leave_stays() -> None:
     cluster, trainer = cluster_of("keeper", "-other", room=("other",))
     assert ended_after(cluster, trainer.unpublish())
