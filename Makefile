@@ -38,8 +38,9 @@ lint: venv ## style, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-test: lint ## lint, then all tests but the slow ones, a process for each core
-	$(BIN)/pytest -q -n auto --dist worksteal
+WORKERS ?= $(shell expr $$(nproc) + 1)
+test: lint ## lint, then all tests but the slow ones, by a process more than there are cores: many tests wait (WORKERS=)
+	$(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 
 bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
 	$(BIN)/pytest -q -n auto --dist worksteal -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
