@@ -76,7 +76,8 @@ def hall() -> Hall:
     return hall
 
 
-def test_a_reader_that_is_back_with_the_transport_of_a_source_is_given_that_source(hall: Hall) -> None:
+def a_reader_lacks_a_source(hall: Hall) -> None:
+    """Its only source has left, and the other holder has no transport in common with it."""
     hall.arrives(4, "reader", "tcp")
     hall.register(4, "r")
     key = hall.replicates(4, "r")
@@ -84,19 +85,17 @@ def test_a_reader_that_is_back_with_the_transport_of_a_source_is_given_that_sour
     hall.say(2, Leave("done"))
     hall.say(4, ReadFailed(key, 0, lease, "lost", ""))
     assert not hall.core.cluster.leases
+
+
+def test_a_reader_that_is_back_with_the_transport_of_a_source_is_given_that_source(hall: Hall) -> None:
+    a_reader_lacks_a_source(hall)
     hall.arrives(5, "reader", "tcp", "rdma")
     (added,) = [heard for heard in hall.heard[5] if isinstance(heard, AddSource)]
     assert added.grant.source == "copier"
 
 
 def test_a_source_that_is_back_with_the_transport_of_a_reader_is_given_to_that_reader(hall: Hall) -> None:
-    hall.arrives(4, "reader", "tcp")
-    hall.register(4, "r")
-    key = hall.replicates(4, "r")
-    lease = hall.lease("r")
-    hall.say(2, Leave("done"))
-    hall.say(4, ReadFailed(key, 0, lease, "lost", ""))
-    assert not hall.core.cluster.leases
+    a_reader_lacks_a_source(hall)
     hall.arrives(5, "copier", "rdma", "tcp")
     (added,) = [heard for heard in hall.heard[4] if isinstance(heard, AddSource)]
     assert added.grant.source == "copier"
