@@ -8,24 +8,30 @@ from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, 
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.operations import Operations
+from tensorhub.digests import root_of
 from tensorhub.messages import (
     Abandon,
     AddSource,
     DropSource,
     ErrorInfo,
     Fill,
+    Held,
     Heartbeat,
     Join,
     Leave,
     LeaveGranted,
     LeaveRequest,
+    Outcome,
     Prepared,
     ReadFailed,
     Register,
     Registered,
+    Resolve,
     Start,
+    TellDigests,
 )
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, StepwiseCluster
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 from tests.coordinator.test_guests import Lobby
 
@@ -99,6 +105,44 @@ def test_a_source_that_is_back_with_the_transport_of_a_reader_is_given_to_that_r
     hall.arrives(5, "copier", "rdma", "tcp")
     (added,) = [heard for heard in hall.heard[4] if isinstance(heard, AddSource)]
     assert added.grant.source == "copier"
+
+
+def test_a_reader_that_asks_what_it_missed_is_not_given_the_source_that_it_was_told_to_leave(hall: Hall) -> None:
+    hall.arrives(4, "reader", "tcp", "rdma")
+    hall.register(4, "r")
+    key = hall.replicates(4, "r")
+    (source,) = [heard.grants[0] for heard in hall.heard[4] if isinstance(heard, Start)]
+    leaves = {"trainer": (2, "t"), "copier": (3, "c")}[source.source]
+    hall.say(leaves[0], LeaveRequest(7, leaves[1], 1, 60.0, False, False, False))
+    added, dropped = hall.heard[4][-2:]
+    assert isinstance(added, AddSource)
+    assert isinstance(dropped, DropSource)
+    before = len(hall.heard[4])
+    hall.say(4, Resolve(key, 0))
+    start, again = hall.heard[4][before:]
+    assert isinstance(start, Start)
+    assert start.grants == (added.grant,)
+    assert again == dropped
+
+
+def test_whoever_is_back_over_a_connection_of_which_nobody_has_heard_the_end_is_asked_again() -> None:
+    """It counts all the time: nothing but its registration shows that it may not have heard the question."""
+    hall, digested = Hall(), make_manifest(CHUNKS, "xxh3-64").encode()
+    hall.arrives(2, "trainer", "tcp")
+    hall.register(2, "t", digested)
+    published = hall.publish(2, "t", 1, 0)
+    assert isinstance(published, Outcome)
+    assert published.version is not None
+    hall.arrives(3, "reader", "tcp")
+    hall.register(3, "r", digested)
+    hall.say(3, Prepared(hall.replicates(3, "r"), 0, root_of(b"its digests")))
+    question = TellDigests("t", 1, "")
+    assert question in hall.heard[2]
+    hall.arrives(4, "trainer", "tcp")
+    held = Held(1, published.version.content_id, 1, 1, 1, digested, published=True)
+    use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, digested, held)
+    hall.say(4, Register(99, "t", "m", "t", 0, 0, 1, *use))
+    assert question in hall.heard[4]
 
 
 @pytest.mark.usefixtures("one_place")

@@ -239,8 +239,6 @@ class Coordinator(Stateful[CoordinatorState]):
         self._retentions.recovery_over()
         for model in self.cluster.models.values():
             self.cluster.touch(model)
-            self.cluster.wake_all(model.unbound)
-            self.cluster.wake_all(model.guests_unbound)
 
     def _handle(self, event: Event) -> None:
         sessions = self.cluster.sessions
