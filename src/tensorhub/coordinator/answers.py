@@ -1,4 +1,4 @@
-"""Answers to what anybody may ask, joined or not: Describe, Summarize, GetManifest, Check. Changes nothing."""
+"""Answers to what anybody may ask, joined or not: Describe, Summarize, GetManifest, GetPart, Check. Changes nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import VersionUnavailable
-from tensorhub.messages import Check, Describe, Description, GetManifest, ManifestReply, Summarize, Summary
+from tensorhub.messages import Check, Describe, Description, GetManifest, GetPart, ManifestReply, Summarize, Summary
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +66,15 @@ class Answers:
                 return
         error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
         self._cluster.answer(session, message.request, error)
+
+    def part(self, session: int, message: GetPart) -> None:
+        """What is kept under that id."""
+        blob = self._cluster.manifests.find(message.part_id)
+        if blob is None:
+            error = VersionUnavailable("that part of a layout is not known, or not any more: nobody holds its version")
+            self._cluster.answer(session, message.request, error)
+        else:
+            self._cluster.send(session, ManifestReply(message.request, blob))
 
     def check(self, session: int, message: Check) -> None:
         """Whether a number can still be published."""

@@ -311,6 +311,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._answers.summarize(session.number, message)
             case messages.GetManifest():
                 self._answers.manifest(session.number, message)
+            case messages.GetPart():
+                self._answers.part(session.number, message)
             case messages.Check():
                 self._answers.check(session.number, message)
             case _:

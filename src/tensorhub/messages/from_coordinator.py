@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from tensorhub.messages.values import DigestList, ErrorInfo, Grant, ManifestBlob, Rank, Root
+from tensorhub.messages.values import NEEDS_MAX, DigestList, ErrorInfo, Grant, ManifestBlob, PartIds, Rank, Root
 from tensorhub.model_summary import ModelSummary
 from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
 
@@ -62,11 +62,12 @@ class Registered:
 class RegisterAgain:
     """Answer to a Register that names a manifest which was not known. The rank says it again, as things are then.
 
-    `whole`: with the manifests themselves, which are not known yet.
+    `whole`: with the manifests themselves, which are not known yet. `part_ids`: with these parts, for the same reason.
     """
 
     request: U64
     whole: bool
+    part_ids: PartIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class Start:
     """The operation is bound. `write`: overwrite at once, because no rank holds it back. Otherwise wait for Write.
 
     `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own root is the same. Empty:
-    wait for the Outcome.
+    wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will hold. `publication`: the rank's layout is not
+    the published one; the id of what describes that (GetPart). Then the rank says in ReadyToWrite what it needs.
     """
 
     key: OpKey
@@ -103,8 +105,10 @@ class Start:
     version: VersionInfo
     manifest_id: Id
     write: bool
-    grants: Annotated[tuple[Grant, ...], Length(64)]
+    grants: Annotated[tuple[Grant, ...], Length(NEEDS_MAX)]
     root: Root = b""
+    part_ids: PartIds = ()
+    publication: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class Write:
 
     key: OpKey
     rank: Rank
-    grants: Annotated[tuple[Grant, ...], Length(64)]
+    grants: Annotated[tuple[Grant, ...], Length(NEEDS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,7 @@ class DigestAgain:
     registration: Id
     generation: U64
     chunk: U64
+    selection: Id = ""  # of which the chunk is
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +232,13 @@ class TellDigests:
     """Which digests do the chunks of this memory have? Answered by Digests, until one is the last.
 
     `origin`: only of chunks that were read from that registration. "": of all chunks that are here; a publisher makes the
-    missing digests.
+    missing digests. `selection`: of the chunks of that selection; who does not know it tells none.
     """
 
     registration: Id
     generation: U64
     origin: Id
+    selection: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +252,7 @@ class Compare:
     first: U64
     digests: DigestList
     last: bool
+    selection: Id = ""  # whose chunks they are of; "": those of the rank's own grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from tensorhub.messages.values import (
     DIGEST_RUNS_MAX,
     FLOWS_MAX,
     FORMER_KEYS_MAX,
+    NEEDS_MAX,
     STRAYS_MAX,
     Begun,
     DigestList,
@@ -16,10 +17,13 @@ from tensorhub.messages.values import (
     Flow,
     Held,
     ManifestBlob,
+    Need,
     Number,
     Origin,
+    PartIds,
     Rank,
     Root,
+    SelectionRoot,
     Stray,
     WorldSize,
 )
@@ -67,6 +71,10 @@ class Register:
     `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads its memory. It is a group of
     its own, has no manifest, reads any `shard`, and is deregistered at its end. `medium` HOST: a copy in the library's own
     memory, which is never published. With `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
+
+    `layout_id`: which part of which tensors this rank has; those of all ranks together are the group's layout. `part_ids`
+    name it in detail where the tensors are parts, and `parts` are those of them that RegisterAgain has asked for. `partial`:
+    the group may leave published bytes unread.
     """
 
     request: U64
@@ -86,6 +94,9 @@ class Register:
     manifest: ManifestBlob
     held: Held | None
     manifest_id: Id = ""
+    part_ids: PartIds = ()
+    parts: Annotated[tuple[ManifestBlob, ...], Length(3)] = ()
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,22 +151,27 @@ class BegunWith:
 
 @dataclass(frozen=True, slots=True)
 class ReadyToWrite:
-    """This rank's manifest fits and its before_write has returned."""
+    """This rank's manifest fits and its before_write has returned. `needs`: what it reads of which shards, where its layout
+    is not the published one.
+    """
 
     key: OpKey
     rank: Rank
+    needs: Annotated[tuple[Need, ...], Length(NEEDS_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """This rank's vote: every chunk is there, and verified against its source.
 
-    `root`: of all its chunks' digests. Empty: chunks have none, or not all chunks are here (a fetch by name).
+    `root`: of all its chunks' digests. Empty: chunks have none, or not all chunks are here (a fetch by name). `roots`: of
+    each selection instead, where its layout is not the published one.
     """
 
     key: OpKey
     rank: Rank
     root: Root = b""
+    roots: Annotated[tuple[SelectionRoot, ...], Length(NEEDS_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +220,8 @@ class DigestedAgain:
 class Digests:
     """Digests of chunks of this memory. A publisher sends them as it makes them; others, in answer to TellDigests.
 
-    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: of the whole content. `last`: there are no
-    more.
+    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: of the whole content, or of this `selection`
+    of it. `last`: there are no more.
     """
 
     registration: Id
@@ -214,6 +230,7 @@ class Digests:
     runs: Annotated[tuple[tuple[int, int], ...], Length(DIGEST_RUNS_MAX)]
     digests: DigestList
     last: bool
+    selection: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +244,7 @@ class Compared:
     following: U64
     strays: Annotated[tuple[Stray, ...], Length(STRAYS_MAX)]
     rereads: bool = False
+    selection: Id = ""  # as in Compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +327,16 @@ class GetManifest:
     model: Name
     content_id: Id
     shard: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class GetPart:
+    """Ask for what Start names: a publication's description, a catalogue, an arrangement, coordinates, or a manifest.
+    Answered by ManifestReply or Refused.
+    """
+
+    request: U64
+    part_id: Id
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +431,7 @@ class Unpin:
     model: Name
 
 
-FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | Check
+FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | GetPart | Check
 """What a session may say before a worker has joined over it, too."""
 AboutOperation = Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
 """What a rank says of the operation that it takes part in."""

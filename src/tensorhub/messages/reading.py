@@ -9,6 +9,7 @@ from tensorhub.types import U64, Id, Length, Range, Text
 
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 TRANSPORT_BYTES_MAX = 3 * 2**18  # of one message of a transport's own: it fits a frame
+SELECTION_BYTES_MAX = 2**25  # of one selection's encoding
 
 Digest = Annotated[int, Range(0, 2**256 - 1)]
 Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stays within 64 bits
@@ -31,6 +32,32 @@ class Read(_Wanted):
     """Ask an owner for chunks. It sends those that it has verified, in any order, and those that it verifies soon;
     StillWaiting ends the request if others are left.
     """
+
+    selection: Id = ""  # of which the chunks are; "": of the content's own grid
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """The next requests name this selection of that memory. Answered by Selected or ReadRefused.
+
+    `blob`: the next bytes of its encoding, from `offset` on of `total`; at first none, since the owner may know it.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+    selection: Id
+    total: Annotated[int, Range(0, SELECTION_BYTES_MAX)]
+    offset: Annotated[int, Range(0, SELECTION_BYTES_MAX)]
+    blob: Annotated[bytes, Length(TRANSPORT_BYTES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """`following`: the first byte of the selection's encoding that the owner lacks; `total`: none, it can be read."""
+
+    request: U64
+    following: Annotated[int, Range(0, SELECTION_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +98,7 @@ class Locate(_Wanted):
     """As Read, but the bytes take that transport's way. ChunksLie, or a TransportReply, says where they are."""
 
     transport: Id
+    selection: Id = ""  # as in Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +151,15 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | TransportRequest
-FromOwner = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | TransportReply | NotThisWay | StillWaiting | ReadRefused
+FromReader = Read | Locate | Select | TransportRequest
+FromOwner = (
+    ChunksFollow
+    | ChunkFollows
+    | ChunkDigest
+    | ChunksLie
+    | Selected
+    | TransportReply
+    | NotThisWay
+    | StillWaiting
+    | ReadRefused
+)

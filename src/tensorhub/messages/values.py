@@ -19,6 +19,11 @@ DIGESTS_BYTES_MAX = 2**19  # of one Digests or Compare
 STRAYS_MAX = 64  # of one Compared
 DigestList = Annotated[bytes, Length(DIGESTS_BYTES_MAX)]
 Root = Annotated[bytes, Length(32)]
+PartIds = Annotated[tuple[Id, ...], Length(3)]
+"""The ids of a rank's catalogue, arrangement and coordinates (`tensorhub.layouts`). Empty: whole or rank-local tensors, as
+its manifest says.
+"""
+NEEDS_MAX = 4096  # shard classes of which one rank reads something
 
 
 def digests_bytes_max(frame_bytes_max: int) -> int:
@@ -73,6 +78,9 @@ class Grant:
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
     location: Location
     complete: bool  # False: the source is still filling; the reader waits there for what it lacks
+    selection: Id = (
+        ""  # the reader's layout is another one: that selection is read there; "": chunks of the reader's own grid
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,28 @@ class Held:
     published: bool = False
     root: Root = b""
     manifest_id: Id = ""
+    part_ids: PartIds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a rank reads of the published shards of one class, where its layout is another one.
+
+    `shard`: the first shard of the class. `chunks`: of the selection, which have so many bytes together.
+    """
+
+    shard: Rank
+    selection: Id
+    chunks: Annotated[int, Range(1, 2**24)]
+    nbytes: U64
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRoot:
+    """The root of the digests of a selection's chunks."""
+
+    selection: Id
+    root: Root
 
 
 @dataclass(frozen=True, slots=True)

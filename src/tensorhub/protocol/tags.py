@@ -34,6 +34,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Fenced: 30,
     m.ReaderCut: 31,
     m.GetManifest: 32,
+    m.GetPart: 56,
     m.Watch: 33,
     m.Check: 34,
     m.Describe: 35,
@@ -82,6 +83,8 @@ TAGS: Final[Mapping[type, int]] = {
     # have dialects of their own since version 4.)
     m.Read: 112,
     m.Locate: 113,
+    m.Select: 60,
+    m.Selected: 61,
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,

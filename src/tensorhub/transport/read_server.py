@@ -21,6 +21,7 @@ from tensorhub.messages import (
     NotThisWay,
     Read,
     ReadRefused,
+    Select,
     StillWaiting,
     TransportRequest,
 )
@@ -62,6 +63,9 @@ class ReadServer:
         """Answer this request in full. Errors as of `BlockingConnection`; ProtocolError."""
         if isinstance(asked, Read):
             self._serve(asked, self._sender)
+            return
+        if isinstance(asked, Select):
+            self.connection.send(ReadRefused(asked.request, "no selections are served here"))
             return
         session = self._session(asked.transport)
         if session is None:

@@ -11,6 +11,7 @@ from tensorhub.types import OpKey, VersionInfo
 UNTOLD = {"manifest", "manifest_id", "endpoints", "location", "layout_id", "pid", "request", "nbytes", "chunks", "spot"}
 UNTOLD |= {"medium", "purpose", "registration", "incarnation", "cluster", "retryable", "world_size", "known", "staged"}
 UNTOLD |= {"shard", "serves", "host_bytes"}
+TOLD_IF_ANY = {"publication", "selection"}
 TRIVIAL: tuple[object, ...] = (None, False, (), b"")
 
 
@@ -35,6 +36,7 @@ def show(value: object) -> str:
             return show_epoch(value)
         case _ if is_dataclass(value) and not isinstance(value, type):
             told = [(f.name, getattr(value, f.name)) for f in fields(value) if f.name not in UNTOLD]
+            told = [(name, item) for name, item in told if item or name not in TOLD_IF_ANY]
             words = [f"{name}={show(item)}" for name, item in told if not any(item is t for t in TRIVIAL)]
             return " ".join([type(value).__name__, *words])
         case _:
