@@ -233,18 +233,18 @@ class ClientHandshake(Handshake[ServerHello]):
             )
 
     def _closed(self) -> TensorHubError:
-        if self._peer is None:
-            return ProtocolError("the server closed the connection during the handshake", retryable=True)
-        # It may also have died just then; the retry of whoever connects finds out.
-        return self._secrets_differ("closed the connection upon this side's proof", retryable=True)
+        # Whoever does not accept this side's secret says so. (If that was lost, the next attempt finds out.)
+        text = (
+            f"the {SERVER_OF[self.role]} closed the connection during the handshake: it has no room just now, or is ending"
+        )
+        return ProtocolError(text, retryable=True)
 
-    def _secrets_differ(self, what: str, *, retryable: bool = False) -> AuthenticationFailed:
+    def _secrets_differ(self, what: str) -> AuthenticationFailed:
         role = SERVER_OF[self.role]
         have = "has one" if self._secret else "has none"
         return AuthenticationFailed(
             f"the {role} {what}: its secret is not that of this {self.role}, which {have}. Set the same "
-            f"{TOKEN_VARIABLE} (or token file) on both sides",
-            retryable=retryable,
+            f"{TOKEN_VARIABLE} (or token file) on both sides"
         )
 
 
