@@ -35,10 +35,10 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The running command in a session of its own; it and its session are killed at the end."""
+def started(*arguments: str, under: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """The running command in a session of its own; it and its session are killed at the end. `under`: what runs it."""
     process = subprocess.Popen(
-        [*PROGRAM, *arguments],
+        [*under, *PROGRAM, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -23,6 +23,7 @@ NO_NIXL = (
     "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in sys.modules): "
     "pip install 'tensorhub[nixl]'"
 )
+ROOM = "a coordinator: room for 16,384 workers"
 SHARED = f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}"
 
 
@@ -36,7 +37,7 @@ def run(*arguments: str) -> str:
 def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: None)
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: [])
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**20))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024 if kind == resource.RLIMIT_NOFILE else 2**20, 2**20))
     monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
 
 
@@ -55,6 +56,7 @@ def test_what_works() -> None:
         f"rdma: {NO_RDMA}",
         NO_NIXL,
         "tcp: available",
+        ROOM,
     ]
     assert json.loads(run("--json")) == {
         "transports": [
@@ -67,13 +69,24 @@ def test_what_works() -> None:
         ],
         "rdma_ports": [],
         "memlock_bytes": 2**20,
+        "coordinator": {"hard": 2**20, "sessions": 16_384, "needed": 20_608},
     }
+
+
+def test_how_many_workers_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))  # of which a quarter is for strangers
+    assert run().splitlines()[-1] == (
+        "a coordinator: room for 640 workers (`ulimit -Hn` is 1024): raise it to 20608 for 16,384 "
+        "(LimitNOFILE= in systemd, --ulimit nofile= for containers)"
+    )
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    assert run().splitlines()[-1] == ROOM
 
 
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\nrdma: {why}\n{NO_NIXL}\ntcp: available\n"
+    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\nrdma: {why}\n{NO_NIXL}\ntcp: available\n{ROOM}\n"
 
 
 def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +113,7 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         "RDMA port mlx5_0:1:3 (10.0.0.1): ethernet, ACTIVE, 100 Gb/s",
         "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
         "memory that may be registered: 1048576 bytes",
+        ROOM,
     ]
     shown = json.loads(run("--json"))["rdma_ports"]
     assert [(port["device"], port["gid"], port["fault"]) for port in shown] == [

@@ -1,4 +1,4 @@
-"""`tensorhub doctor`: which transports work on this machine, and why the others do not."""
+"""`tensorhub doctor`: which transports work on this machine, why the others do not, and how many workers may connect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 from dataclasses import asdict
 
 from tensorhub.cli.common import JsonOption
+from tensorhub.cli.descriptors import descriptors
 from tensorhub.cuda import cupy_device
 from tensorhub.transport import unix
 from tensorhub.transport.built_in import TRANSPORTS
@@ -21,7 +22,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """Say which transports work on this machine, best first, and why the others do not, and what to do.
 
     Two workers use the best one that both have and that reaches from one to the other; a fetch's report names it
-    (`report.sources`). See docs/transports.md.
+    (`report.sources`). See docs/transports.md. The last line says for how many workers `tensorhub serve` has room here.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
     if faults["cuda_ipc"] is None:  # workers look no closer before they have a GPU's tensor
@@ -40,9 +41,14 @@ def doctor(as_json: JsonOption = False) -> None:
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}
         for name, fault in faults.items()
     ]
+    room = descriptors()
     if as_json:
         shown = [asdict(port) | {"gid": rdma.gid_text(port.gid)} for port in ports]
-        print(json.dumps({"transports": rows, "rdma_ports": shown, "memlock_bytes": memlock_bytes}))
+        print(
+            json.dumps(
+                {"transports": rows, "rdma_ports": shown, "memlock_bytes": memlock_bytes, "coordinator": asdict(room)}
+            )
+        )
         return
     for row in rows:
         verdict = "available" if row["available"] else "not available"
@@ -51,3 +57,4 @@ def doctor(as_json: JsonOption = False) -> None:
         print(f"RDMA port {port}: {port.link}, {port.state}, {port.gbits:g} Gb/s{': ' if port.fault else ''}{port.fault}")
     if ports:
         print(f"memory that may be registered: {'unlimited' if memlock_bytes is None else f'{memlock_bytes} bytes'}")
+    print(f"a coordinator: room for {room.room}{': ' if room.advice else ''}{room.advice}")

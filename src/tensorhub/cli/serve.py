@@ -13,6 +13,7 @@ import typer
 
 import tensorhub
 from tensorhub.cli import common
+from tensorhub.cli.descriptors import raise_descriptors
 from tensorhub.types import Options
 
 _DEFAULTS: Final = Options()
@@ -35,18 +36,19 @@ def serve(
     """Run a coordinator until Ctrl-C or SIGTERM.
 
     Its address is the first line on stdout ({"address": ...} with --json). The secret comes from TENSORHUB_TOKEN or
-    --token-file; without one, access is open, and only on loopback. SIGTERM is the ordinary way to stop it: exit
-    code 0.
+    --token-file; without one, access is open, and only on loopback. Its log is on stderr; docs/operating.md explains
+    the log, and what many workers need. SIGTERM is the ordinary way to stop it: exit code 0.
     """
     with common.checking():
         options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
     token = common.check_token_file(token_file)
+    room = raise_descriptors()
 
     async def body() -> int:
         async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
             print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
             if not quiet and not as_json:
-                print("the coordinator is up; Ctrl-C stops it", file=sys.stderr, flush=True)
+                print(f"the coordinator is up, with room for {room.room}; Ctrl-C stops it", file=sys.stderr, flush=True)
             await anyio.sleep_forever()
         return 0
 

@@ -167,12 +167,12 @@ def origin_of(host: object) -> str:
     return str(ipaddress.ip_network((int(address), IPV6_NETWORK_BITS), strict=False))
 
 
-def shares(sessions_max: int) -> tuple[int, int]:
-    """How many strangers and how many sessions fit this process' descriptors: (strangers, sessions), at most `sessions_max`.
+def shares(sessions_max: int, descriptors: int | None = None) -> tuple[int, int]:
+    """How many strangers and how many sessions fit so many descriptors: (strangers, sessions), at most `sessions_max`.
 
-    The limit is `ulimit -n`; each connection is one descriptor.
+    None: this process' limit, `ulimit -n`. Each connection is one descriptor.
     """
-    soft = _descriptors()
+    soft = _descriptors() if descriptors is None else descriptors
     strangers = max(1, min(STRANGERS_MAX, soft // 4))
     return strangers, max(1, min(sessions_max, soft - strangers - min(RESERVED_DESCRIPTORS, soft // 4)))
 

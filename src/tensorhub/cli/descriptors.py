@@ -1,0 +1,55 @@
+"""How many workers a coordinator of `tensorhub serve` can have here: each session is a descriptor (`ulimit -n`).
+
+A process may raise its own soft limit as far as the hard one, and `serve` does. Responsible for that, and for saying what
+the hard limit leaves room for, and what would help.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from tensorhub.runtime.control.pending_handshakes import descriptors_for, shares
+from tensorhub.types import Options
+
+SESSIONS_MAX: Final = Options().sessions_max
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """What this process may have open."""
+
+    hard: int
+    sessions: int  # that fit beside pending handshakes and the reserve
+    needed: int  # for SESSIONS_MAX of them
+
+    @property
+    def room(self) -> str:
+        """For people: how many workers, and what keeps them from being more."""
+        return f"{self.sessions:,} workers{f' (`ulimit -Hn` is {self.hard})' if self.advice else ''}"
+
+    @property
+    def advice(self) -> str:
+        """What to do for more room; empty if there is room for SESSIONS_MAX."""
+        if self.hard >= self.needed:
+            return ""
+        return f"raise it to {self.needed} for {SESSIONS_MAX:,} (LimitNOFILE= in systemd, --ulimit nofile= for containers)"
+
+
+def raise_descriptors() -> Descriptors:
+    """Raise this process' soft limit as far as a coordinator needs, and may. Says what there is room for then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = descriptors()
+    wanted = min(found.needed, found.hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return found
+
+
+def descriptors() -> Descriptors:
+    """What there is room for under the hard limit."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    hard = sys.maxsize if limit == resource.RLIM_INFINITY else limit
+    return Descriptors(hard, shares(SESSIONS_MAX, hard)[1], descriptors_for(SESSIONS_MAX))
