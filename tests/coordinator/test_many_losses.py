@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from benches.scale.core import Core
-from tensorhub.coordinator import Action, CloseSession, Disconnected, Event, LookFor, Persist, Send, Silent, Tick
+from tensorhub.coordinator import (
+    Action,
+    CloseSession,
+    Disconnected,
+    Event,
+    LookFor,
+    Persist,
+    Send,
+    Silent,
+    Tick,
+    WorkerLost,
+)
 from tensorhub.coordinator.limits import NOTED_PER_STEP
 from tensorhub.messages import Dismissed
 from tensorhub.runtime.control.server import SILENT_PER_STEP
@@ -51,7 +62,7 @@ class Lost(Core):
         assert len(self.coordinator.cluster.noted) <= NOTED_PER_STEP + WIDEST
         self.looked += [action.session for action in actions if isinstance(action, LookFor)]
         self.dismissed += sum(isinstance(action, Send) and isinstance(action.message, Dismissed) for action in actions)
-        assert all(isinstance(action, Send | CloseSession | LookFor | Persist) for action in actions)
+        assert all(isinstance(action, Send | CloseSession | LookFor | Persist | WorkerLost) for action in actions)
         return actions
 
     def pass_time(self) -> None:

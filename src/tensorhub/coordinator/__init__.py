@@ -33,6 +33,7 @@ from tensorhub.coordinator.actions import (
     Rollback,
     Send,
     Unpinned,
+    WorkerLost,
 )
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.events import (
@@ -73,4 +74,5 @@ __all__ = [
     "Silent",
     "Tick",
     "Unpinned",
+    "WorkerLost",
 ]

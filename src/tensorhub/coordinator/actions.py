@@ -221,4 +221,13 @@ class LookFor:
     session: int
 
 
-Action = Send | Persist | CloseSession | LookFor
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker was taken for dead: whoever runs the cluster wants to know which one, and why."""
+
+    cause: int
+    worker: str
+    reason: str
+
+
+Action = Send | Persist | CloseSession | LookFor | WorkerLost

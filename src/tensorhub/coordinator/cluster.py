@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, LookFor, Persist, Pinned, Send
+from tensorhub.coordinator.actions import (
+    Action,
+    CloseSession,
+    Decision,
+    Entry,
+    LookFor,
+    Persist,
+    Pinned,
+    Send,
+    WorkerLost,
+)
 from tensorhub.coordinator.entities import (
     Entity,
     Holding,
@@ -109,6 +119,10 @@ class Cluster:
     def look_for(self, session: int) -> None:
         """Ask whether anything of this session lies unread."""
         self._actions.append(LookFor(self.cause, session))
+
+    def tell_lost(self, worker: Worker, reason: str) -> None:
+        """Have people told that a worker is lost."""
+        self._actions.append(WorkerLost(self.cause, worker.name, reason))
 
     def refuse_session(self, session: int, error: TensorHubError) -> None:
         """Say why, and close it."""

@@ -233,7 +233,10 @@ class Membership:
             self._cluster.timers.set("gone", "", self._cluster.now)
 
     def _give_up(self, worker: Worker) -> None:
-        self.lose(worker, f"worker {worker.name!r} was not heard of for {self._cluster.now - worker.heard_at:.1f} s")
+        where = "" if worker.session is not None else " since its connection ended"
+        why = f"worker {worker.name!r} was not heard of for {self._cluster.now - worker.heard_at:.1f} s{where}"
+        self._cluster.tell_lost(worker, why)
+        self.lose(worker, why)
 
     # The very sums that timers are set to: a difference, rounded, could fall short of them again and again.
 

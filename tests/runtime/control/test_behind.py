@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 
 from tensorhub.coordinator import Action, Coordinator, Event, Received
@@ -33,6 +34,7 @@ from tensorhub.protocol.frames import READ_BYTES_MAX
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import link, pulse
+from tensorhub.runtime.control.pulse import Pulse
 from tensorhub.runtime.control.server import MESSAGES_PER_TURN, CoordinatorServer
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import WAIT_S, cluster, connect, nothing_left, tensors, until, worker_of
@@ -76,6 +78,43 @@ async def test_a_coordinator_that_is_behind_says_so_and_so_do_those_who_wait_for
         while (await hub.describe("m")).coordinator_behind_s > LEASE_S / 8:
             pass
         assert not told("tensorhub.worker", "worker_dismissed")
+
+
+@pytest.mark.parametrize(("works", "reason"), [(True, pulse.TOO_MUCH), (False, pulse.STOPPED)])
+async def test_it_says_whether_it_had_too_much_to_do_or_no_processor(
+    works: bool, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pulse, "PULSE_S", 0.01)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Pulse().keep, LEASE_S, lambda: 7)
+        while "coordinator_behind" not in caplog.text:
+            await anyio.lowlevel.checkpoint()
+            if works:
+                end = time.thread_time() + STEP_S
+                while time.thread_time() < end:
+                    pass
+            else:
+                time.sleep(STEP_S)  # noqa: ASYNC251 - as if this process had been stopped
+        tasks.cancel_scope.cancel()
+    assert f"reason='{reason}'" in caplog.text
+    assert "sessions=7" in caplog.text
+
+
+async def test_a_worker_that_is_lost_is_named_in_the_log_and_one_that_leaves_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server:
+        async with connect(server.address, name="leaver") as hub:
+            await hub.register("m", tensors())
+        gone, silent = await thin_worker(server, 1), await thin_worker(server, 2)
+        for messages in (gone, silent):
+            assert isinstance(await messages.receive(), Welcome)
+        await gone.aclose()
+        async with silent:
+            await until(lambda: caplog.text.count("event='worker_lost'") == 2)
+    assert "leaver" not in caplog.text
+    told = [record.getMessage() for record in caplog.records if "worker_lost" in record.getMessage()]
+    assert {("w1" in text, "since its connection ended" in text) for text in told} == {(True, True), (False, False)}
 
 
 async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[Any]:

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import pytest
 
 import tensorhub
+from tensorhub import logs
 from tensorhub.coordinator import Entry, Event
 from tensorhub.coordinator.answers import Answers
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
@@ -253,16 +254,21 @@ async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypa
 async def test_if_descriptors_are_short_whoever_fits_is_served_and_the_log_says_how_to_help(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "tensorhub.coordinator")
+    monkeypatch.setattr(logs, "TALLY_S", 60.0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))  # of which 8 are for strangers, and 8 for everything else
     async with nothing_left(), serving(OPTIONS) as server, contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(16)]
         assert {type(await each.receive()) for each in served} == {Welcome}
         assert "no_descriptors" not in caplog.text
-        async with await talk(server, JOIN, incarnation="late") as late:
-            refused = await late.receive()
-            assert isinstance(refused, Refused)
-            assert "has 16 connections already (Options.sessions_max, or its `ulimit -n`)" in refused.error.message
-            assert refused.error.retryable
+        for _ in range(3):
+            async with await talk(server, JOIN, incarnation="late") as late:
+                refused = await late.receive()
+                assert isinstance(refused, Refused)
+                assert "has 16 connections already (Options.sessions_max, or its `ulimit -n`)" in refused.error.message
+                assert refused.error.retryable
+        assert caplog.text.count("event='session_refused'") == 1  # of several in a second; they come again and again
+        assert "session_closed" not in caplog.text
         assert "no_descriptors_for_more_sessions" in caplog.text
         assert f"raise `ulimit -n` to {OPTIONS.sessions_max + 4096 + 128}" in caplog.text
         await served[0].aclose()

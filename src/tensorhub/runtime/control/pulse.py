@@ -1,12 +1,14 @@
 """How late a coordinator comes to what it has to do: it has more of that than it comes to, or was stopped.
 
-Responsible for measuring that, and for saying so in the log. What is late waits in order, so nothing is lost by it; but
+Responsible for measuring that, and for saying so in the log, and which of the two it is: whoever has too much to do has used
+the processor meanwhile. What is late waits in order, so nothing is lost by it; but
 everybody who calls waits longer.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import anyio
@@ -17,6 +19,9 @@ from tensorhub.runtime import clock
 
 PULSE_S = 0.5  # between two looks
 LATE = 1 / 8  # of a lease: a coordinator that is so late says so
+BUSY = 1 / 2  # of a core: who has used so much of it since the last look was not stopped
+TOO_MUCH = "it has more to do than it comes to"
+STOPPED = "it was stopped, or others had the processor"
 TURNS_TO_CORE = 4  # of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait
 
 log = get_logger("tensorhub.coordinator")
@@ -41,14 +46,18 @@ class Pulse:
         """Look, until cancelled. `sessions`: how many there are, for the log."""
         worst_s = 0.0
         while True:
-            self._due = clock.now() + PULSE_S
+            since, used_s = clock.now(), time.thread_time()
+            self._due = since + PULSE_S
             await anyio.sleep(PULSE_S)
             for _ in range(TURNS_TO_CORE):
                 await anyio.lowlevel.checkpoint()
             self._late_s = max(0.0, clock.now() - self._due)
             if self._late_s > lease_s * LATE:
                 worst_s = max(worst_s, self._late_s)
-                log.warning("coordinator_behind", seconds=round(self._late_s, 1), sessions=sessions())
+                busy = (time.thread_time() - used_s) / (clock.now() - since)
+                reason = TOO_MUCH if busy > BUSY else STOPPED
+                late_s = round(self._late_s, 1)
+                log.warning("coordinator_behind", seconds=late_s, sessions=sessions(), busy=round(busy, 2), reason=reason)
             elif worst_s:
                 log.info("coordinator_caught_up", seconds=round(worst_s, 1), sessions=sessions())
                 worst_s = 0.0

@@ -40,6 +40,7 @@ from tensorhub.coordinator import (
     Send,
     Silent,
     Tick,
+    WorkerLost,
 )
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.logs import Tally, get_logger
@@ -111,6 +112,7 @@ class CoordinatorServer:
         self._strangers_max, self._sessions_max = shares(options.sessions_max)
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
+        self._turned_away = Tally(log.info, "session_refused")
         self._shortages = Tally(log.warning, "accept_failed")
         self._shortness = Tally(log.warning, "no_descriptors_for_more_sessions")
         frame_bytes_max = options.frame_bytes_max
@@ -157,7 +159,13 @@ class CoordinatorServer:
             tasks.start_soon(self._turn.pulse.keep, self._options.lease_s, lambda: len(self._sessions))
             if isinstance(self._secrets, TokenFile):
                 tasks.start_soon(self._keep_access)
-            log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
+            log.info(
+                "coordinator_listens",
+                address=self.address,
+                cluster=self._store.cluster,
+                epoch=self._store.epoch,
+                sessions_max=self._sessions_max,
+            )
             ready()
             await self._accept(listener, tasks)
 
@@ -198,8 +206,10 @@ class CoordinatorServer:
                     self._unrecorded.append(action)
                     self._record_wanted.set()
                 case CloseSession():
-                    log.info("session_closed", session=action.session, reason=action.reason)
+                    self._tell_closed(action)
                     self._close(action.session)
+                case WorkerLost():
+                    log.warning("worker_lost", worker=action.worker, reason=action.reason)
                 case LookFor():
                     self._asked.append(action.session)
                     self._look_wanted.set()
@@ -211,6 +221,14 @@ class CoordinatorServer:
         session = self._sessions.get(number)
         if session is not None:
             session.say(message)
+
+    def _tell_closed(self, action: CloseSession) -> None:
+        """Whoever is refused comes again, and again, and others do: they are counted."""
+        session = self._sessions.get(action.session)
+        if session is None or session.has_joined:
+            log.info("session_closed", session=action.session, reason=action.reason)
+        else:
+            self._turned_away.count(session=action.session, reason=action.reason)
 
     def _close(self, number: int) -> None:
         """End a session once all is said; soon, if its peer does not take what is said."""
@@ -392,7 +410,7 @@ class CoordinatorServer:
             if messages.reads != reads:  # everybody else has just had a turn
                 heard, since, reads = 0, self._begin_turn(), messages.reads
             if isinstance(message, Join) and not session.is_ending:
-                session.scope.deadline = math.inf
+                session.has_joined, session.scope.deadline = True, math.inf
                 messages.limit_received(kind.frame_bytes_max, kind.pot)
             if isinstance(message, LongQuestion):
                 await self._answer_at_length(session, message)

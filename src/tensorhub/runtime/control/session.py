@@ -110,6 +110,7 @@ class Session:
         self.secret = secret
         self.kind = kind
         self.scope = anyio.CancelScope()
+        self.has_joined = False  # it has said Join before it had to end
         self.is_ending = False  # its last words are being said
         self.unread = 0  # messages that the peer has not taken, those that are on their way included
         self._options = options

@@ -25,6 +25,7 @@ from tensorhub.coordinator import (
     Rollback,
     Send,
     Tick,
+    WorkerLost,
 )
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
@@ -216,6 +217,8 @@ class World(WorkerWorld):
                     self.to_be_stored(action)
                 case LookFor():
                     asked.append(action.session)
+                case WorkerLost():
+                    pass  # for people
                 case _:
                     assert_never(action)
         self.losses.stepped(event)
@@ -247,7 +250,9 @@ class World(WorkerWorld):
     @staticmethod
     def _is_reply(action: Action, event: Event) -> bool:
         """Whether it only says something over, or closes, the connection over which that was said (anybody may ask)."""
-        here = not isinstance(action, Persist) and isinstance(event, Received) and action.session == event.session
+        if isinstance(action, Persist | WorkerLost):
+            return False
+        here = isinstance(event, Received) and action.session == event.session
         return here and not (isinstance(action, Send) and isinstance(action.message, Welcome))
 
     def _welcome(self, session: int, worker: SimWorker, message: Welcome) -> None:
