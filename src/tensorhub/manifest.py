@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgpack
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.strips import Strip, straight
 from tensorhub.unpacking import unpacker
 
 Digest = Literal["xxh3-64", "sha-256", "none"]
@@ -192,6 +193,21 @@ class Manifest:
             for offsets, sizes in grid.cuts():
                 made.extend(map(Chunk, count(len(made)), repeat(region), offsets, sizes))
         return tuple(made)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each chunk."""
+        return tuple([chunk.nbytes for chunk in self.chunks])
+
+    def places(self, chunk: int) -> tuple[Strip, ...]:
+        """Where this chunk's bytes are in the regions, in their order."""
+        place = self.chunks[chunk]
+        return (straight(place.region, place.offset, place.nbytes),)
+
+    @property
+    def grid_id(self) -> str:
+        """Names the grid: where it is the same, chunks have the same numbers."""
+        return self.manifest_id
 
     def tensors_in(self, chunk: int) -> tuple[str, ...]:
         """The names of the tensors that have bytes in this chunk."""

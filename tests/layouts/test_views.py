@@ -14,11 +14,11 @@ from hypothesis import given, strategies as st
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts import View, at, source
 from tensorhub.layouts.boxes import Span
-from tensorhub.layouts.views import Selection, parts
+from tensorhub.layouts.views import Taken, parts
 from tests.layouts.worlds import some_view
 
 
-def taken(selection: Selection, elements: Any) -> Any:
+def taken(selection: Taken, elements: Any) -> Any:
     """What the selection says, by indices one by one."""
     spans = [selection.box[dimension] for dimension in selection.order]
     found = np.empty(selection.shape, elements.dtype)

@@ -11,6 +11,11 @@
     publication   what the ranks of a group hold together, and the checks of it
     cells         bytes that a source has and a reader wants, and families of them
     plan          what a reader takes from whom
+    reading       the same in chunks: what a source is told (selections), and where it goes
+    published     what a publication is made of, by the ids of its parts
+    resharded     a manifest whose chunks are those of a reading
+    identity      names the layout of a rank
+    joining       from what travels to what is read
 
 docs/layouts.md has the picture. Not responsible for moving a byte, nor for when: values in, values out.
 """
@@ -19,9 +24,14 @@ from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue, Kind
 from tensorhub.layouts.cells import Cell, Family, Loop
 from tensorhub.layouts.chunks import Chunk, Grid
+from tensorhub.layouts.identity import layout_id_of
+from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for
 from tensorhub.layouts.pieces import LocalTensor, Piece, pieces_of
 from tensorhub.layouts.plan import Plan, plan
 from tensorhub.layouts.publication import Publication, ShardClass
+from tensorhub.layouts.published import Published
+from tensorhub.layouts.reading import Part, Reading, Selection, reading_of
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.sharding import Sharding, is_dtensor, sharding_of
 from tensorhub.layouts.views import Place, View, at, source
 
@@ -31,23 +41,35 @@ __all__ = [
     "Cell",
     "Chunk",
     "Coordinates",
+    "Declaration",
     "Family",
     "Grid",
     "Kind",
     "LocalTensor",
     "Loop",
+    "Part",
     "Piece",
     "Place",
     "Plan",
     "Publication",
+    "Published",
+    "Reading",
+    "ReshardedManifest",
+    "Selection",
     "ShardClass",
     "Sharding",
     "View",
     "arrange",
     "at",
+    "coordinates_of",
     "is_dtensor",
+    "layout_id_of",
+    "parts_of",
     "pieces_of",
     "plan",
+    "publication_of",
+    "reading_for",
+    "reading_of",
     "sharding_of",
     "source",
 ]

@@ -28,7 +28,7 @@ from tensorhub.errors import RegistrationError
 from tensorhub.layouts.boxes import Box, overlapping, span, volume, whole
 from tensorhub.layouts.catalogue import Kind
 from tensorhub.layouts.sharding import Sharding
-from tensorhub.layouts.views import Place, Selection, View, at, parts
+from tensorhub.layouts.views import Place, Taken, View, at, parts
 from tensorhub.manifest import Quantization
 
 ShapeOf: TypeAlias = Callable[[str], tuple[int, ...] | None]  # the global shape of the tensor of a name, if there is one
@@ -168,10 +168,10 @@ def _from_sources(tensor: LocalTensor, entry: object, shape_of: ShapeOf | None) 
 
 def _one_after_another(
     tensor: LocalTensor, views: Sequence[View], shape_of: ShapeOf | None
-) -> list[tuple[Selection, Place, View]]:
+) -> list[tuple[Taken, Place, View]]:
     """Along dimension 0; a single view is the whole tensor."""
     if len(views) == 1:
-        return [(Selection(whole(tensor.shape), tuple(range(len(tensor.shape)))), at[...], views[0])]
+        return [(Taken(whole(tensor.shape), tuple(range(len(tensor.shape)))), at[...], views[0])]
     found, start = [], 0
     for view in views:
         shape = view.select(_shape(tensor, view, shape_of)).shape
@@ -192,7 +192,7 @@ def _one_after_another(
     return found
 
 
-def _put(tensor: LocalTensor, place: Selection, written: Place, view: View, shape_of: ShapeOf | None) -> Piece:
+def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of: ShapeOf | None) -> Piece:
     shape = _shape(tensor, view, shape_of)
     selection = view.select(shape)
     if selection.shape != place.shape:

@@ -44,6 +44,10 @@ class _Slice(NamedTuple):
 class _Index(NamedTuple):
     items: tuple[int | _Slice | EllipsisType, ...]
 
+    @property
+    def written(self) -> tuple[object, ...]:
+        return "index", ["..." if item is ... else item for item in self.items]
+
     def __repr__(self) -> str:
         return f"[{', '.join('...' if item is ... else repr(item) for item in self.items)}]"
 
@@ -51,11 +55,15 @@ class _Index(NamedTuple):
 class _Permutation(NamedTuple):
     dimensions: tuple[int, ...] | None  # None: `.T`
 
+    @property
+    def written(self) -> tuple[object, ...]:
+        return "permute", self.dimensions
+
     def __repr__(self) -> str:
         return ".T" if self.dimensions is None else f".permute({', '.join(map(str, self.dimensions))})"
 
 
-class Selection(NamedTuple):
+class Taken(NamedTuple):
     """A box of a tensor, and which of the tensor's dimensions the view has, in its order. The others have one index each."""
 
     box: Box
@@ -97,9 +105,14 @@ class View:
             made.select(self.shape)  # whoever wrote this hears of it here
         return made
 
-    def select(self, shape: Sequence[int]) -> Selection:
+    @property
+    def written(self) -> tuple[object, ...]:
+        """What the caller wrote, in strings, numbers and lists of them."""
+        return self.name, self.shape, [step.written for step in self._steps]
+
+    def select(self, shape: Sequence[int]) -> Taken:
         """What it takes of the tensor, whose shape is this. RegistrationError, with what to write, if that is impossible."""
-        selection = Selection(whole(shape), tuple(range(len(shape))))
+        selection = Taken(whole(shape), tuple(range(len(shape))))
         for number, step in enumerate(self._steps):
             so_far = View(self.name, None, self._steps[:number])
             selection = _take(selection, step, so_far) if isinstance(step, _Index) else _permute(selection, step, so_far)
@@ -140,9 +153,13 @@ class Place:
 
     _index: _Index
 
-    def select(self, shape: Sequence[int]) -> Selection:
+    @property
+    def written(self) -> tuple[object, ...]:
+        return self._index.written
+
+    def select(self, shape: Sequence[int]) -> Taken:
         """Which part of a tensor of this shape it is. RegistrationError, with what to write, if there is no such part."""
-        return _take(Selection(whole(shape), tuple(range(len(shape)))), self._index, at)
+        return _take(Taken(whole(shape), tuple(range(len(shape)))), self._index, at)
 
     def __repr__(self) -> str:
         return f"at{self._index!r}"
@@ -212,7 +229,7 @@ def _index(given: object, what: object) -> _Index:
     return _Index(tuple(items))
 
 
-def _take(selection: Selection, index: _Index, so_far: View | _At) -> Selection:
+def _take(selection: Taken, index: _Index, so_far: View | _At) -> Taken:
     given = len(index.items) - index.items.count(...)
     missing = len(selection.order) - given
     if missing < 0:
@@ -232,7 +249,7 @@ def _take(selection: Selection, index: _Index, so_far: View | _At) -> Selection:
         box[dimension] = box[dimension].take(taken)
         if isinstance(item, _Slice):
             order.append(dimension)
-    return Selection(tuple(box), tuple(order))
+    return Taken(tuple(box), tuple(order))
 
 
 def _one(item: int | _Slice, size: int, so_far: View | _At, index: _Index) -> Span:
@@ -250,7 +267,7 @@ def _one(item: int | _Slice, size: int, so_far: View | _At, index: _Index) -> Sp
     return span(start, -(-(stop - start) // item.step), item.step)
 
 
-def _permute(selection: Selection, step: _Permutation, so_far: View | _At) -> Selection:
+def _permute(selection: Taken, step: _Permutation, so_far: View | _At) -> Taken:
     count = len(selection.order)
     dimensions = step.dimensions
     if dimensions is None:
@@ -260,4 +277,4 @@ def _permute(selection: Selection, step: _Permutation, so_far: View | _At) -> Se
     positive = [each + count * (each < 0) for each in dimensions]
     if sorted(positive) != list(range(count)):
         raise RegistrationError(f"{so_far}{step!r}: name each of its {count} dimensions (0 to {count - 1}) once")
-    return Selection(selection.box, tuple([selection.order[each] for each in positive]))
+    return Taken(selection.box, tuple([selection.order[each] for each in positive]))

@@ -1,0 +1,51 @@
+"""The layout id of a rank: says which part of which tensors it has, and not in which region or order.
+
+Plain tensors are "world/N": the same rank of any group of N ranks has the like. Where the caller says more (DTensors,
+`sources=`) or less (`partial=`), the id is a hash of what was said, in one form: "own/" and 32 hex digits. It needs no
+publication, so views count as they were written.
+
+Responsible for that form, which is the same in every process.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tensorhub.layouts.boxes import whole
+from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.sharding import Sharding
+from tensorhub.layouts.views import parts
+from tensorhub.manifest import Manifest, TensorSpec, id_of
+
+
+def layout_id_of(manifest: Manifest, declared: Declaration) -> str:
+    """Of the rank that has registered these tensors. RegistrationError: an entry of `sources=` is none."""
+    said = {tensor.name: _said(tensor, declared) for tensor in manifest.tensors}
+    if not declared.partial and not any(said.values()):
+        return f"world/{declared.world_size}"
+    tensors = [[each.name, each.dtype, each.shape, said[each.name]] for each in manifest.tensors]
+    tensors.sort(key=lambda each: each[0])  # type: ignore[arg-type, return-value]  # names, of which no two are equal
+    form = [1, declared.rank, declared.world_size, declared.partial, tensors]
+    return f"own/{id_of(json.dumps(form, separators=(',', ':')).encode())}"
+
+
+def _said(tensor: TensorSpec, declared: Declaration) -> list[Any]:
+    """What the caller has said of this tensor; nothing if it is plain."""
+    sources = declared.sources
+    entry = sources(tensor.name) if callable(sources) else (sources or {}).get(tensor.name)
+    if entry is not None:
+        pairs, views = parts(tensor.name, entry)
+        return ["sources", [[place.written, view.written] for place, view in pairs], [view.written for view in views]]
+    if declared.shardings is None or tensor.name not in declared.shardings:
+        return []
+    sharding = declared.shardings[tensor.name]
+    if sharding is None:
+        return ["not here"]
+    if declared.world_size == 1 and _is_whole(sharding):
+        return []
+    return ["sharding", sharding.shape, sharding.runs]
+
+
+def _is_whole(sharding: Sharding) -> bool:
+    return sharding.runs == tuple([(each,) for each in whole(sharding.shape)])

@@ -1,0 +1,143 @@
+"""From what travels to what is read: the publication out of its parts, and a rank's reading of it.
+
+    worker of a publisher    manifest of its tensors + shardings + sources   ──►  coordinates_of  ──►  its parts
+    worker of a reader       Start.publication ──► Published ──► its parts   ──►  publication_of  ──►  Publication, kept
+                             manifest + shardings + sources + Publication    ──►  reading_for     ──►  ReshardedManifest
+
+Responsible for putting these together, and for all that a rank can check about them alone. Not responsible for fetching
+parts, nor for when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgpack
+
+from tensorhub.errors import ProtocolError
+from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
+from tensorhub.layouts.catalogue import Catalogue
+from tensorhub.layouts.pieces import LocalTensor, ShapeOf, packed, pieces_of
+from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.published import Published
+from tensorhub.layouts.reading import reading_of
+from tensorhub.layouts.resharded import ReshardedManifest, resharded
+from tensorhub.layouts.sharding import Sharding
+from tensorhub.manifest import Manifest, id_of, itemsize
+
+Sources: TypeAlias = Mapping[str, object] | Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a rank has registered: which of its group it is, and what its caller says that its tensors are.
+
+    `shardings`: what `sharding_of` says of its DTensors. `sources`: as the caller gave it. `partial`: the group may leave
+    published bytes unread.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    shardings: Mapping[str, Sharding | None] | None = None
+    sources: Sources | None = None
+    partial: bool = False
+
+
+def local_tensors(manifest: Manifest) -> list[LocalTensor]:
+    """The registered tensors, where the manifest has them."""
+    return [
+        LocalTensor(
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            packed(tensor.shape, itemsize(tensor.dtype)),
+            tensor.region,
+            tensor.offset,
+            tensor.quantization,
+        )
+        for tensor in manifest.tensors
+    ]
+
+
+def coordinates_of(manifest: Manifest, declared: Declaration, catalogue: Catalogue | None = None) -> Coordinates:
+    """What the tensors of this manifest hold, or are to be filled with.
+
+    `catalogue`: the publication's, for a reader; None: a publisher, whose `sources=` say all shapes. RegistrationError and
+    ManifestMismatch, with every fault: as `pieces_of` and `arrange`.
+    """
+    shape_of: ShapeOf | None = None
+    if catalogue is not None:
+
+        def shape_of(name: str) -> tuple[int, ...] | None:
+            number = catalogue.find(name)
+            return None if number is None else catalogue.kind(number).shape
+
+    pieces = pieces_of(
+        local_tensors(manifest),
+        rank=declared.rank,
+        world_size=declared.world_size,
+        shardings=declared.shardings,
+        sources=declared.sources,
+        shape_of=shape_of,
+    )
+    return arrange(pieces, catalogue)
+
+
+def parts_of(coordinates: Coordinates) -> dict[str, bytes]:
+    """The three parts of a rank by their ids, in the order of `part_ids`: catalogue, arrangement, coordinates."""
+    arrangement, catalogue = coordinates.arrangement, coordinates.catalogue
+    return {
+        catalogue.catalogue_id: catalogue.encode(),
+        arrangement.arrangement_id: arrangement.encode(),
+        coordinates.coordinates_id: coordinates.encode(),
+    }
+
+
+def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publication:
+    """What the ranks hold, of which `parts` has every part by its id; checked. Takes up to seconds: its caller keeps it.
+
+    ProtocolError: a part is not what its id names, or does not belong to the one above it. ManifestMismatch: the ranks do
+    not make one version.
+    """
+    for part_id in published.part_ids:
+        if part_id not in parts or id_of(parts[part_id]) != part_id:
+            raise ProtocolError(f"bad publication: part {part_id} is missing, or is not what its id names")
+    catalogues: dict[str, Catalogue] = {}
+    arrangements: dict[str, Arrangement] = {}
+    found: dict[tuple[int, tuple[str, ...]], Coordinates] = {}
+    ranks = []
+    for rank, shard in enumerate(published.shards):
+        key = (rank if len(shard) == 1 else 0), shard  # a rank-local tensor says whose it is
+        if key not in found and len(shard) == 1:
+            declared = Declaration(rank, len(published.shards))
+            found[key] = coordinates_of(Manifest.decode(parts[shard[0]]), declared)
+        elif key not in found:
+            of_all, where, which = shard
+            if of_all not in catalogues:
+                catalogues[of_all] = Catalogue.decode(parts[of_all])
+            if where not in arrangements:
+                arrangements[where] = Arrangement.decode(parts[where], catalogues[of_all])
+            if arrangements[where].catalogue is not catalogues[of_all]:
+                raise ProtocolError(f"bad publication: arrangement {where} is of another catalogue than {of_all}")
+            found[key] = Coordinates.decode(parts[which], arrangements[where])
+        ranks.append(found[key])
+    return Publication(tuple(ranks)).check()
+
+
+def reading_for(
+    published: Published, publication: Publication, manifest: Manifest, declared: Declaration
+) -> ReshardedManifest:
+    """What this rank reads of that publication, which is `publication_of(published, ...)`.
+
+    `manifest`: the rank's own, or that of the first group of its layout, which then fits the rank's own
+    (`check_compatible`). ManifestMismatch and RegistrationError, with everything that is wrong: its tensors are not in
+    the publication, or others there; it ties what is not tied there; it is alone, and leaves bytes unread that it may
+    not.
+    """
+    reader = coordinates_of(manifest, declared, publication.catalogue)
+    publication.check_readers([reader], partial=declared.partial or declared.world_size > 1)
+    reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
+    key = msgpack.packb([published.publication_id, reader.coordinates_id, declared.rank])
+    return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key))

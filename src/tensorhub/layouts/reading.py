@@ -1,0 +1,296 @@
+"""A reading: the reader's chunks, and which strips of which published shards hold the bytes of each.
+
+    Reading                chunk 0: strips of the reader's regions          places[0]
+                           chunk 1: ...                                     places[1]
+      Part of class 0      its chunks 0, 1, 4 of the reader's grid          chunks = (0, 1, 4)
+        Selection          chunk 0: strips of the published regions         the same bytes in the same order
+                           chunk 1: ...
+      Part of class 2      ...
+
+A chunk has bytes of one shard class only. It is made of whole cells where they fit; cells that are longer are cut at
+rows, or else within a run. Small cells share a chunk. Chunks are numbered in the order of their first byte in the
+reader's memory. All this follows from the publication and the reader's coordinates alone, so all who hold one layout have
+the same numbers.
+
+A selection is what a source is told: it names bytes of the published shard, and nothing of the reader. So it is the same
+for all versions of equal layouts, and for all readers who read that part. It is named by a hash of its one encoding.
+
+Responsible for these values, for the encoding, and for reading hostile selections at no more cost than their bounds
+allow. Not responsible for what is read from whom (`plan`), nor for moving bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from operator import attrgetter
+
+from tensorhub.errors import ProtocolError, RegistrationError
+from tensorhub.layouts.arrangement import Coordinates
+from tensorhub.layouts.cells import Family, Step
+from tensorhub.layouts.columns import Column, expect, pack_all, unpack_all
+from tensorhub.layouts.plan import plan
+from tensorhub.layouts.publication import Publication
+from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, INT_MAX, id_of
+from tensorhub.messages.reading import SELECTION_BYTES_MAX
+from tensorhub.strips import Strip, beyond, shortest
+
+FORM = 1
+STRIPS_MAX = 2**20  # of one selection
+CELLS_MAX = 2**22  # of one selection, in all its strips
+RUNS_MAX = 2**24  # of one chunk
+_COLUMNS = (
+    "strips",
+    "regions",
+    "offsets",
+    "region steps",
+    "offset steps",
+    "lengths",
+    "loops",
+    "runs",
+    "times",
+    "bytes apart",
+)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a reader of another layout takes of one published shard. `chunks[i]`: the strips of chunk i, in the order of the
+    reader's memory.
+    """
+
+    chunks: tuple[tuple[Strip, ...], ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple([sum([strip.nbytes for strip in chunk]) for chunk in self.chunks])
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        strips = [strip for chunk in self.chunks for strip in chunk]
+        loops = [loop for strip in strips for loop in strip.loops]
+        columns = (
+            map(len, self.chunks),
+            [strip.region for strip in strips],
+            [strip.offset for strip in strips],
+            [_unsigned(strip.region_step) for strip in strips],
+            [_unsigned(strip.offset_step) for strip in strips],
+            [strip.length for strip in strips],
+            [len(strip.loops) for strip in strips],
+            [strip.run for strip in strips],
+            [times for times, _ in loops],
+            [apart for _, apart in loops],
+        )
+        return pack_all(FORM, [], columns)
+
+    def encode(self) -> bytes:
+        """The one encoding of this selection: equal selections have equal bytes."""
+        return self._encoded
+
+    @cached_property
+    def selection_id(self) -> str:
+        return id_of(self._encoded)
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Selection:
+        """The selection that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+        what = "selection"
+        _, found = unpack_all(
+            what, FORM, 0, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=max(STRIPS_MAX, CHUNKS_MAX)
+        )
+        made = cls(tuple(_chunks(what, found)))
+        if fault := made._fault():
+            raise ProtocolError(f"bad selection: {fault}")
+        expect(made.encode() == blob, what, "this is not the one encoding of what it says")
+        return made
+
+    def _fault(self) -> str | None:
+        """The first thing that makes this no selection, of whatever memory."""
+        for number, chunk in enumerate(self.chunks):
+            if not 0 < self.sizes[number] <= CHUNK_BYTES_MAX:
+                return f"chunk {number} is empty, or longer than {CHUNK_BYTES_MAX} bytes"
+            if sum([strip.runs for strip in chunk]) > RUNS_MAX:
+                return f"chunk {number} has more than {RUNS_MAX} runs"
+        return None
+
+    def fault(self, region_sizes: Sequence[int]) -> str | None:
+        """The first thing that is not within regions of these sizes. Nothing is expanded."""
+        for number, chunk in enumerate(self.chunks):
+            if any(beyond(strip, region_sizes) for strip in chunk):
+                return f"chunk {number} is not within the shard's memory"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is read of one shard class: `selection`, whose chunks are number `chunks[0]`, `chunks[1]`, ... of the reader.
+
+    `shard`: the first of the class' `ranks`, which names it.
+    """
+
+    shard: int
+    ranks: tuple[int, ...]
+    selection: Selection
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`places[i]`: the reader's chunk i, in its own regions. `sizes[i]`: its bytes. Each chunk is in one part."""
+
+    places: tuple[tuple[Strip, ...], ...]
+    sizes: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+
+def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: int, turn: int = 0) -> Reading:
+    """What this reader reads, in chunks of at most `chunk_bytes`. `turn`: the reader's rank.
+
+    ManifestMismatch: it wants bytes that nobody has published. RegistrationError: that would be too many chunks or strips.
+    """
+    classes = publication.classes
+    made = plan(reader, [each.coordinates for each in classes], turn=turn)
+    chunks = [
+        (places, source, taken)
+        for source, families in made.of_source.items()
+        for places, taken in _batches(families, chunk_bytes)
+    ]
+    chunks.sort(key=lambda chunk: chunk[0][0][:2])  # by the first byte
+    if len(chunks) > CHUNKS_MAX:
+        raise RegistrationError(f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer")
+    numbers: dict[int, list[int]] = {source: [] for source in made.of_source}
+    for number, (_, source, _) in enumerate(chunks):
+        numbers[source].append(number)
+    parts = []
+    for source, its in numbers.items():
+        selection = Selection(tuple([chunks[number][2] for number in its]))
+        _refuse_too_long(selection)
+        parts.append(Part(classes[source].ranks[0], classes[source].ranks, selection, tuple(its)))
+    places = tuple([places for places, _, _ in chunks])
+    sizes = tuple([sum([strip.nbytes for strip in chunk]) for chunk in places])
+    return Reading(places, sizes, tuple(parts))
+
+
+def _refuse_too_long(selection: Selection) -> None:
+    strips = [strip for chunk in selection.chunks for strip in chunk]
+    cells = sum([strip.length for strip in strips])
+    if len(strips) > STRIPS_MAX or cells > CELLS_MAX or len(selection.encode()) > SELECTION_BYTES_MAX:
+        raise RegistrationError(
+            f"what is read of one rank has {len(strips)} patterns of {cells} parts, which is more than one request can "
+            "say: register fewer tensors together, or tensors that are cut more alike"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- batches
+
+
+def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[tuple[Strip, ...], tuple[Strip, ...]]]:
+    """The cells of one source in chunks: of each, the strips at the reader and those at the source."""
+    batch: list[tuple[Strip, Strip]] = []
+    room, runs = chunk_bytes, RUNS_MAX
+    for family in _short(families, chunk_bytes):
+        cell_bytes, cell_runs = family.first.nbytes, family.first.runs
+        at = 0
+        while at < family.length:
+            count = min(family.length - at, room // cell_bytes, runs // cell_runs)
+            if not count:
+                yield _in_order(batch)
+                batch, room, runs = [], chunk_bytes, RUNS_MAX
+                continue
+            batch.append(_strips(family, at, count))
+            room -= count * cell_bytes
+            runs -= count * cell_runs
+            at += count
+    if batch:
+        yield _in_order(batch)
+
+
+def _in_order(batch: list[tuple[Strip, Strip]]) -> tuple[tuple[Strip, ...], tuple[Strip, ...]]:
+    batch.sort(key=lambda both: both[0][:2])
+    return tuple([place for place, _ in batch]), tuple([taken for _, taken in batch])
+
+
+def _short(families: Sequence[Family], chunk_bytes: int) -> Iterator[Family]:
+    """The same cells in families that go forward in the reader's memory, and none of which is too long for a chunk."""
+    still = Step(0, 0, 0, 0)
+    for family in sorted(map(_forward, families), key=attrgetter("first.reader_region", "first.reader_offset")):
+        first = family.first
+        cell_bytes = min(chunk_bytes, RUNS_MAX * first.run)
+        if first.nbytes <= cell_bytes:
+            yield family
+        else:
+            for cell in family.cells():
+                yield from (Family(family.source, 1, part, still) for part in cell.cut(cell_bytes))
+
+
+def _forward(family: Family) -> Family:
+    step = family.step
+    if (step.reader_region, step.reader_offset) >= (0, 0):
+        return family
+    (last,) = islice(family.cells(), family.length - 1, None)
+    return family._replace(first=last, step=Step(*[-each for each in step]))
+
+
+def _strips(family: Family, at: int, count: int) -> tuple[Strip, Strip]:
+    """`count` cells of a family from number `at` on: at the reader, and at the source."""
+    first, step = family.first, family.step
+    loops, run = first.loops, first.run
+    place = Strip(
+        first.reader_region + at * step.reader_region,
+        first.reader_offset + at * step.reader_offset,
+        step.reader_region,
+        step.reader_offset,
+        count,
+        tuple([(times, reader) for times, _, reader in loops]),
+        run,
+    )
+    taken = Strip(
+        first.source_region + at * step.source_region,
+        first.source_offset + at * step.source_offset,
+        step.source_region,
+        step.source_offset,
+        count,
+        tuple([(times, source) for times, source, _ in loops]),
+        run,
+    )
+    return shortest(place), shortest(taken)
+
+
+# ------------------------------------------------------------------------------------------------------ encoding
+
+
+def _unsigned(step: int) -> int:
+    """Columns have no negative numbers: 0, -1, 1, -2, ... are 0, 1, 2, 3, ..."""
+    return 2 * step if step >= 0 else -2 * step - 1
+
+
+def _signed(number: int) -> int:
+    return number // 2 if number % 2 == 0 else -(number // 2) - 1
+
+
+def _chunks(what: str, found: Sequence[Column]) -> Iterator[tuple[Strip, ...]]:
+    """The chunks that these columns tell of, with every count checked, and not yet where they lie."""
+    counts, regions, offsets, region_steps, offset_steps, lengths, loop_counts, runs, times, apart = found
+    per_strip = (regions, offsets, region_steps, offset_steps, lengths, loop_counts, runs)
+    expect(len({len(each) for each in per_strip}) == 1, what, "the columns tell of different strips")
+    expect(len(regions) <= STRIPS_MAX, what, f"it has more than {STRIPS_MAX} strips")
+    expect(min(counts, default=1) > 0 and sum(counts) == len(regions), what, "the chunks' strips do not add up")
+    expect(len(times) == len(apart) == sum(loop_counts), what, "the loops do not add up")
+    expect(max(loop_counts, default=0) <= DIMENSIONS_MAX, what, f"a strip has more than {DIMENSIONS_MAX} loops")
+    expect(min(min(each, default=1) for each in (lengths, runs, times)) > 0, what, "a strip is empty")
+    expect(sum(lengths) <= CELLS_MAX, what, f"it has more than {CELLS_MAX} cells")
+    expect(max(times, default=1) <= INT_MAX, what, "a loop is too long")
+    loops = zip(times, apart, strict=True)
+    its_loops = (tuple(islice(loops, count)) for count in loop_counts)
+    strips = map(Strip, regions, offsets, map(_signed, region_steps), map(_signed, offset_steps), lengths, its_loops, runs)
+    return (tuple(islice(strips, count)) for count in counts)

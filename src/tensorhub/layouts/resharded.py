@@ -1,0 +1,78 @@
+"""A manifest whose chunks are those of a reading: what a rank fills, and then holds, in a layout that is not the
+published one.
+
+Its tensors and regions are those of the rank's own manifest, or of the manifest of the first group of its layout, so that
+the regions mean the same to all who hold that layout. Its chunks are those of the reading, and their digests are made by
+the publisher's algorithm.
+
+Responsible for what `Manifest` says of its own grid, said of this one: memory, pulls and the machines of a worker take
+either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tensorhub.layouts.reading import Part, Reading
+from tensorhub.manifest import Chunk, Digest, Manifest
+from tensorhub.strips import Strip
+
+NOTHING = Reading((), (), ())
+
+
+@dataclass(frozen=True)
+class ReshardedManifest(Manifest):
+    """`grid`: names the publication, the rank and where its pieces lie, from all of which the reading follows."""
+
+    reading: Reading = NOTHING
+    grid: str = ""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is read of which shard class."""
+        return self.reading.parts
+
+    @cached_property
+    def nbytes(self) -> int:
+        """What a whole read moves. Padding is not read."""
+        return self.reading.nbytes
+
+    @cached_property
+    def chunk_count(self) -> int:
+        return len(self.reading.sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return self.reading.sizes
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        raise TypeError("chunks of a resharded manifest are not contiguous: use `places`")
+
+    def places(self, chunk: int) -> tuple[Strip, ...]:
+        return self.reading.places[chunk]
+
+    @property
+    def grid_id(self) -> str:
+        return self.grid
+
+    def tensors_in(self, chunk: int) -> tuple[str, ...]:
+        """The names of the tensors that have bytes in this chunk."""
+        strips = self.reading.places[chunk]
+        regions = dict.fromkeys(region for strip in strips for region, _ in strip.cells())
+        return tuple(
+            [
+                tensor.name
+                for region in regions
+                for tensor in self.by_region[region]
+                if any(strip.touches(region, tensor.offset, tensor.offset + tensor.nbytes) for strip in strips)
+            ]
+        )
+
+
+def resharded(manifest: Manifest, digest: Digest, chunk_bytes: int, reading: Reading, grid: str) -> ReshardedManifest:
+    """This manifest's tensors and regions, in the chunks of this reading."""
+    return ReshardedManifest(
+        manifest.tensors, manifest.regions, chunk_bytes, digest, manifest.layout_id, manifest.metadata, reading, grid
+    )
