@@ -1,8 +1,10 @@
 """What a reader's plan costs: a mixture of experts of 1.01T parameters in 98,947 tensors, from 64 ranks to one of 16.
 
 For each pair of layouts: the bytes that the reader gets about all ranks (catalogue, arrangements, coordinates); the CPU
-seconds that it takes to decode them, to plan, and to make every cell; the memory that a plan takes at most and keeps; how
-many cells and runs there are. Nothing is read, and no weights are made. See README.md.
+seconds that it takes to decode them, to plan, to make every cell, and to make the reading (the plan included: what the
+reader's chunks are, and the selections that it sends to its sources); the memory that plan and reading take at most and
+keep; the CPU seconds that a source takes to decode and check all selections; how many cells, runs, chunks and strips
+there are. Nothing is read, and no weights are made. See README.md.
 """
 
 from __future__ import annotations
@@ -15,8 +17,22 @@ import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from tensorhub.layouts import Arrangement, Catalogue, Coordinates, Grid, Kind, Piece, Plan, Publication, arrange, plan
-from tensorhub.layouts.boxes import Box, span
+from tensorhub.layouts import (
+    Arrangement,
+    Catalogue,
+    Coordinates,
+    Grid,
+    Kind,
+    Piece,
+    Plan,
+    Publication,
+    Reading,
+    Selection,
+    arrange,
+    plan,
+    reading_of,
+)
+from tensorhub.layouts.boxes import Box, span, volume
 from tensorhub.layouts.catalogue import catalogue_of
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
@@ -191,12 +207,9 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
             cells_s, cells = timed(lambda made=made: cells_made(made))  # type: ignore[misc]
             assert cells == made.cell_count
             assert made.nbytes == reader.nbytes
+            runs, families, needs = made.run_count, len(made.families), len(made.needs)
             del made
-            gc.collect()
-            tracemalloc.start()
-            made = planned()
-            kept, most = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
+            kept, most = traced(planned)
             yield {
                 "layouts": f"{publisher} -> {name}",
                 "wire_mb": round(wire.nbytes / 1e6, 2),
@@ -208,13 +221,58 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
                 "plan_s": round(plan_s, 3),
                 "plan_peak_mb": round(most / 1e6, 1),
                 "plan_kept_mb": round(kept / 1e6, 1),
-                "families": len(made.families),
+                "families": families,
                 "cells": cells,
-                "runs": made.run_count,
+                "runs": runs,
                 "us_per_cell": round(1e6 * cells_s / cells, 3),
-                "gb": round(made.nbytes / 1e9, 1),
-                "sources": len(made.needs),
+                "gb": round(reader.nbytes / 1e9, 1),
+                "sources": needs,
+                **reading_row(publication, reader, rank),
             }
+
+
+def reading_row(publication: Publication, reader: Coordinates, rank: int) -> dict[str, object]:
+    def read() -> Reading:
+        return reading_of(publication, reader, chunk_bytes=CHUNK_BYTES, turn=rank)
+
+    reading_s, reading = timed(read)
+    assert reading.nbytes == reader.nbytes
+    parts = reading.parts
+    blobs = [part.selection.encode() for part in parts]
+    decode_s, selections = timed(lambda: list(map(Selection.decode, blobs)))
+    sizes = [[*sizes_of(publication.ranks[part.shard])] for part in parts]
+    fault_s, faults = timed(lambda: list(map(Selection.fault, selections, sizes)))
+    assert not any(faults)
+    row: dict[str, object] = {
+        "reading_s": round(reading_s, 3),
+        "selections_decoded_s": round(decode_s, 3),
+        "selections_checked_s": round(fault_s, 3),
+        "selections_mb": round(sum(map(len, blobs)) / 1e6, 3),
+        "selection_mb_max": round(max(map(len, blobs)) / 1e6, 3),
+        "chunks": len(reading.sizes),
+        "chunk_mb_mean": round(reading.nbytes / len(reading.sizes) / 1e6, 2),
+        "strips": sum(map(len, reading.places)),
+        "strips_max": max(map(len, reading.places)),
+    }
+    kept, most = traced(read)
+    return row | {"reading_peak_mb": round(most / 1e6, 1), "reading_kept_mb": round(kept / 1e6, 1)}
+
+
+def sizes_of(rank: Coordinates) -> Iterator[int]:
+    """Of its regions, each of which has one piece."""
+    nbytes = [volume(box) * kind.itemsize for kind, box, _ in rank.geometry]
+    return map(nbytes.__getitem__, rank.arrangement.form_of)
+
+
+def traced(call: Callable[[], T]) -> tuple[int, int]:
+    """What it keeps and what it takes at most, in bytes."""
+    gc.collect()
+    tracemalloc.start()
+    result = call()
+    kept, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    del result
+    return kept, most
 
 
 def checked(ranks: Sequence[Coordinates]) -> Publication:
