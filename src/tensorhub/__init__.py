@@ -27,6 +27,7 @@ from tensorhub.errors import (
 )
 from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, connect, serve
+from tensorhub.layouts.views import at, source
 from tensorhub.model_summary import ModelSummary
 from tensorhub.protocol.secret import read_only_token
 from tensorhub.runtime.sigterm import leave_on_sigterm
@@ -68,9 +69,11 @@ __all__ = [
     "VersionInfo",
     "VersionUnavailable",
     "Weights",
+    "at",
     "connect",
     "leave_on_sigterm",
     "read_only_token",
     "serve",
     "shared_empty_like",
+    "source",
 ]

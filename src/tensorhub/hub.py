@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
 from tensorhub.fetched import Fetched
+from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import CallersMemory, Memory, RegisteredMemory
 from tensorhub.model_summary import ModelSummary
@@ -276,6 +277,8 @@ class Hub(Unpicklable):
         rank: int = 0,
         world_size: int = 1,
         spot: bool = False,
+        sources: Mapping[str, object] | Callable[[str], object] | None = None,
+        partial: bool = False,
     ) -> Weights:
         """Register contiguous tensors, on the CPU or on one CUDA device, as one rank's weights: used in place, never copied.
         On a GPU, what the calling thread has queued on its present stream before a call comes first.
@@ -283,6 +286,15 @@ class Hub(Unpicklable):
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
         dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
         is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
+        A DTensor is this rank's local part of it, in place: nothing is gathered (FSDP2: while the module is sharded, as it
+        is after each backward, or after `reshard()`).
+
+        `sources`: what tensors are made of, where names or parts differ from what is published: by name, or a function of a
+        name, a view (`tensorhub.source("q")[0:2048]`), a list of views, which are concatenated along dimension 0, or a list
+        of pairs `[(tensorhub.at[0:2048], view), ...]`; None from the function: as without an entry. Without one, a tensor is
+        the tensor of its name: its part of a DTensor; the whole one, where `world_size` is 1; else one that is local to the
+        rank, and that only the same rank of an equal layout reads. Whoever publishes says the shapes:
+        `source(name, shape=...)`. `partial`: the group may leave published tensors, and parts of them, unread.
 
         The module or mapping is kept. `publish`, `mutate`, `replicate`, `update` and `prefetch` compare it with what was
         registered, in the caller's thread: when they are called, after `mutate`'s body, and after `before_write`.
@@ -297,8 +309,15 @@ class Hub(Unpicklable):
 
         Raises RegistrationError, which names each tensor that cannot be registered and what to do.
         """
-        memory = RegisteredMemory(tensors)
-        return await register_memory(self, model, memory, group=group, rank=rank, world_size=world_size, spot=spot)
+        if not (sources is None or callable(sources) or isinstance(sources, Mapping)):
+            raise InvalidType(f"sources={shown(sources)}: give a mapping of names to views, or a function of a name")
+        check_flag("partial", partial)
+        check_ranks(rank, world_size)
+        memory = RegisteredMemory(tensors, sources)
+        declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial)
+        return await register_memory(
+            self, model, memory, group=group, rank=rank, world_size=world_size, spot=spot, declared=declared
+        )
 
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
@@ -491,6 +510,7 @@ async def register_memory(
     rank: int = 0,
     world_size: int = 1,
     spot: bool = False,
+    declared: Declaration | None = None,
 ) -> Weights:
     """What `Hub.register` is made of, for memory that is not tensors, as a file's; internal, and may change."""
     _check_full(hub._worker, "register")
@@ -499,15 +519,14 @@ async def register_memory(
         check_name("group", group)
     elif type(world_size) is int and world_size > 1:
         raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-    strange = [each for each in (rank, world_size) if type(each) is not int]
-    if strange or not 0 <= rank < world_size <= 2**20:
-        text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
-        raise invalid(next(iter(strange), rank), int, text)
+    check_ranks(rank, world_size)
     check_flag("spot", spot)
+    described = hub._worker.describe_memory(memory, declared or Declaration(rank, world_size))
     make = partial(
         hub._worker.register,
         model,
         memory,
+        described,
         group=group,
         rank=rank,
         world_size=world_size,
@@ -552,6 +571,14 @@ async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | N
     _check_full(hub._worker, "seed")
     timeout_s = hub._worker.timeout_s(timeout)
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
+
+
+def check_ranks(rank: int, world_size: int) -> None:
+    """Raise StateError unless there can be such a rank."""
+    strange = [each for each in (rank, world_size) if type(each) is not int]
+    if strange or not 0 <= rank < world_size <= 2**20:
+        text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
+        raise invalid(next(iter(strange), rank), int, text)
 
 
 def _check_full(worker: CallersWorker, call: str) -> None:

@@ -130,9 +130,20 @@ class Hub(Unpicklable):
         rank: int = 0,
         world_size: int = 1,
         spot: bool = False,
+        sources: Mapping[str, object] | Callable[[str], object] | None = None,
+        partial: bool = False,
     ) -> Weights:
         """Register tensors in place as one rank's weights; see `tensorhub.Hub.register`."""
-        register = self._hub.register(model, tensors, group=group, rank=rank, world_size=world_size, spot=spot)
+        register = self._hub.register(
+            model,
+            tensors,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            spot=spot,
+            sources=sources,
+            partial=partial,
+        )
         return Weights(_finish(register))
 
     def newest(self, model: str) -> VersionInfo | None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tensorhub.errors import RegistrationError
+from tensorhub.layouts.views import source
 from tensorhub.memory.describing import describe
 from tensorhub.memory.resolving import resolve
 from tensorhub.memory.tensors import RegisteredMemory
@@ -96,10 +97,9 @@ def test_what_fsdp_makes_of_a_module_is_refused_with_the_mend(process_group: Non
     with pytest.raises(RegistrationError, match=r"the module '0' is wrapped in Fully.*register tensors of your own"):
         RegisteredMemory(flattened)
     sharded: Any = fully_shard(plain(), mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(RegistrationError, match=r"'0\.weight': it is a DTensor.*register `\.to_local\(\)`"):
-        RegisteredMemory(sharded)
-    local = {name: tensor.to_local() for name, tensor in sharded.named_parameters()}
-    assert len(describe(local)) == 4
+    memory, local = RegisteredMemory(sharded), {name: tensor.to_local() for name, tensor in sharded.named_parameters()}
+    assert memory.descriptions[:4] == describe(local)
+    assert set(memory.shardings) == set(local)
 
 
 def test_a_module_that_is_sharded_after_it_was_registered(process_group: None) -> None:
@@ -109,8 +109,49 @@ def test_a_module_that_is_sharded_after_it_was_registered(process_group: None) -
     module = plain()
     memory = RegisteredMemory(module)
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(RegistrationError, match=r"4 tensor\(s\) were replaced.*\n.*'0\.weight': it is a DTensor"):
+    with pytest.raises(RegistrationError, match=r"4 tensor\(s\) were replaced.*\n.*'0\.weight': .*it is a DTensor now"):
         memory.check_current()
+
+
+def test_a_sharded_module_that_has_changed_since(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module: Any = fully_shard(plain(), mesh=init_device_mesh("cpu", (1,)))
+    memory = RegisteredMemory(module)
+    versions = memory.versions()
+    memory.check_current()
+    module(torch.ones(2, 2))  # and is gathered, until it is resharded
+    with pytest.raises(RegistrationError, match=r"'0\.weight': .*it was a DTensor; .*call `reshard\(\)` first"):
+        memory.check_current()
+    module.reshard()
+    memory.check_current()
+    memory.count_write()
+    assert memory.versions() != versions
+    module.half()  # the same parameters, with other local parts
+    with pytest.raises(RegistrationError, match=r"'0\.weight': its dtype is torch\.float16, not torch\.float32"):
+        memory.check_current()
+
+
+def test_dtensors_that_cannot_be_used_and_sources_that_say_nothing_are_all_named(process_group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    transposed = DTensor.from_local(torch.ones(2, 3).T, mesh, [Shard(0)])
+    given = {"partial": partial, "x": {"sharded": sharded}, "transposed": transposed, "listed": torch.ones(1)}
+    with pytest.raises(RegistrationError) as caught:
+        RegisteredMemory(given, {"listed": ["w"], "absent": source("w")})
+    text = str(caught.value)
+    assert text.startswith("4 tensor(s) cannot be registered")
+    assert "'partial': it is a DTensor with a Partial placement" in text
+    assert "'transposed': it is not contiguous" in text
+    assert "sources of 'listed': give a view" in text
+    assert "sources names 'absent', and no tensor of that name is registered" in text
+    memory = RegisteredMemory({"partial": partial, "w": sharded}, lambda name: source("w") if name == "partial" else None)
+    assert (set(memory.entries), set(memory.shardings)) == ({"partial"}, {"w"})
 
 
 def test_nested_mappings() -> None:

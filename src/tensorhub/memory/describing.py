@@ -1,4 +1,4 @@
-"""Describes tensors, and says which cannot be registered.
+"""Describes tensors, and says which cannot be registered. A DTensor is its local part, in place.
 
 Responsible for saying what is in the way, and what to do about it. Not responsible for which tensors there are
 (`resolving`), nor for their bytes (`tensors`).
@@ -9,13 +9,14 @@ torch and numpy are never imported here. Whoever hands over a tensor has importe
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device
 from tensorhub.errors import RegistrationError
+from tensorhub.layouts.sharding import Sharding, is_dtensor, sharding_of
 from tensorhub.manifest import ITEMSIZE, QUANTIZED, Quantization, TensorDescription, name_fault, quantization_fault
 
 
@@ -27,10 +28,11 @@ def is_numpy(value: object) -> bool:
     return isinstance(value, getattr(sys.modules.get("numpy"), "ndarray", ()))
 
 
-def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
+def describe(tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()) -> tuple[TensorDescription, ...]:
     """These, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in place.
 
-    One RegistrationError names every tensor that cannot be used, why, and what to do about it.
+    One RegistrationError names every tensor that cannot be used, why, and what to do about it. `also_wrong`: what else is
+    wrong with what was given.
     """
     found, faults = [], []
     places = dict[str, str]()  # each device, with the first tensor's name there
@@ -39,8 +41,10 @@ def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
         if fault:
             faults.append(f"{name!r}: {fault}")
         else:
-            found.append(_describe(name, tensor))
-            places.setdefault(_place(tensor), name)
+            local = local_of(tensor)
+            found.append(_describe(name, local))
+            places.setdefault(_place(local), name)
+    faults += also_wrong
     if faults:
         raise RegistrationError(f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults))
     if len(places) > 1:
@@ -50,6 +54,25 @@ def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
             "name of their own, or move them to one device before"
         )
     return tuple(found)
+
+
+def local_of(tensor: Any) -> Any:
+    """What this process has of it, in place: of a DTensor its local part, of any other tensor all of it."""
+    # Not `to_local()`: of a parameter that is a new object each time.
+    return tensor._local_tensor if is_torch(tensor) and is_dtensor(tensor) else tensor
+
+
+def shardings_of(tensors: Mapping[str, Any], said: Collection[str]) -> tuple[dict[str, Sharding | None], list[str]]:
+    """How the DTensors among these are cut, but for those of which something else is `said`; and why some cannot be used."""
+    found: dict[str, Sharding | None] = {}
+    faults = []
+    for name, tensor in tensors.items():
+        if is_torch(tensor) and is_dtensor(tensor) and name not in said:
+            try:
+                found[name] = sharding_of(tensor)
+            except RegistrationError as error:
+                faults.append(f"{name!r}: {error}")
+    return found, faults
 
 
 def _place(tensor: Any) -> str:
@@ -89,7 +112,7 @@ def fault_of(tensor: Any) -> str | None:
     """Why this tensor's memory cannot be lent out, and what to do; None if it can."""
     if is_torch(tensor):
         try:
-            return _torch_fault(tensor)
+            return _torch_fault(local_of(tensor))
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             # Lazy, functional and wrapper tensors refuse the questions themselves.
             return f"a {kind_of(tensor)} has no memory to look at ({str(error).splitlines()[0]:.200})"
@@ -99,8 +122,6 @@ def fault_of(tensor: Any) -> str | None:
 
 
 def _torch_fault(tensor: Any) -> str | None:
-    if hasattr(tensor, "to_local"):
-        return "it is a DTensor, and its bytes are those of its local part; register `.to_local()` of it on each rank"
     if tensor.is_meta:
         return "it is on the meta device and has no bytes; materialize it first (`.to_empty(device='cpu')`)"
     if tensor.device.type == "cuda" and (fault := fault_here()) is not None:

@@ -23,8 +23,20 @@ from typing import Any, Protocol
 
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ManifestMismatch, RegistrationError
+from tensorhub.layouts.entries import Sources, entries_of
+from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.manifest import ITEMSIZE, Manifest, Quantization, TensorDescription, TensorSpec
-from tensorhub.memory.describing import describe, device_of, dtype_of, fault_of, is_torch, place_of, quantization_of
+from tensorhub.memory.describing import (
+    describe,
+    device_of,
+    dtype_of,
+    fault_of,
+    is_torch,
+    local_of,
+    place_of,
+    quantization_of,
+    shardings_of,
+)
 from tensorhub.memory.resolving import is_module, resolve
 from tensorhub.memory.sampling import Sample
 
@@ -231,19 +243,24 @@ class RegisteredMemory:
     """The caller's tensors, as they were when they were registered: those of a module or of a mapping (see `resolve`).
 
     RegistrationError as for `resolve` and `describe`. The module or mapping is kept, to be compared, never to be adopted.
+    A DTensor is its local part. `sources`: see `Hub.register`; what it says is looked at once, now.
     """
 
     metadata = b""
     digests_first = False
 
-    def __init__(self, given: Any) -> None:
-        self._tensors = resolve(given)
-        if not self._tensors:
+    def __init__(self, given: Any, sources: Sources | None = None) -> None:
+        self._objects = resolve(given)
+        if not self._objects:
             raise RegistrationError("tensors: there are none; give at least one")
         self._given = given  # the caller's own, to see when it has other tensors
         self._is_module = is_module(given)
-        self._is_flat = not self._is_module and all(map(self._tensors.__contains__, self._given))
-        self.descriptions = describe(self._tensors)
+        self._is_flat = not self._is_module and all(map(self._objects.__contains__, self._given))
+        self.entries, wrong_entries = entries_of(self._objects, sources)
+        self.shardings, wrong_shardings = shardings_of(self._objects, self.entries)
+        self.descriptions = describe(self._objects, also_wrong=[*wrong_shardings, *wrong_entries])
+        self._tensors = {name: local_of(tensor) for name, tensor in self._objects.items()}
+        self._dtensors = {name: tensor for name, tensor in self._objects.items() if tensor is not self._tensors[name]}
         self.device = device_of(self._tensors)
         self._by_name = {description.name: description for description in self.descriptions}
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
@@ -253,16 +270,17 @@ class RegisteredMemory:
         self._storage_addresses = [read() for read in self._read_storage_addresses]
         self._of_torch = [is_torch(tensor) for tensor in self._tensors.values()]
         with_counts = [is_torch(tensor) and not tensor.is_inference() for tensor in self._tensors.values()]
-        self._with_counts = list(compress(self._tensors.values(), with_counts))
+        self._with_counts = list(compress(self._objects.values(), with_counts))
         # The views of one storage share one count: a write elsewhere in it would look like one to its tensors here.
+        # A DTensor counts by itself, and its local part does not count. (Not the writes of `torch._foreach_...`.)
         self._counted = [
-            counts and tensor.untyped_storage().nbytes() == description.nbytes
-            for tensor, counts, description in zip(self._tensors.values(), with_counts, self.descriptions, strict=True)
+            counts and (each.name in self._dtensors or tensor.untyped_storage().nbytes() == each.nbytes)
+            for tensor, counts, each in zip(self._tensors.values(), with_counts, self.descriptions, strict=True)
         ]
         self._fingerprints = list(map(_fingerprint, self._tensors.values(), self._of_torch))
         self._columns = list(self._columns_now())
         self._counts = [
-            tensor if own else _NO_COUNT for tensor, own in zip(self._tensors.values(), self._counted, strict=True)
+            tensor if own else _NO_COUNT for tensor, own in zip(self._objects.values(), self._counted, strict=True)
         ]
         self._sample: Sample | None = None  # made when it is first needed
 
@@ -274,7 +292,7 @@ class RegisteredMemory:
 
     def check_unreplaced(self) -> None:
         """RegistrationError, naming each tensor that was registered and has other memory. Writes are fine."""
-        self._compare(self._tensors)
+        self._compare(self._objects)
 
     def check_current(self) -> None:
         """As `check_unreplaced`, for what the caller's module or mapping has by now. In his thread: it may run his code.
@@ -285,9 +303,10 @@ class RegisteredMemory:
         self._compare(self._given if self._is_flat else resolve(self._given))
 
     def _compare(self, now: Mapping[str, Any]) -> None:
-        same_objects = all(starmap(is_, zip(map(now.get, self._tensors), self._tensors.values(), strict=True)))
+        same_objects = all(starmap(is_, zip(map(now.get, self._objects), self._objects.values(), strict=True)))
+        same_parts = all(local_of(tensor) is self._tensors[name] for name, tensor in self._dtensors.items())
         is_complete = not self._is_module or len(now) == len(self._tensors)
-        if same_objects and is_complete and self._is_unchanged():
+        if same_objects and same_parts and is_complete and self._is_unchanged():
             return
         if changed := list(self._changes(now)):
             more = f"\n  and {len(changed) - CHANGES_NAMED_MAX} more" if len(changed) > CHANGES_NAMED_MAX else ""
@@ -317,14 +336,19 @@ class RegisteredMemory:
         return ((read, those, list(map(read, those))) for read, those in asked)
 
     def _changes(self, now: Mapping[str, Any]) -> Iterator[str]:
-        for (name, tensor), was in zip(self._tensors.items(), self._fingerprints, strict=True):
+        for (name, tensor), was in zip(self._objects.items(), self._fingerprints, strict=True):
             if self._is_module and name not in now:
                 yield f"{name!r}: the module has it no more"
                 continue
             # Another object is no change if it is the same memory, as from a mapping that makes its tensors when asked.
             for entry in (tensor, now.get(name, tensor)):
                 fault = None if entry is tensor else fault_of(entry)
-                what = [fault] if fault else _differences(_fingerprint(entry, is_torch(entry)), was)
+                local = entry if fault else local_of(entry)
+                what = [fault] if fault else _differences(_fingerprint(local, is_torch(local)), was)
+                if what and name in self._dtensors and local is entry:
+                    what.append("it was a DTensor; of a module that FSDP has gathered, call `reshard()` first")
+                elif what and name not in self._dtensors and is_torch(entry) and is_dtensor(entry):
+                    what.append("it is a DTensor now")
                 if what:
                     yield f"{name!r}: {', '.join(what)}"
                     break

@@ -25,6 +25,7 @@ from tensorhub.worker.calls import Action, Call, CloseCall, Fence, FillCall, Fin
 from tensorhub.worker.chunk_reports import tell
 from tensorhub.worker.member import Member
 from tensorhub.worker.mutation_guard import MutationGuard
+from tensorhub.worker.publishing import check_has_shapes
 
 HOLDING = (HandleState.READY, HandleState.DRAINING)
 
@@ -86,7 +87,10 @@ class Interpreter:
                 pass
 
     def call_before_body(self) -> UnpublishCall | None:
-        """What `mutate` calls before its body. Raises MutabilityViolation where there is nothing to call, and to be told."""
+        """What `mutate` calls before its body. Raises MutabilityViolation where there is nothing to call, and to be told;
+        StateError where nothing can be published.
+        """
+        check_has_shapes(self.member.shard)
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             return UnpublishCall()
         self.guard.raise_spoiled()

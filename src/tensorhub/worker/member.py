@@ -356,7 +356,7 @@ class Member:
                 self._registered(message)
             case messages.RegisterAgain():
                 if self._session.asked(message.request) and not self._has_left:
-                    self._memory.restate(told=message.whole)
+                    self._memory.restate(told=message.whole, parts=message.part_ids)
             case messages.EpochChanged():
                 self._session.epoch_changed(message)
                 if isinstance(call, GroupCall):

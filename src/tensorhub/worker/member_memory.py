@@ -10,6 +10,7 @@ comes after a fence. Access to memory is `worker.owner`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tensorhub.errors import LeaseLost
@@ -278,9 +279,9 @@ class MemberMemory(Stateful[HandleState]):
 
     # --------------------------------------------------------------------------------- what only others know
 
-    def restate(self, *, told: bool = False) -> None:
+    def restate(self, *, told: bool = False, parts: Sequence[str] = ()) -> None:
         """Say what is held, or was voted for. Memory that is being fenced or filled is neither. `told`: the coordinator has
-        asked for the manifests themselves.
+        asked for the manifests themselves; and for these `parts`.
         """
         content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
         if self.applying:
@@ -293,7 +294,7 @@ class MemberMemory(Stateful[HandleState]):
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
         if held is not None and undecided:
             held = replace(held, voted=True)
-        self._context.say(self._context.session.register(held, told=told))
+        self._context.say(self._context.session.register(held, told=told, parts=parts))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from tensorhub.errors import StateError
+from collections.abc import Mapping
+
+from tensorhub.errors import StateError, shown
+from tensorhub.layouts.entries import without_shape
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Publish
 from tensorhub.types import VersionInfo
 from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.calls import PublishCall
+from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import PUBLISH_TABLE, Phase
+
+
+def check_has_shapes(shard: Shard) -> None:
+    """Raise StateError if nobody could tell what its tensors hold: their views do not say of how large a tensor they are."""
+    sources = shard.declared.sources if shard.declared is not None else None
+    if isinstance(sources, Mapping) and (unknown := without_shape(sources)):
+        name = shown(next(iter(unknown.values())))
+        raise StateError(
+            f"{shard.title} cannot be published: sources= does not say how large {name} is as a whole; register it with "
+            f"source({name}, shape=...)"
+        )
 
 
 class Publishing(GroupCall[PublishCall]):
@@ -22,6 +37,7 @@ class Publishing(GroupCall[PublishCall]):
         if self._memory.version is not None:
             text = f"{self._context.title} holds version {self._memory.version}, which is published"
             raise StateError(f"{text}: unpublish() first, or use mutate()")
+        check_has_shapes(self._context.shard)
 
     def start(self) -> None:
         """The promise begins here."""

@@ -7,10 +7,12 @@ calls (`worker.active_call`) or memory (`worker.member_memory`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from tensorhub.layouts.arrangement import Coordinates
+from tensorhub.layouts.joining import Declaration, parts_of
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import Medium, OpKey, Purpose
@@ -36,6 +38,15 @@ class Shard:
     number: int  # of the shard of a version that this memory is for; the rank, but for a fetch and a copy of one shard
     medium: Medium = Medium.DEVICE
     purpose: Purpose = Purpose.USE
+    declared: Declaration | None = None  # what its caller says that the tensors are; None: they are plain ones
+    coordinates: Coordinates | None = None  # of that, if it can be known before a publication is
+
+    @property
+    def parts(self) -> dict[str, bytes]:
+        """The catalogue, the arrangement and the coordinates of what it publishes, by their ids. Empty: its manifest says
+        it, or nothing does.
+        """
+        return {} if self.coordinates is None else parts_of(self.coordinates)
 
     @property
     def serves(self) -> bool:
@@ -92,11 +103,11 @@ class RegistrationSession:
             self.lease_over = now + self._lease_s * (1 + LEASE_MARGIN)
         self.online = self.confirmed = False
 
-    def register(self, held: Held | None, *, told: bool) -> Register:
+    def register(self, held: Held | None, *, told: bool, parts: Sequence[str] = ()) -> Register:
         """Say who this is and what is held; what is not said is not held (the coordinator forgets it). `told`: it has asked
-        for the manifests themselves.
+        for the manifests themselves; and for these parts.
         """
-        s, manifest = self.shard, self.shard.manifest
+        s, manifest, its_parts = self.shard, self.shard.manifest, self.shard.parts
         self._register_request = self._requests()
         return Register(
             request=self._register_request,
@@ -116,6 +127,9 @@ class RegistrationSession:
             manifest=said_manifest(manifest, told=told) if manifest is not None else b"",
             held=held,
             manifest_id=manifest.manifest_id if manifest is not None else "",
+            part_ids=tuple(its_parts),
+            parts=tuple([its_parts[each] for each in parts if each in its_parts]),
+            partial=s.declared is not None and s.declared.partial,
         )
 
     def asked(self, request: int) -> bool:

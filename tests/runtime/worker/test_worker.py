@@ -13,6 +13,7 @@ import pytest
 import trio.testing
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, TensorHubError, VersionUnavailable
+from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
@@ -111,7 +112,8 @@ async def joined(options: Options = OPTIONS) -> AsyncIterator[tuple[Worker, Wire
 
 async def registered(worker: Worker, group: str | None = None, content: int | None = 1) -> Handle:
     memory = RegisteredMemory(tensors(content))
-    handle = await worker.register("m", memory, group=group, rank=0, world_size=1, spot=False, timeout_s=60)
+    described = worker.describe_memory(memory, Declaration())
+    handle = await worker.register("m", memory, described, group=group, rank=0, world_size=1, spot=False, timeout_s=60)
     assert isinstance(handle, Handle)
     return handle
 

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
 
 from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
-from tensorhub.manifest import build_manifest
+from tensorhub.layouts.arrangement import Coordinates
+from tensorhub.layouts.entries import without_shape
+from tensorhub.layouts.identity import layout_id_of
+from tensorhub.layouts.joining import Declaration, coordinates_of
+from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
@@ -28,6 +33,25 @@ from tensorhub.types import READ_ONLY, FetchReport, HandleState, OpKind, Options
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Memory as it would be published. `coordinates`: None where the manifest says it all, or shapes are not known."""
+
+    manifest: Manifest
+    declared: Declaration
+    coordinates: Coordinates | None = None
+
+
+def coordinates_known(manifest: Manifest, declared: Declaration) -> Coordinates | None:
+    """What these tensors hold, if each view says how large its tensor is. RegistrationError: views do not fit."""
+    assert isinstance(declared.sources, Mapping)
+    unknown = without_shape(declared.sources)
+    known = replace(manifest, tensors=tuple([each for each in manifest.tensors if each.name not in unknown]))
+    sources = {name: entry for name, entry in declared.sources.items() if name not in unknown}
+    found = coordinates_of(known, replace(declared, sources=sources))
+    return None if unknown else found
 
 
 class CallersWorker(ABC):
@@ -67,6 +91,7 @@ class CallersWorker(ABC):
         self,
         model: str,
         memory: Memory,
+        described: Described,
         *,
         group: str | None,
         rank: int,
@@ -75,21 +100,24 @@ class CallersWorker(ABC):
         timeout_s: float,
     ) -> CallersHandle:
         """Take memory into use, in place, and tell the coordinator of it."""
-        layout_id = f"world/{world_size}"
-        digest = self.options.digest if self.options.integrity else "none"
-        if memory.device is not None and digest not in ("xxh3-64", "none"):
-            raise StateError(
-                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on {memory.device.name}: "
-                "register host tensors, or use 'xxh3-64'"
-            )
-        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
-        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
         group = group if group is not None else self.fresh_group()
         before = self.router.rank_at(model, group, rank)
         if before is not None and before.member.state is HandleState.CLOSED:
             self.router.leave(before.member.shard)  # its caller has heard so, though its memory is still being given back
         self.router.check_free(model, group, rank)
-        shard = Shard(self.new_registration(), model, group, rank, world_size, spot, layout_id, manifest, rank)
+        shard = Shard(
+            self.new_registration(),
+            model,
+            group,
+            rank,
+            world_size,
+            spot,
+            described.manifest.layout_id,
+            described.manifest,
+            rank,
+            declared=described.declared,
+            coordinates=described.coordinates,
+        )
         handle = self.start_handle(shard, memory)
         try:
             with anyio.move_on_after(timeout_s):
@@ -104,6 +132,25 @@ class CallersWorker(ABC):
         if self.prefetches:
             handle.follow(Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run)
         return handle
+
+    def describe_memory(self, memory: Memory, declared: Declaration) -> Described:
+        """As this worker would publish it. Any thread may ask: of very many tensors it takes seconds. RegistrationError,
+        StateError: it cannot be published.
+        """
+        digest = self.options.digest if self.options.integrity else "none"
+        if memory.device is not None and digest not in ("xxh3-64", "none"):
+            raise StateError(
+                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on {memory.device.name}: "
+                "register host tensors, or use 'xxh3-64'"
+            )
+        plain = f"world/{declared.world_size}"
+        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, plain, metadata=memory.metadata)
+        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
+        layout_id = layout_id_of(manifest, declared)
+        if layout_id == plain:
+            return Described(manifest, declared)
+        manifest = replace(manifest, layout_id=layout_id)
+        return Described(manifest, declared, coordinates_known(manifest, declared))
 
     async def fetch(
         self,

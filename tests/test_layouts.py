@@ -1,0 +1,64 @@
+"""Layouts through the public API: what a caller may register, and what is said to be wrong with it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.errors import InvalidType, RegistrationError, StateError
+from tests.rig import OPTIONS, cluster
+
+pytestmark = pytest.mark.anyio
+
+W = tensorhub.source("w", shape=(8, 4))
+
+
+def rows(count: int) -> dict[str, Any]:
+    return {"w": np.zeros((count, 4), np.float32)}
+
+
+async def test_what_is_wrong_with_sources_is_said_when_they_are_registered() -> None:
+    async with cluster("one") as c:
+        (hub,) = c.hubs
+        with pytest.raises(InvalidType, match="sources=3: give a mapping of names to views, or a function"):
+            await hub.register("m", rows(4), sources=3)  # type: ignore[arg-type]
+        with pytest.raises(InvalidType, match="partial='yes'"):
+            await hub.register("m", rows(4), partial="yes")  # type: ignore[arg-type]
+        with pytest.raises(RegistrationError, match=r"^2 tensor\(s\) cannot .*\n.*'w': give a view.*\n.*'v', and no"):
+            await hub.register("m", rows(4), sources={"w": [3], "v": W})
+        with pytest.raises(
+            RegistrationError, match=re.escape("source('w')[0:4] has shape (4, 4), and its place at[...] has (3, 4)")
+        ):
+            await hub.register("m", rows(3), sources={"w": W[0:4]})
+
+
+async def test_who_does_not_say_shapes_cannot_publish_nor_begin_to_mutate() -> None:
+    async with cluster("one") as c:
+        weights = await c.hubs[0].register("m", rows(4), sources=lambda name: tensorhub.source(name)[0:4])
+        with pytest.raises(StateError, match=r"register it with source\('w', shape="):
+            await weights.publish(1)
+        with pytest.raises(StateError, match=r"register it with source\('w', shape="):
+            async with weights.mutate(1):
+                pytest.fail("its body is not run")
+        assert weights.state == "empty"
+
+
+async def test_who_says_the_same_of_its_tensors_reads_chunk_by_chunk() -> None:
+    async with cluster("trainer", "reader") as c:
+        mine, sources = rows(8), {"w": [W[4:8], W[0:4]]}
+        held = await c.hubs[0].register("m", {"w": np.full((8, 4), 7, np.float32)}, sources=sources)
+        wanted = await c.hubs[1].register("m", mine, sources=sources)
+        await held.publish(1)
+        await wanted.replicate()
+        assert mine["w"].min() == 7
+
+
+def test_the_blocking_mirror_takes_the_same() -> None:
+    with sync.serve(options=OPTIONS) as coordinator, sync.connect(coordinator.address, options=OPTIONS) as hub:
+        weights = hub.register("m", rows(4), sources={"w": W[0:4]}, partial=True)
+        assert weights.publish(1).version == 1
