@@ -60,5 +60,5 @@ def _fetches(cluster: Cluster, session: Session, message: messages.Register) -> 
     group = model.groups.get(message.group) if model is not None else None
     others = group is not None and any(member.worker is not session.worker for member in group.members.values())
     named_apart = message.group.startswith(READ_ONLY) and message.registration.startswith(READ_ONLY)
-    bare = not message.manifest and not message.manifest_id and message.held is None
+    bare = not (message.manifest or message.manifest_id or message.part_ids) and message.held is None
     return not message.serves and message.purpose is Purpose.USE and bare and named_apart and not others

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -253,19 +254,20 @@ class Cluster:
             each[operation.key] = operation
         operation.filed_in = now
 
-    def learn(self, version: Version, shard: int, manifest: bytes) -> None:
-        """Keep this manifest of a shard, unless one is known already."""
+    def learn(self, version: Version, shard: int, manifest: bytes, parts: tuple[bytes, ...] = ()) -> None:
+        """Keep this manifest of a shard, and its parts, unless they are known already."""
         if version.is_kept and not version.manifests.get(shard):
             version.manifests[shard] = self.manifests.keep(manifest)
+            version.parts[shard] = self.manifests.keep_all(parts)
             self.note(version)
 
     def unlearn(self, version: Version) -> None:
         """Forget the manifests and lists of a version that is retired, or that nobody holds any of."""
         if version.manifests:
             self.note(version)
-        for manifest in version.manifests.values():
-            self.manifests.release(manifest)
+        self.manifests.release(*version.manifests.values(), *chain(*version.parts.values()))
         version.manifests.clear()
+        version.parts.clear()
         for testimony in version.testimonies.values():
             testimony.publisher = None
             testimony.answered.clear()

@@ -138,6 +138,8 @@ class Member:
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
     begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
     begun_id: str = ""  # the id of that manifest
+    layout_id: str = ""  # which part of which tensors it has
+    parts: tuple[bytes, ...] = ()  # its catalogue, arrangement and coordinates; none for whole and rank-local tensors
     reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
 
     @property
@@ -168,7 +170,7 @@ class Group:
     model: Model
     name: str
     world_size: int
-    layout_id: str
+    layout_id: str | None  # of its ranks together, when all were here last; None: not known before they have come
     epoch: int  # changes whenever a rank is replaced
     spot: bool = False  # any rank is
     sequence: int = 0  # of the next operation that is not decided
@@ -176,6 +178,12 @@ class Group:
     operation: Operation | None = None  # the undecided one
     decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)  # newest DECIDED_KEPT_MAX, by rank
     replicas: list[Replica] = field(default_factory=list)  # those that are not GONE
+
+    @property
+    def layout(self) -> str:
+        """Once every rank has called."""
+        assert self.layout_id is not None
+        return self.layout_id
 
 
 @dataclass(slots=True, eq=False)
@@ -187,12 +195,13 @@ class Version(_Moving[VersionState]):
     first: ClassVar = VersionState.STAGED
     info: VersionInfo
     lineage: int
-    layout_id: str
+    layout_id: str  # of the group that publishes, once every rank has called
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
     abandoned: bool = False  # its last live source left on purpose, and none has come since
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
     manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
+    parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # as of `Member`; by shard, of the same shards
     holdings: dict[int, Holders[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
     sourceless: int = 0  # shards without a source, as of what is counted
     # Holdings of which something has changed since they were counted; none between two steps, and when a question is asked.

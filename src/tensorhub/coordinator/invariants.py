@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import assert_never
 
 from tensorhub.coordinator.cluster import Cluster
@@ -66,11 +67,13 @@ def check_counts(cluster: Cluster) -> None:
     """The counters by which bounds are kept (`limits`) equal what there is. This is about everything at once: it is no part
     of `check`, since `check_noted` must find whatever `check` finds.
     """
-    kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun)]
-    kept += [blob for model in cluster.models.values() for v in model.versions.values() for blob in v.manifests.values()]
+    kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun, *member.parts)]
+    for version in (version for model in cluster.models.values() for version in model.versions.values()):
+        kept += [*version.manifests.values(), *chain(*version.parts.values())]
+        _demand(version.parts.keys() == version.manifests.keys(), "parts are of known manifests", version)
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
     for worker in cluster.workers.values():
-        nbytes = sum(len(member.manifest) + len(member.begun) for member in worker.members.values())
+        nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts))) for m in worker.members.values())
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)

@@ -1,9 +1,12 @@
 """The encoded manifests of registrations and versions, each kept once however many need it, and their bytes in all.
 
-All replicas of a shard have equal manifests, so a thousand workers cost as much as one.
+All replicas of a shard have equal manifests, so a thousand workers cost as much as one. The parts of layouts
+(`tensorhub.layouts`) are kept here, too: many ranks share most of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from tensorhub.manifest import id_of
 
@@ -36,6 +39,10 @@ class Manifests:
         self._kept[known] = (known, count + 1)
         return known
 
+    def keep_all(self, blobs: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Each of them."""
+        return tuple([self.keep(blob) for blob in blobs])
+
     def id_of(self, kept: bytes) -> str:
         """The id of a manifest that is kept."""
         return self._ids[kept]
@@ -44,14 +51,13 @@ class Manifests:
         """The manifest of that id, if it is kept."""
         return self._by_id.get(manifest_id)
 
-    def release(self, manifest: bytes) -> None:
+    def release(self, *manifests: bytes) -> None:
         """Once for each `keep`."""
-        if not manifest:
-            return
-        known, count = self._kept[manifest]
-        if count > 1:
-            self._kept[known] = (known, count - 1)
-        else:
-            del self._kept[known]
-            del self._by_id[self._ids.pop(known)]
-            self.nbytes -= len(known)
+        for manifest in filter(None, manifests):
+            known, count = self._kept[manifest]
+            if count > 1:
+                self._kept[known] = (known, count - 1)
+            else:
+                del self._kept[known]
+                del self._by_id[self._ids.pop(known)]
+                self.nbytes -= len(known)

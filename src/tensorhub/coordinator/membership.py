@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import DOOR
@@ -21,6 +22,7 @@ from tensorhub.coordinator.states import ReplicaState, WorkerState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
+from tensorhub.manifest import id_of
 from tensorhub.messages import (
     BegunWith,
     Deregister,
@@ -37,6 +39,7 @@ from tensorhub.types import Medium, Purpose
 
 LOOKS_APART = 1 / 8  # of a lease, between two looks for what lies unread
 AWAY_LEASES_MAX = 2  # without a connection; however many wait at the door
+OWN_LAYOUT = "own/"  # begins the layout id of a rank that says nothing of the other ranks
 
 
 @dataclass(eq=False, repr=False)
@@ -305,12 +308,12 @@ class Membership:
             assert worker.session is not None
             self._manifest_questions.ask(worker.session, message)
             return
-        message = whole
+        message, parts, held_parts = whole
         known = cluster.members.get(message.registration)
         if known is not None and known.worker is worker:
-            self._register_again(known, message)
+            self._register_again(known, message, held_parts)
             return
-        error = self._registration_error(message) or self._too_much(worker, message)
+        error = self._registration_error(message) or self._too_much(worker, message, parts, held_parts)
         if known is not None:  # G9: what another worker says of it changes nothing
             error = RegistrationError(f"the registration {known.registration!r} is worker {known.worker.name!r}'s")
         if error is None and worker.read_only:
@@ -336,8 +339,10 @@ class Membership:
             message.chunks,
             cluster.manifests.keep(message.manifest),
             worker.session,
+            layout_id=message.layout_id,
+            parts=cluster.manifests.keep_all(parts),
         )
-        cluster.manifest_bytes[worker.incarnation] += len(member.manifest)
+        cluster.manifest_bytes[worker.incarnation] += sum(map(len, (member.manifest, *member.parts)))
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         self._count(member, 1)
@@ -352,15 +357,16 @@ class Membership:
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
         cluster.touch(group.model, wakes=not member.worker.read_only)
-        keep = message.held is None or self._announce(member, message.held)
+        keep = message.held is None or self._announce(member, message.held, held_parts)
         self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""
         model = self._cluster.model(message.model)
-        return Group(model, message.group, message.world_size, message.layout_id, self._cluster.mint_epoch())
+        layout_id = None if message.world_size > 1 and message.layout_id.startswith(OWN_LAYOUT) else message.layout_id
+        return Group(model, message.group, message.world_size, layout_id, self._cluster.mint_epoch())
 
-    def _register_again(self, member: Member, message: Register) -> None:
+    def _register_again(self, member: Member, message: Register, held_parts: tuple[bytes, ...]) -> None:
         """A rank that was there before says again what it holds. A fill that is under way goes on."""
         group, held = member.group, message.held
         member.said_in = member.worker.session
@@ -373,7 +379,7 @@ class Membership:
         for version in group.model.versions.values() if member.serves else ():
             self._cluster.wake_all(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
-        keep = held is None or counts or (not publishes and self._announce(member, held))
+        keep = held is None or counts or (not publishes and self._announce(member, held, held_parts))
         self._tell_registered(member, message, keep)
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
@@ -388,6 +394,8 @@ class Membership:
             return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
         if (message.medium is Medium.HOST) == (message.purpose is Purpose.USE):
             return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
+        if len(message.part_ids) not in (0, 3):
+            return RegistrationError("a rank's parts are its catalogue, arrangement and coordinates: name all, or none")
         one_shard = not message.serves or message.purpose in (Purpose.RETENTION, Purpose.SEED)
         if message.world_size > 1 if one_shard else message.shard != message.rank:
             return RegistrationError(
@@ -402,8 +410,6 @@ class Membership:
                 f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not {message.world_size}: "
                 "give every rank the same world_size, or take another group name"
             )
-        if group.layout_id != message.layout_id:
-            return RegistrationError(f"group {group.name!r} is laid out as {group.layout_id}, not {message.layout_id}")
         kinds = {(member.medium, member.purpose) for member in group.members.values()}
         if kinds and kinds != {(message.medium, message.purpose)}:
             return RegistrationError(f"group {group.name!r} is registered with other memory: all its ranks take one medium")
@@ -417,10 +423,11 @@ class Membership:
             )
         return None
 
-    def _too_much(self, worker: Worker, message: Register) -> TensorHubError | None:
+    def _too_much(self, worker: Worker, message: Register, *parts: tuple[bytes, ...]) -> TensorHubError | None:
         """Which bound this registration would exceed. Where it is a bound on all workers, there may soon be room again."""
         cluster = self._cluster
-        bytes_here = cluster.manifest_bytes[worker.incarnation] + len(message.manifest)
+        bytes_here = cluster.manifest_bytes[worker.incarnation] + sum(map(len, (message.manifest, *parts[0])))
+        blobs = [message.manifest, *chain(*parts), *([message.held.manifest] if message.held is not None else [])]
         what, in_all = "", False
         if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
             what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
@@ -430,7 +437,7 @@ class Membership:
             what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
         elif len(cluster.members) >= limits.REGISTRATIONS_MAX:
             what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
-        elif not self._has_room(message.manifest, *([message.held.manifest] if message.held is not None else [])):
+        elif not self._has_room(*blobs):
             what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
         elif not worker.read_only and not cluster.has_room_for(message.model):
             what, in_all = f"there are {limits.MODELS_MAX} models in all (MODELS_MAX)", True
@@ -469,7 +476,7 @@ class Membership:
         kept = self._cluster.manifests
         return kept.nbytes + kept.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
 
-    def _announce(self, member: Member, held: Held) -> bool:
+    def _announce(self, member: Member, held: Held, parts: tuple[bytes, ...]) -> bool:
         """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
 
         What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
@@ -495,9 +502,9 @@ class Membership:
             not member.fits_any_layout and version.info.world_size != group.world_size
         ):
             return False
-        if not version.manifests.get(member.shard) and not self._has_room(held.manifest):
+        if not version.manifests.get(member.shard) and not self._has_room(held.manifest, *parts):
             return False
-        cluster.learn(version, member.shard, held.manifest)
+        cluster.learn(version, member.shard, held.manifest, parts)
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = self._readers.new_replica(version, member)
@@ -527,8 +534,8 @@ class Membership:
         cluster.note(member, group, member.worker)
         if cluster.members.pop(member.registration, None) is not None:
             cluster.keep_begun(member, b"")
-            cluster.manifests.release(member.manifest)
-            cluster.manifest_bytes[member.worker.incarnation] -= len(member.manifest)
+            cluster.manifests.release(member.manifest, *member.parts)
+            cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.manifest, *member.parts)))
             self._count(member, -1)
         if group.model.copies.pop(member.registration, None) is not None:
             self._handovers.room_changed()
@@ -544,6 +551,8 @@ class Membership:
 
     def _ranks_changed(self, group: Group) -> None:
         self._retentions.group_changed(group)
+        if len(group.members) == group.world_size:
+            group.layout_id = _layout_of(group)
         if group.name in group.model.serving and not group.spot:
             group.model.steady[group.name] = group
         else:
@@ -563,6 +572,12 @@ class Membership:
         group.model.groups.pop(group.name, None)
         group.model.serving.pop(group.name, None)
         group.model.steady.pop(group.name, None)
+
+
+def _layout_of(group: Group) -> str:
+    """That of its ranks together, which are all there."""
+    ids = [group.members[rank].layout_id for rank in range(group.world_size)]
+    return ids[0] if len(set(ids)) == 1 else "ranks/" + id_of("\n".join(ids).encode())
 
 
 def _unannounced(worker: Worker) -> Iterator[Member]:

@@ -53,6 +53,7 @@ class Publishes:
         if conflict is not None:
             return Blame(conflict)
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
+        version.layout_id = operation.group.layout
         version.lay_out()
         nbytes = sum(part.member.nbytes for part in operation.parts.values())
         info = version.info
@@ -83,7 +84,7 @@ class Publishes:
         cluster, version = self._cluster, operation.bound
         replica = self._readers.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
         for part in operation.parts.values():
-            cluster.learn(version, part.shard, part.member.manifest)
+            cluster.learn(version, part.shard, part.member.manifest, part.member.parts)
         for part in operation.parts.values():
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)

@@ -345,7 +345,7 @@ class Readers:
         holding.verified = holding.is_fed = holding.complete
         holding.version.add(holding)
         self._cluster.reckon(holding)
-        self._cluster.learn(holding.version, holding.shard, holding.member.manifest)
+        self._cluster.learn(holding.version, holding.shard, holding.member.manifest, holding.member.parts)
         holding.member.holding = holding
         self._cluster.note(holding.member, holding.replica)
         self._cluster.touch(holding.member.group.model)

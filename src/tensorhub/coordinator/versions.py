@@ -68,7 +68,7 @@ class Versions:
         """The version that this publish will make, invisible until then. Its content id is minted here (R1)."""
         group = operation.group
         info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
-        version = Version(info, group.model.lineage, group.layout_id, operation.key)
+        version = Version(info, group.model.lineage, group.layout_id or "", operation.key)
         group.model.versions[number] = version
         self._cluster.note(version, group.model)
         return version

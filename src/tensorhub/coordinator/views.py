@@ -169,7 +169,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
         state=replica.state.value,
         medium=replica.medium.value,
         purpose=replica.purpose.value,
-        layout_id=group.layout_id,
+        layout_id=group.layout_id or "",
         spot=group.spot,
         shards=shards,
         replica=replica.id,

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from tensorhub.messages.values import NEEDS_MAX, DigestList, ErrorInfo, Grant, ManifestBlob, PartIds, Rank, Root
+from tensorhub.messages.values import (
+    NEEDS_MAX,
+    PARTS_ASKED_MAX,
+    DigestList,
+    ErrorInfo,
+    Grant,
+    ManifestBlob,
+    PartIds,
+    Rank,
+    Root,
+)
 from tensorhub.model_summary import ModelSummary
 from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
 
@@ -67,7 +77,7 @@ class RegisterAgain:
 
     request: U64
     whole: bool
-    part_ids: PartIds = ()
+    part_ids: Annotated[tuple[Id, ...], Length(PARTS_ASKED_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +263,7 @@ class Compare:
     digests: DigestList
     last: bool
     selection: Id = ""  # whose chunks they are of; "": those of the rank's own grid
+    shard: Rank = 0  # of which class it is that selection
 
 
 @dataclass(frozen=True, slots=True)

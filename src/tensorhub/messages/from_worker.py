@@ -10,6 +10,7 @@ from tensorhub.messages.values import (
     FLOWS_MAX,
     FORMER_KEYS_MAX,
     NEEDS_MAX,
+    PARTS_ASKED_MAX,
     STRAYS_MAX,
     Begun,
     DigestList,
@@ -95,7 +96,7 @@ class Register:
     held: Held | None
     manifest_id: Id = ""
     part_ids: PartIds = ()
-    parts: Annotated[tuple[ManifestBlob, ...], Length(3)] = ()
+    parts: Annotated[tuple[ManifestBlob, ...], Length(PARTS_ASKED_MAX)] = ()
     partial: bool = False
 
 
@@ -245,6 +246,7 @@ class Compared:
     strays: Annotated[tuple[Stray, ...], Length(STRAYS_MAX)]
     rereads: bool = False
     selection: Id = ""  # as in Compare
+    shard: Rank = 0  # as in Compare
 
 
 @dataclass(frozen=True, slots=True)

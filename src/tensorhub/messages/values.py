@@ -24,6 +24,7 @@ PartIds = Annotated[tuple[Id, ...], Length(3)]
 its manifest says.
 """
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
+PARTS_ASKED_MAX = 6  # of one Register: of what is registered, and of what is held
 
 
 def digests_bytes_max(frame_bytes_max: int) -> int:
@@ -78,9 +79,8 @@ class Grant:
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
     location: Location
     complete: bool  # False: the source is still filling; the reader waits there for what it lacks
-    selection: Id = (
-        ""  # the reader's layout is another one: that selection is read there; "": chunks of the reader's own grid
-    )
+    selection: Id = ""  # of another layout: that selection is read there; "": chunks of the reader's own grid
+    shard: Rank = 0  # whose selection it is: of the class that the reader's `Need` names so; equal ones have equal ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class SelectionRoot:
-    """The root of the digests of a selection's chunks."""
+    """The root of the digests of a selection's chunks, of the class that the reader's `Need` names so."""
 
     selection: Id
     root: Root
+    shard: Rank = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,139 @@
+"""Layouts that differ: what ranks register, and what is kept of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator import limits
+from tensorhub.errors import RegistrationError
+from tensorhub.manifest import id_of
+from tensorhub.messages import Held, Refused, RegisterAgain, Registered
+from tests.coordinator.layout_world import MANIFEST, PARTS, World
+
+CATALOGUE, ARRANGEMENT = map(id_of, PARTS)
+
+
+def own(rank: int) -> tuple[str, tuple[bytes, ...]]:
+    """The layout of a rank that has its own part of the model."""
+    return f"own/{rank}", (*PARTS, f"coordinates {rank}".encode())
+
+
+def test_a_group_s_layout_is_known_with_its_last_rank_and_is_that_of_all_together() -> None:
+    world = World()
+    first = world.arrive("t", 0, 2, "own/0")
+    group = world.member(first).group
+    layouts = [group.layout_id]
+    world.arrive("t", 1, 2, "own/1")
+    layouts.append(group.layout_id)
+    assert layouts == [None, "ranks/" + id_of(b"own/0\nown/1")]
+    other = world.group("other", [("own/0", ()), ("own/1", ())])
+    turned = world.group("turned", [("own/1", ()), ("own/0", ())])
+    assert world.member(other[0]).group.layout_id == group.layout_id
+    assert world.member(turned[0]).group.layout_id != group.layout_id
+
+
+def test_equal_ids_are_the_layout_of_the_group() -> None:
+    world = World()
+    first = world.arrive("t", 0, 2, "world/2")
+    assert world.member(first).group.layout_id == "world/2"
+    world.arrive("t", 1, 2, "world/2")
+    assert world.member(first).group.layout_id == "world/2"
+    alone = world.arrive("alone", 0, 1, "own/9")
+    assert world.member(alone).group.layout_id == "own/9"
+
+
+def test_one_rank_is_asked_for_each_part_and_the_others_wait() -> None:
+    world = World()
+    ranks = [world.arrive("t", rank, 3, *own(rank)) for rank in range(3)]
+    (asked,) = ranks[0].take(RegisterAgain)
+    assert (asked.whole, asked.part_ids) == (True, (CATALOGUE, ARRANGEMENT, id_of(own(0)[1][2])))
+    assert [rank.take(RegisterAgain) for rank in ranks[1:]] == [[], []]
+    world.register(ranks[0], parts=own(0)[1])
+    world.pass_time(0.1)
+    for rank in ranks[1:]:
+        (again,) = rank.take(RegisterAgain)
+        assert (again.whole, again.part_ids) == (False, ())
+        world.register(rank, whole=False)
+        (again,) = rank.take(RegisterAgain)
+        assert (again.whole, again.part_ids) == (False, (id_of(own(rank.rank)[1][2]),))
+        world.register(rank, whole=False, parts=own(rank.rank)[1][2:])
+        assert rank.take(Registered)
+    assert world.member(ranks[2]).parts == own(2)[1]
+
+
+def test_who_waits_for_a_part_that_does_not_come_is_asked_for_it() -> None:
+    world = World()
+    first, second = (world.arrive("t", rank, 2, *own(rank)) for rank in range(2))
+    assert first.take(RegisterAgain)
+    world.pass_time(limits.WAIT_FOR_MANIFESTS_MAX and 2.0)
+    (asked,) = second.take(RegisterAgain)
+    assert (asked.whole, asked.part_ids) == (False, (CATALOGUE,))
+
+
+def test_parts_are_kept_as_long_as_a_rank_or_a_version_names_them() -> None:
+    world = World()
+    kept = world.core.cluster.manifests
+    ranks = world.group("t", [own(0), own(1)])
+    assert kept.nbytes == len(MANIFEST) + sum(map(len, {*own(0)[1], *own(1)[1]}))
+    world.publish(ranks, 1)
+    assert world.version.layout_id.startswith("ranks/")
+    assert {shard: tuple(map(kept.id_of, parts)) for shard, parts in world.version.parts.items()} == {
+        rank: tuple(map(id_of, own(rank)[1])) for rank in range(2)
+    }
+    for rank in ranks:
+        world.cut_off(rank)
+    world.pass_time(20.0)
+    assert not world.core.cluster.members
+    assert kept.nbytes == 0
+
+
+def test_parts_count_as_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (*PARTS, b"x" * 1000)
+    world = World()
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_MAX", len(MANIFEST) + 1000)
+    rank = world.arrive("t", 0, 1, "own/0", parts)
+    world.answer_questions(rank)
+    (refused,) = rank.take(Refused)
+    assert isinstance(refused.error.error(), RegistrationError)
+    assert "MANIFEST_BYTES_MAX" in refused.error.message
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_MAX", 2**20)
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_OF_WORKER_MAX", len(MANIFEST) + 1000)
+    world.register(rank, parts=parts)
+    (refused,) = rank.take(Refused)
+    assert "MANIFEST_BYTES_OF_WORKER_MAX" in refused.error.message
+
+
+def test_a_rank_names_all_its_parts_or_none() -> None:
+    world = World()
+    rank = world.arrive("t", 0, 1, "own/0", PARTS)
+    world.answer_questions(rank)
+    (refused,) = rank.take(Refused)
+    assert "name all, or none" in refused.error.message
+
+
+def test_after_a_restart_the_parts_of_what_is_held_are_asked_for() -> None:
+    world = World()
+    (rank,) = world.group("t", [own(0)])
+    world.publish([rank], 1)
+    info = world.version.info
+    world = world.restarted()
+    parts = own(0)[1]
+    held = Held(
+        1,
+        info.content_id,
+        1,
+        1,
+        info.nbytes,
+        b"",
+        published=True,
+        manifest_id=id_of(MANIFEST),
+        part_ids=(*map(id_of, parts),),
+    )
+    rank = world.arrive("t", 0, 1, "own/0", parts, registers=False)
+    world.register(rank, held, whole=False)
+    (asked,) = rank.take(RegisterAgain)
+    assert (asked.whole, asked.part_ids) == (True, held.part_ids)
+    world.register(rank, held, parts=parts)
+    world.answer_questions(rank, held)
+    assert [answer.keep for answer in rank.take(Registered)] == [True]
+    assert world.version.parts == {0: parts}
