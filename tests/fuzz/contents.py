@@ -27,7 +27,10 @@ from tensorhub.coordinator import (
     Rollback,
 )
 from tensorhub.errors import AuthenticationFailed, ManifestMismatch, ProtocolError, StateError
+from tensorhub.layouts import Published, Selection
+from tensorhub.layouts.columns import pack_all
 from tensorhub.manifest import (
+    CHUNK_BYTES_MAX,
     CHUNKS_MAX,
     ITEMSIZE,
     Manifest,
@@ -40,6 +43,7 @@ from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.control.store import SqliteStore
+from tensorhub.strips import Strip
 from tensorhub.types import OpKey, Options, check_name, check_selector, format_address, parse_address
 from tests.fuzz.protocol import bounded
 from tests.fuzz.source import Source
@@ -153,6 +157,101 @@ def _is_plain(name: str) -> bool:
     return (
         name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name and len(os.fsencode(name)) < 256
     )
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+SIZES = (0, 1, 7, 64, 64, 4096, 2**40)  # of regions
+RUNS_WALKED_MAX = 4096
+PER_SELECTION = 2**28  # bytes for what a few bytes can say: 2**18 strips, which follow a rule
+PER_PUBLICATION = 2**29  # the same for 2**20 shards
+
+
+def selections(data: bytes) -> None:
+    """Bytes are the one encoding of a selection, or a ProtocolError. One without a fault has no byte beyond its regions; one
+    with a fault has such a byte.
+    """
+    source = Source(data)
+    blob = source.rest() if source.flag() else _selection_said(source)
+    try:
+        with bounded(blob, per_byte=600, most=PER_SELECTION):
+            selection = Selection.decode(blob)
+    except ProtocolError as error:
+        assert len(str(error)) < 1500
+        return
+    assert selection.encode() == blob
+    assert all(0 < size <= CHUNK_BYTES_MAX for size in selection.sizes)
+    if len(selection.chunks) > COMPUTED_CHUNKS_MAX:
+        return
+    for chunk in selection.chunks:
+        found = Selection((chunk,)).fault(SIZES)
+        if sum(strip.runs for strip in chunk) <= RUNS_WALKED_MAX:
+            assert (found is None) == all(_is_within(strip) for strip in chunk)
+    each = [Selection((chunk,)).fault(SIZES) for chunk in selection.chunks]
+    assert (selection.fault(SIZES) is None) == (not any(each))
+
+
+def _is_within(strip: Strip) -> bool:
+    """Run by run."""
+    return all(
+        0 <= region < len(SIZES) and offset >= 0 and offset + strip.run <= SIZES[region] for region, offset in strip.places()
+    )
+
+
+def _selection_said(source: Source) -> bytes:
+    """An encoding whose columns agree about their lengths, with any numbers."""
+    counts = [1 + source.below(3) for _ in range(source.below(4))]
+    loops = [source.below(3) for _ in range(sum(counts))]
+
+    def numbers(count: int, least: int, most: int) -> list[int]:
+        odd = (0, 0, source.number(0, 2**63 - 1), least)
+        return [source.choice(odd) if source.byte() > 248 else least + source.below(most) for _ in range(count)]
+
+    strips = len(loops)
+    lengths = [1 if source.flag() else each for each in numbers(strips, 1, 5)]
+    steps = [numbers(strips, 0, most) for most in (4, 40)]
+    if source.byte() < 230:
+        steps = [[step * (length != 1) for step, length in zip(each, lengths, strict=True)] for each in steps]
+    columns = [
+        counts,
+        numbers(strips, 0, len(SIZES)),
+        numbers(strips, 0, 50),
+        *steps,
+        lengths,
+        loops,
+        numbers(strips, 1, 10),
+        numbers(sum(loops), 2, 3),
+        numbers(sum(loops), 0, 20),
+    ]
+    return pack_all(1, [], columns)
+
+
+def publications(data: bytes) -> None:
+    """Bytes are the one encoding of what was published, or a ProtocolError."""
+    source = Source(data)
+    blob = source.rest() if source.flag() else _publication_said(source)
+    try:
+        with bounded(blob, per_byte=600, most=PER_PUBLICATION):
+            published = Published.decode(blob)
+    except ProtocolError as error:
+        assert len(str(error)) < 1500
+        return
+    assert published.encode() == blob
+    assert published.shards
+    assert {len(shard) for shard in published.shards} <= {1, 3}
+    assert all(published.part_ids)
+
+
+def _publication_said(source: Source) -> bytes:
+    said = [source.choice(("a", "b", "c" * 32, "é", "\n", "d" * 65)) for _ in range(1 + source.below(4))]
+    ids = list(dict.fromkeys(said))
+    counts = [source.choice((1, 3, 3, 3, 1, 2)) for _ in range(source.below(4))]
+    numbers = [source.below(len(ids)) + (source.byte() > 250) for _ in range(sum(counts))]
+    if source.byte() < 230:  # in order of first use
+        order = {number: at for at, number in enumerate(dict.fromkeys(numbers))}
+        numbers, ids = [order[number] for number in numbers], ids[: len(order)]
+    digest = source.choice(("xxh3-64", "sha-256", "none", "xxh3-64", "md5"))
+    return pack_all(1, [digest, "".join(ids)], [[source.choice((4096, 2**23, 2**30, 5))], map(len, ids), counts, numbers])
 
 
 # -------------------------------------------------------------------------------------------------------------- files

@@ -73,6 +73,7 @@ class Published:
         expect(sum(counts) == len(numbers), what, "the shards' ids do not add up")
         expect(bool(lengths) and sum(lengths) == len(text), what, "the ids' lengths do not add up")
         expect(0 < min(lengths) <= max(lengths) <= ID_MAX, what, f"an id does not have 1 to {ID_MAX} characters")
+        expect(text.isprintable(), what, "an id is not printable")
         expect(max(numbers) < len(lengths), what, "an id is not there")
         ends = list(accumulate(lengths, initial=0))
         ids = [text[first:end] for first, end in pairwise(ends)]

@@ -33,13 +33,13 @@ from tensorhub.layouts.cells import Family, Step
 from tensorhub.layouts.columns import Column, expect, pack_all, unpack_all
 from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication
-from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, INT_MAX, id_of
+from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
 from tensorhub.strips import Strip, beyond, shortest
 
 FORM = 1
-STRIPS_MAX = 2**20  # of one selection
-CELLS_MAX = 2**22  # of one selection, in all its strips
+STRIPS_MAX = 2**18  # of one selection; each chunk has one at least
+CELLS_MAX = 2**21  # of one selection, in all its strips
 RUNS_MAX = 2**24  # of one chunk
 _COLUMNS = (
     "strips",
@@ -101,9 +101,8 @@ class Selection:
     def decode(cls, blob: bytes) -> Selection:
         """The selection that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
         what = "selection"
-        _, found = unpack_all(
-            what, FORM, 0, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=max(STRIPS_MAX, CHUNKS_MAX)
-        )
+        count_max = 4 * STRIPS_MAX  # loops are the most
+        _, found = unpack_all(what, FORM, 0, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
         made = cls(tuple(_chunks(what, found)))
         if fault := made._fault():
             raise ProtocolError(f"bad selection: {fault}")
@@ -184,7 +183,9 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
 def _refuse_too_long(selection: Selection) -> None:
     strips = [strip for chunk in selection.chunks for strip in chunk]
     cells = sum([strip.length for strip in strips])
-    if len(strips) > STRIPS_MAX or cells > CELLS_MAX or len(selection.encode()) > SELECTION_BYTES_MAX:
+    loops = sum([len(strip.loops) for strip in strips])
+    most = max(len(strips), loops // 4) > STRIPS_MAX or cells > CELLS_MAX
+    if most or len(selection.encode()) > SELECTION_BYTES_MAX:
         raise RegistrationError(
             f"what is read of one rank has {len(strips)} patterns of {cells} parts, which is more than one request can "
             "say: register fewer tensors together, or tensors that are cut more alike"
@@ -287,9 +288,11 @@ def _chunks(what: str, found: Sequence[Column]) -> Iterator[tuple[Strip, ...]]:
     expect(min(counts, default=1) > 0 and sum(counts) == len(regions), what, "the chunks' strips do not add up")
     expect(len(times) == len(apart) == sum(loop_counts), what, "the loops do not add up")
     expect(max(loop_counts, default=0) <= DIMENSIONS_MAX, what, f"a strip has more than {DIMENSIONS_MAX} loops")
-    expect(min(min(each, default=1) for each in (lengths, runs, times)) > 0, what, "a strip is empty")
+    expect(min(min(lengths, default=1), min(runs, default=1)) > 0, what, "a strip is empty")
+    expect(min(times, default=2) > 1, what, "a loop goes round less than twice")
     expect(sum(lengths) <= CELLS_MAX, what, f"it has more than {CELLS_MAX} cells")
-    expect(max(times, default=1) <= INT_MAX, what, "a loop is too long")
+    steps = zip(lengths, region_steps, offset_steps, strict=True)
+    expect(not any(length == 1 and (r or o) for length, r, o in steps), what, "a strip of one cell has a step")
     loops = zip(times, apart, strict=True)
     its_loops = (tuple(islice(loops, count)) for count in loop_counts)
     strips = map(Strip, regions, offsets, map(_signed, region_steps), map(_signed, offset_steps), lengths, its_loops, runs)
