@@ -1,17 +1,29 @@
-"""A manifest's chunks as pieces of this process' memory, and their digests."""
+"""A manifest's chunks as pieces of this process' memory, and their digests.
+
+A chunk of a manifest is one contiguous range of a region. A chunk of another grid over the same regions, which a reader of
+another layout has, is made of strips: then the memory `is_strided`, and has no view of a whole chunk.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from typing import TypeAlias
 
 import xxhash
 
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import StateError
-from tensorhub.manifest import Manifest
+from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.manifest import Chunk, Manifest
+from tensorhub.memory.strided import BUFFER_BYTES, Strided
 from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
+from tensorhub.strips import Strip
+
+Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 
@@ -19,7 +31,8 @@ SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 class ChunkMemory:
     """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied.
 
-    The CPU has no views of a GPU's chunks. What it sends or receives of them goes through `transport.staging`.
+    The CPU has no views of a GPU's chunks. What it sends or receives of them goes through `transport.staging`. Chunks of
+    strips have no view either: see `outgoing` and `incoming`.
     """
 
     __slots__ = (
@@ -28,6 +41,8 @@ class ChunkMemory:
         "_chunks",
         "_regions",
         "_spans",
+        "_strided",
+        "_strips",
         "device",
         "is_digested",
         "sizes",
@@ -42,12 +57,14 @@ class ChunkMemory:
         for index, (region, spec) in enumerate(zip(regions, manifest.regions, strict=True)):
             if region.nbytes != spec.nbytes and index not in unwanted:
                 raise ValueError(f"region {index} has {region.nbytes} bytes, not {spec.nbytes}")
-        self._chunks = manifest.chunks
-        self._regions = tuple([_flat(region) for region in regions])
+        self._regions: tuple[Bytes, ...] = tuple([_flat(region) for region in regions])
         self._addresses = tuple([address_of(region) for region in self._regions])
         self.device = next((region.device for region in self._regions if isinstance(region, DeviceBytes)), None)
-        self.unwanted: tuple[int, ...] = tuple(c.index for c in manifest.chunks if c.region in unwanted) if unwanted else ()
-        self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
+        if isinstance(manifest, ReshardedManifest):
+            self._lie((), manifest.reading.places, manifest.sizes)
+        else:
+            self._lie(manifest.chunks)
+        self.unwanted: tuple[int, ...] = tuple(self._chunks_in(unwanted)) if unwanted else ()
         self.is_digested: bool = manifest.digest == "xxh3-64"  # what is fast enough to be made of each piece as it passes
         self.width: int = WIDTHS[manifest.digest]  # bytes of one digest; 0: chunks have none
         if self.device is not None and self.width and not self.is_digested:
@@ -55,7 +72,62 @@ class ChunkMemory:
                 f"digests of the kind {manifest.digest!r} are made by the CPU, and these tensors are on {self.device.name}: "
                 "publish with Options(digest='xxh3-64'), or fetch into host memory (device='cpu') and copy from there"
             )
+
+    def _lie(self, chunks: Sequence[Chunk], strips: Strips | None = None, sizes: Sequence[int] | None = None) -> None:
+        """Its chunks are these; or they are of `strips`, with these sizes."""
+        self._chunks = chunks
+        self._strips = strips
+        self._strided: Strided | None = None
+        if strips is not None and self.device is None:
+            self._strided = Strided([region for region in self._regions if isinstance(region, memoryview)], self._addresses)
+        self.sizes: Sequence[int] = tuple([chunk.nbytes for chunk in chunks]) if sizes is None else sizes
         self._spans: tuple[tuple[int, int], ...] | None = None
+
+    def _chunks_in(self, regions: frozenset[int]) -> Iterator[int]:
+        if self._strips is None:
+            return (number for number, chunk in enumerate(self._chunks) if chunk.region in regions)
+        within = (any(region in regions for strip in strips for region, _ in strip.cells()) for strips in self._strips)
+        return (number for number, is_within in enumerate(within) if is_within)
+
+    def _other(self, chunks: Sequence[Chunk], strips: Strips | None, sizes: Sequence[int] | None) -> ChunkMemory:
+        """The same regions with other chunks."""
+        made = object.__new__(ChunkMemory)
+        made._regions, made._addresses, made.device = self._regions, self._addresses, self.device
+        made.unwanted, made.is_digested, made.width = (), self.is_digested, self.width
+        made._lie(chunks, strips, sizes)
+        return made
+
+    def selected(self, selection: Selection) -> ChunkMemory:
+        """The same memory with the chunks of a selection, which must be without fault here (see `fault`)."""
+        return self._other((), selection.chunks, selection.sizes)
+
+    def part(self, chunks: Sequence[int]) -> ChunkMemory:
+        """The same memory with these chunks only, whose numbers are 0, 1, ... there."""
+        sizes = [self.sizes[chunk] for chunk in chunks]
+        if self._strips is None:
+            return self._other([self._chunks[chunk] for chunk in chunks], None, sizes)
+        return self._other((), [self._strips[chunk] for chunk in chunks], sizes)
+
+    def fault(self, selection: Selection) -> str | None:
+        """Why there is no such selection of this memory; None: there is."""
+        return selection.fault([region.nbytes for region in self._regions])
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether its chunks are of strips, and have neither `buffer` nor `address`."""
+        return self._strips is not None
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        """Of a chunk of strided memory."""
+        return _strips_of(self)[chunk]
+
+    def outgoing(self, chunk: int, call_bytes: int = BUFFER_BYTES) -> Iterator[list[memoryview]]:
+        """The bytes of a chunk of strided memory: see `Strided.outgoing`."""
+        return _strided_of(self).outgoing(self.strips(chunk), call_bytes)
+
+    def incoming(self, chunk: int, call_bytes: int = BUFFER_BYTES) -> Generator[list[memoryview]]:
+        """Room for the bytes of a chunk of strided memory: see `Strided.incoming`."""
+        return _strided_of(self).incoming(self.strips(chunk), call_bytes)
 
     def buffer(self, chunk: int) -> memoryview:
         """The bytes of one chunk, which must not be on a device."""
@@ -82,13 +154,17 @@ class ChunkMemory:
         if self._spans is None:
             found: list[tuple[int, int]] = []
             last = -1
-            for chunk in self._chunks:
+            for number, chunk in enumerate(self._chunks):
                 if not chunk.nbytes or not self._regions[chunk.region].nbytes:
                     continue
-                if chunk.region == last and found[-1][1] + chunk.nbytes <= SPAN_BYTES:
+                if (
+                    chunk.region == last
+                    and sum(found[-1]) == self.address(number)
+                    and found[-1][1] + chunk.nbytes <= SPAN_BYTES
+                ):
                     found[-1] = found[-1][0], found[-1][1] + chunk.nbytes
                 else:
-                    found.append((self.address(chunk.index), chunk.nbytes))
+                    found.append((self.address(number), chunk.nbytes))
                 last = chunk.region
             self._spans = tuple(sorted(found))
         return self._spans
@@ -110,9 +186,18 @@ class ChunkMemory:
             return [0] * len(chunks)
         if self.device is not None:
             return self.device.digests([(self.address(chunk), self.sizes[chunk]) for chunk in chunks])
+        if self.is_strided:
+            return [self._digest_of_strips(chunk) for chunk in chunks]
         if not self.is_digested:
             return [int.from_bytes(hashlib.sha256(self.buffer(chunk)).digest(), "big") for chunk in chunks]
         return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
+
+    def _digest_of_strips(self, chunk: int) -> int:
+        made = xxhash.xxh3_64() if self.is_digested else hashlib.sha256()
+        for views in self.outgoing(chunk):
+            for view in views:
+                made.update(view)
+        return int.from_bytes(made.digest(), "big")
 
     def __repr__(self) -> str:
         where = "" if self.device is None else f" on {self.device.name}"
@@ -123,9 +208,25 @@ def _flat(region: Bytes) -> Bytes:
     return region if isinstance(region, DeviceBytes) or not region.nbytes else region.cast("B")
 
 
+def _strips_of(memory: ChunkMemory) -> Strips:
+    if memory._strips is None:
+        raise StateError("its chunks are contiguous")
+    return memory._strips
+
+
+def _strided_of(memory: ChunkMemory) -> Strided:
+    if memory._strided is None:
+        raise StateError("its chunks are contiguous, or on a device, where the CPU has no view of them")
+    return memory._strided
+
+
 def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]) -> None:
     """Copy these chunks between two memories of this process; blocks, without the GIL."""
     device = source.device or destination.device
+    if device is None and source.is_strided:
+        for chunk in chunks:
+            _move_strips(source, destination, chunk)
+        return
     if device is None:
         for chunk in chunks:
             copy_bytes(source.buffer(chunk), destination.buffer(chunk))
@@ -135,3 +236,11 @@ def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[
         if source.sizes[chunk]:
             queue.copy(destination.address(chunk), source.address(chunk), source.sizes[chunk])
     queue.mark().wait()
+
+
+def _move_strips(source: ChunkMemory, destination: ChunkMemory, chunk: int) -> None:
+    """Both are of one content, so that they have the same strips, and the same calls."""
+    with closing(destination.incoming(chunk)) as incoming:
+        for theirs, mine in zip(source.outgoing(chunk), incoming, strict=True):
+            for view, other in zip(theirs, mine, strict=True):
+                copy_bytes(view, other)

@@ -1,0 +1,228 @@
+"""Bytes that follow strips, moved between where they lie and one contiguous buffer.
+
+    long runs      are moved from or to where they are: a view of each goes into the call that sends or receives
+    short runs     go through a buffer that stays in the core's own cache: one call copies thousands of them
+
+What copies short runs is Python's own code for strided buffers, so nothing need be installed, and the price hardly depends
+on how short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which takes some 30 microseconds.
+
+Responsible for host memory. Not responsible for what is said of it, nor for digests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Final, NamedTuple
+
+from tensorhub.memory.tensors import address_of
+from tensorhub.strips import Around, Strip
+
+LONG_RUN_BYTES: Final = 16 * 2**10  # and longer: what a view of it costs is small beside what moving it does
+BUFFER_BYTES: Final = 2**20  # a server's core has that in its own cache
+BLOCK_BYTES: Final = 2**18  # that are copied in one call, with the GIL
+BUFFERS_KEPT_MAX: Final = 16
+
+
+class Block(NamedTuple):
+    """Cells that begin at these addresses, each of them loops around runs."""
+
+    cells: Sequence[int]
+    loops: Around
+    run: int
+    nbytes: int
+
+
+def blocks(strips: Iterable[Strip], addresses: Sequence[int], nbytes_max: int = BLOCK_BYTES) -> Iterator[Block]:
+    """The bytes of these strips, in order, in blocks of at most so many. `addresses`: of the regions."""
+    for region, offset, region_step, offset_step, length, around, run in strips:
+        loops = tuple([loop for loop in around if loop[0] > 1])
+        start = addresses[region] + offset
+        if length > 1 and region_step:
+            numbers = range(length)
+            cells = [addresses[region + n * region_step] + offset + n * offset_step for n in numbers]
+        else:
+            cells = [start]
+            if length > 1:
+                loops = ((length, offset_step), *loops)
+        nbytes = prod([times for times, _ in loops]) * run
+        if nbytes > nbytes_max:
+            for cell in cells:
+                yield from _cut(cell, loops, run, nbytes, nbytes_max)
+        else:
+            count = nbytes_max // nbytes
+            for at in range(0, len(cells), count):
+                some = cells[at : at + count]
+                yield Block(some, loops, run, len(some) * nbytes)
+
+
+def _cut(cell: int, loops: Around, run: int, nbytes: int, nbytes_max: int) -> Iterator[Block]:
+    """One cell, in blocks of whole runs where those fit."""
+    if nbytes <= nbytes_max:
+        yield Block((cell,), loops, run, nbytes)
+    elif not loops:
+        for at in range(0, run, nbytes_max):
+            part = min(nbytes_max, run - at)
+            yield Block((cell + at,), (), part, part)
+    else:
+        (times, apart), *rest = loops
+        inner, each = tuple(rest), nbytes // times
+        count = max(1, nbytes_max // each)
+        for at in range(0, times, count):
+            some = min(count, times - at)
+            yield from _cut(cell + at * apart, ((some, apart), *inner) if some > 1 else inner, run, some * each, nbytes_max)
+
+
+# --------------------------------------------------------------------------------------------------------- copying
+
+
+class _View(ctypes.Structure):
+    """Python's Py_buffer, for memory of which Python knows nothing."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("owner", ctypes.c_void_p),
+        ("nbytes", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_to_contiguous = ctypes.pythonapi.PyBuffer_ToContiguous
+_to_contiguous.argtypes = (ctypes.c_void_p, ctypes.POINTER(_View), ctypes.c_ssize_t, ctypes.c_char)
+_from_contiguous = ctypes.pythonapi.PyBuffer_FromContiguous
+_from_contiguous.argtypes = (ctypes.POINTER(_View), ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_char)
+
+
+def gather(block: Block, to: int) -> None:
+    """Copy a block's bytes to that address, one behind the other."""
+    cells, loops, run, nbytes = block
+    if not loops:
+        for cell in cells:
+            ctypes.memmove(to, cell, run)
+            to += run
+        return
+    each, dimensions = nbytes // len(cells), len(loops) + 1
+    shape = (ctypes.c_ssize_t * dimensions)(*[times for times, _ in loops], run)
+    strides = (ctypes.c_ssize_t * dimensions)(*[apart for _, apart in loops], 1)
+    view = _View(0, None, each, 1, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
+    for cell in cells:
+        view.address = cell
+        _to_contiguous(to, view, each, b"C")
+        to += each
+
+
+def scatter(block: Block, source: int) -> None:
+    """Copy bytes from that address, one behind the other, to where a block's are."""
+    cells, loops, run, nbytes = block
+    if not loops:
+        for cell in cells:
+            ctypes.memmove(cell, source, run)
+            source += run
+        return
+    each, dimensions = nbytes // len(cells), len(loops)
+    shape = (ctypes.c_ssize_t * dimensions)(*[times for times, _ in loops])
+    strides = (ctypes.c_ssize_t * dimensions)(*[apart for _, apart in loops])
+    view = _View(0, None, each, run, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
+    for cell in cells:
+        view.address = cell
+        _from_contiguous(view, source, each, b"C")
+        source += each
+
+
+_free: deque[memoryview] = deque(maxlen=BUFFERS_KEPT_MAX)  # buffers that nobody uses; for all threads
+
+
+@contextmanager
+def _buffer() -> Iterator[memoryview]:
+    try:
+        taken = _free.pop()
+    except IndexError:
+        taken = memoryview(bytearray(BUFFER_BYTES))
+    try:
+        yield taken
+    finally:
+        _free.append(taken)
+
+
+class Strided:
+    """Regions of host memory, as `outgoing` and `incoming` bytes of strips."""
+
+    def __init__(self, regions: Sequence[memoryview], addresses: Sequence[int]) -> None:
+        self._regions = regions
+        self._addresses = addresses
+
+    def __repr__(self) -> str:
+        return f"<Strided: {len(self._regions)} regions>"
+
+    def outgoing(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Iterator[list[memoryview]]:
+        """Their bytes, in order, in views for one call each, of some `call_bytes` at most. Each list is good until the next
+        one is asked for.
+        """
+        with _buffer() as buffer:
+            at = address_of(buffer)
+            for views, moves in self._calls(strips, buffer, call_bytes):
+                for offset, block in moves:
+                    gather(block, at + offset)
+                yield views
+
+    def incoming(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Generator[list[memoryview]]:
+        """Room for their bytes, in order. The caller fills all views of a list before it asks for the next one; then they go
+        where they belong. Once the generator is closed, nothing is written.
+        """
+        with _buffer() as buffer:
+            at = address_of(buffer)
+            for views, moves in self._calls(strips, buffer, call_bytes):
+                yield views
+                for offset, block in moves:
+                    scatter(block, at + offset)
+
+    def _calls(
+        self, strips: Sequence[Strip], buffer: memoryview, call_bytes: int
+    ) -> Iterator[tuple[list[memoryview], list[tuple[int, Block]]]]:
+        """Views, and the blocks that are to be where in the buffer."""
+        views: list[memoryview] = []
+        moves: list[tuple[int, Block]] = []
+        begun = used = 0  # the buffer's part that has no view yet
+        room = call_bytes
+        for strip in strips:
+            if strip.run >= LONG_RUN_BYTES:
+                for view in self._runs(strip, call_bytes):
+                    if used > begun:
+                        views.append(buffer[begun:used])
+                        begun = used
+                    if views and room < view.nbytes:
+                        yield views, moves
+                        views, moves, begun, used, room = [], [], 0, 0, call_bytes
+                    views.append(view)
+                    room -= view.nbytes
+                continue
+            for block in blocks([strip], self._addresses):
+                if (views or used) and (room < block.nbytes or used + block.nbytes > buffer.nbytes):
+                    if used > begun:
+                        views.append(buffer[begun:used])
+                    yield views, moves
+                    views, moves, begun, used, room = [], [], 0, 0, call_bytes
+                moves.append((used, block))
+                used += block.nbytes
+                room -= block.nbytes
+        if used > begun:
+            views.append(buffer[begun:used])
+        if views:
+            yield views, moves
+
+    def _runs(self, strip: Strip, nbytes_max: int) -> Iterator[memoryview]:
+        run = strip.run
+        for region, offset in strip.places():
+            view = self._regions[region]
+            for at in range(0, run, nbytes_max):
+                yield view[offset + at : offset + min(run, at + nbytes_max)]
