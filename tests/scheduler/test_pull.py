@@ -166,6 +166,46 @@ def test_illegal_steps_tell_the_story() -> None:
         pull.arrived(A, 0, ok=True)
 
 
+def test_a_source_is_asked_only_for_what_it_brings() -> None:
+    pull = Pull([10] * 6)
+    pull.add_source(A, complete=True, brings=[1, 2, 5])
+    pull.add_source(B, complete=True, brings=[0, 2, 3])
+    assert pull.next_batch(A, 1000) == (1, 2, 5)
+    assert pull.next_batch(B, 1000) == (0, 3)
+    assert pull.next_batch(B, 1000) == ()  # nobody brings 4
+    assert pull.lane_ended(A) == (1, 2, 5)
+    assert pull.next_batch(B, 1000) == (2,)
+
+
+def test_what_it_brings_and_lacks_is_waited_for_there_although_another_one_brings_other_chunks() -> None:
+    pull = Pull([10] * 4)
+    pull.add_source(A, complete=False, brings=[0, 1])
+    pull.add_source(B, complete=False, brings=[2, 3])
+    assert pull.next_batch(B, 1000) == (2, 3)
+    pull.lacks(B, [2, 3], [])
+    assert pull.next_batch(A, 1000) == (0, 1)
+    pull.lacks(A, [0, 1], [])
+    assert pull.next_batch(A, 1000) == (0, 1)  # B was asked earlier, and brings none of them
+    assert pull.next_batch(B, 1000) == (2, 3)
+
+
+def test_what_another_layouts_source_brings_is_not_waited_for_at_an_equal_one() -> None:
+    pull = Pull([10] * 3)
+    pull.add_source(A, complete=False)
+    pull.add_source(B, complete=True, brings=[0, 1])
+    assert pull.next_batch(A, 10) == (0,)
+    assert pull.next_batch(B, 10) == (1,)
+    pull.lacks(A, [0], [])
+    assert pull.next_batch(A, 1000) == (2,)
+    assert pull.next_batch(B, 1000) == (0,)
+
+
+@pytest.mark.parametrize("brings", [[1, 0], [1, 1], [-1], [6]])
+def test_what_a_source_brings_is_ascending_and_there(brings: list[int]) -> None:
+    with pytest.raises(IllegalStep, match="not ascending"):
+        Pull([10] * 6).add_source(A, complete=True, brings=brings)
+
+
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
 
@@ -184,6 +224,7 @@ class PullMachine(RuleBasedStateMachine):
         self.known: dict[LeaseId, set[int]] = {}  # what a source has told that it has
         self.asked: set[LeaseId] = set()  # whose lane runs, and has asked
         self.leases = 0
+        self.brings: dict[LeaseId, set[int]] = {}  # what each source can bring
 
     @precondition(lambda self: self.pull is None)
     @rule(sizes=SIZES, data=st.data())
@@ -193,11 +234,14 @@ class PullMachine(RuleBasedStateMachine):
         self.pull = Pull(sizes, self.verified)
 
     @precondition(lambda self: self.pull is not None and len(self.lanes) < 4)
-    @rule(complete=st.booleans())
-    def add(self, complete: bool) -> None:
+    @rule(complete=st.booleans(), data=st.data())
+    def add(self, complete: bool, data: st.DataObject) -> None:
         lease = LeaseId(str(self.leases))
         self.leases += 1
-        self.pull.add_source(lease, complete)
+        chunks = range(len(self.sizes))
+        brings = data.draw(st.none() | st.sets(st.sampled_from(chunks)))
+        self.pull.add_source(lease, complete, None if brings is None else sorted(brings))
+        self.brings[lease] = set(chunks if brings is None else brings)
         self.lanes[lease] = set()
 
     @precondition(lambda self: self.lanes)
@@ -210,14 +254,15 @@ class PullMachine(RuleBasedStateMachine):
         assert not self.verified & set(batch), "a verified chunk is asked for again"
         assert list(batch) == sorted(batch)
         assert lease not in self.dropped or not batch
-        wanted = set(range(len(self.sizes))) - writing - self.verified
+        assert set(batch) <= self.brings[lease], "it cannot bring that"
+        wanted = self.brings[lease] - writing - self.verified
         known = self.known.get(lease)
         if known is None:
             assert batch or lease in self.dropped or not wanted
         elif batch and not set(batch) <= known:
             assert not wanted & known, "what it has comes first"
-            others = [self.known.get(each) for each in self.asked - self.dropped - {lease}]
-            assert all(other is not None and not other & set(batch) for other in others), "another one has it"
+            others = [self.known.get(each, self.brings[each]) for each in self.asked - self.dropped - {lease}]
+            assert not any(other & set(batch) for other in others), "another one has it"
         self.asked.add(lease)
         self.lanes[lease] |= set(batch)
 
@@ -226,7 +271,7 @@ class PullMachine(RuleBasedStateMachine):
     def lack(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks)))
         chunks = data.draw(st.sets(st.sampled_from(sorted(self.lanes[lease])), min_size=1))
-        has = data.draw(st.sets(st.integers(0, len(self.sizes) - 1))) - chunks
+        has = (data.draw(st.sets(st.integers(0, len(self.sizes) - 1))) & self.brings[lease]) - chunks
         self.pull.lacks(lease, sorted(chunks), [(chunk, 1) for chunk in sorted(has)])
         self.known[lease] = has
         self.lanes[lease] -= chunks
@@ -297,6 +342,28 @@ class Reader:
         return self.pull.verified[chunk] == 1
 
 
+@given(st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_ranks_of_another_layout_complete_a_reader_as_they_are_filled(chunks: int, count: int, random: Random) -> None:
+    """Each brings some of the chunks, some of them have the same ones, and each gets its own one after the other."""
+    ranks = [Reader(Pull([1] * chunks)) for _ in range(count)]
+    of = [sorted(random.sample(range(chunks), random.randint(0, chunks))) for _ in ranks]
+    missing = set(range(chunks)).difference(*of)
+    of[0] = sorted({*of[0], *missing})
+    reader = Reader(Pull([1] * chunks))
+    for number, rank in enumerate(ranks):
+        rank.pull.add_source(LeaseId("origin"), complete=True)
+        reader.pull.add_source(LeaseId(str(number)), complete=False, brings=of[number])
+    for _ in range(400 * chunks * count):
+        if reader.pull.done:
+            return
+        rank = random.choice(ranks)
+        for chunk in rank.pull.next_batch(LeaseId("origin"), 1):
+            rank.pull.arrived(LeaseId("origin"), chunk, ok=True)
+        number = random.randrange(count)
+        let_lane_move(reader, number, ranks[number], random, of[number])
+    raise AssertionError(f"it waits for ever: {reader.pull}")
+
+
 @given(st.integers(1, 6), st.integers(2, 5), st.randoms(use_true_random=False))
 def test_readers_that_together_hold_everything_complete_one_another(chunks: int, count: int, random: Random) -> None:
     """Each reads from all others: per chunk nobody waits for itself, so that all end, whoever is how fast (R9)."""
@@ -317,7 +384,7 @@ def test_readers_that_together_hold_everything_complete_one_another(chunks: int,
     raise AssertionError(f"they wait for ever: {[reader.pull for reader in readers]}")
 
 
-def let_lane_move(reader: Reader, other: int, source: Reader, random: Random) -> None:
+def let_lane_move(reader: Reader, other: int, source: Reader, random: Random, brings: list[int] | None = None) -> None:
     """One step of the lane that reads `source`: ask, or take what is there, or hear that nothing is."""
     lease = LeaseId(str(other))
     asked = reader.lanes.get(other) or reader.pull.next_batch(lease, random.randint(1, 6))
@@ -326,7 +393,9 @@ def let_lane_move(reader: Reader, other: int, source: Reader, random: Random) ->
         reader.pull.arrived(lease, there[0], ok=True)
         asked = tuple(chunk for chunk in asked if chunk != there[0])
     elif asked and random.random() < 0.5:
-        runs = [(chunk, 1) for chunk in range(len(source.pull.verified)) if source.has(chunk)]
+        runs = [
+            (chunk, 1) for chunk in (range(len(source.pull.verified)) if brings is None else brings) if source.has(chunk)
+        ]
         reader.pull.lacks(lease, asked, runs)
         asked = reader.pull.next_batch(lease, random.randint(1, 6))  # before any other lane wakes up
     reader.lanes[other] = asked

@@ -23,6 +23,9 @@ did not have then. A known source is asked for what it has. If nothing of that i
 other source is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes
 first.
 
+A source may bring only some of the chunks: one rank of another layout holds no more. It is asked for nothing else. Sources
+take turns only with those that bring some of the same chunks.
+
 So a chunk that nobody has yet is waited for at some source, and no chunk stays bound to a source that lacks it while another
 source has it. Readers that fill from one another complete one another, whatever cycles they form (R9).
 
@@ -31,9 +34,11 @@ Responsible for the books only: lanes, sockets, digests and time belong to `runt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import lt
 from typing import Final
 
 from tensorhub.machine import IllegalStep, Story, count_transition
@@ -73,6 +78,19 @@ class _Source:
     has: Runs | None = None  # what it had when it lacked something; None: everything, or nobody knows
     turn: int = 0  # when it was asked last; 0: never, its lane is not up
     bytes_read: int = 0  # payload that its lane took in, discarded included
+    brings: Sequence[int] | None = None  # the only chunks that are asked for there, ascending; None: all
+    lowest: int = 0  # none of `brings[:lowest]` is wanted
+
+    @property
+    def may_have(self) -> Runs | None:
+        """What it is thought to have. None: everything."""
+        if self.has is not None or self.brings is None:
+            return self.has
+        return [(chunk, 1) for chunk in self.brings]
+
+    def shares(self, other: _Source) -> bool:
+        """Whether both bring one and the same chunk."""
+        return self.brings is None or other.brings is None or not set(self.brings).isdisjoint(other.brings)
 
 
 class Pull:
@@ -85,6 +103,7 @@ class Pull:
         self._sizes = sizes
         self._states = bytearray(len(sizes))  # one of _WANTED, _IN_FLIGHT, _VERIFIED per chunk
         self._sources: dict[LeaseId, _Source] = {}
+        self._partial: list[_Source] = []  # those that bring only some chunks
         self._turns = 0  # the largest `turn`
         self._story = Story()
         for chunk in verified:
@@ -99,11 +118,17 @@ class Pull:
 
     # ------------------------------------------------------------------------------------------------ sources
 
-    def add_source(self, lease: LeaseId, complete: bool) -> None:
-        """Read from this lease's source as well. `complete` False: it is still filling itself."""
+    def add_source(self, lease: LeaseId, complete: bool, brings: Sequence[int] | None = None) -> None:
+        """Read from this lease's source as well. `complete` False: it is still filling itself. `brings`: the only chunks
+        that it can bring, ascending; None: all.
+        """
         if lease in self._sources:
             raise IllegalStep(f"lease {lease} was a source before", self._story)
-        self._sources[lease] = _Source()
+        if brings and not (brings[0] >= 0 and brings[-1] < len(self._sizes) and all(map(lt, brings, brings[1:]))):
+            raise IllegalStep(f"lease {lease} brings chunks that are not ascending, or not there", self._story)
+        self._sources[lease] = source = _Source(brings=brings)
+        if brings is not None:
+            self._partial.append(source)
         self._story.tell("source", lease, "complete" if complete else "filling")
 
     def drop_source(self, lease: LeaseId) -> None:
@@ -149,7 +174,9 @@ class Pull:
         if source.state is not SourceState.LIVE:
             return ()
         self._turns += 1
-        if source.has is None:
+        if source.brings is not None:
+            batch = self._take_brought(source, source.brings, bytes_max) or self._take_unheld(source, bytes_max)
+        elif source.has is None:
             batch = self._take(bytes_max, [(self._lowest, len(self._sizes))])
             self._lowest = self._find_wanted(batch[-1] + 1 if batch else self._lowest, len(self._sizes))
         else:
@@ -174,6 +201,15 @@ class Pull:
                 chunk = self._find_wanted(chunk + 1, end)
         return batch
 
+    def _take_brought(self, source: _Source, brings: Sequence[int], bytes_max: int) -> list[int]:
+        """As `_take`, of what this source brings and has."""
+        states = self._states
+        while source.lowest < len(brings) and states[brings[source.lowest]] != _WANTED:
+            source.lowest += 1
+        if source.has is None:
+            return self._take(bytes_max, ((brings[at], 1) for at in range(source.lowest, len(brings))))
+        return self._take(bytes_max, _within(brings, source.has))
+
     def _find_wanted(self, start: int, end: int) -> int:
         """The first wanted chunk of a range; its end if there is none."""
         found = self._states.find(_WANTED_BYTE, start, end)
@@ -184,9 +220,14 @@ class Pull:
         if source.in_flight:
             return []
         others = [s for s in self._sources.values() if s is not source and s.state is SourceState.LIVE and s.turn]
-        if any(s.has is None or (not s.in_flight and s.turn < source.turn) for s in others):
+        if source.has is None or any(
+            (s.has is None and s.brings is None)
+            or (s.has is not None and not s.in_flight and s.turn < source.turn and s.shares(source))
+            for s in others
+        ):
             return []
-        return self._take(bytes_max, _between([run for s in others for run in s.has or ()], len(self._sizes)))
+        gaps = _between([run for s in others for run in s.may_have or ()], len(self._sizes))
+        return self._take(bytes_max, gaps if source.brings is None else _within(source.brings, gaps))
 
     def lacks(self, lease: LeaseId, chunks: Iterable[int], has: Runs) -> None:
         """The source lacks these chunks, which are in flight there, and has stopped waiting for them. `has`: what it has."""
@@ -242,6 +283,8 @@ class Pull:
         source.in_flight.discard(chunk)
         self._states[chunk] = _WANTED
         self._lowest = min(self._lowest, chunk)
+        for each in self._partial:
+            each.lowest = min(each.lowest, bisect_left(each.brings or (), chunk))
 
     # --------------------------------------------------------------------------------------------- inspection
 
@@ -275,6 +318,8 @@ class Pull:
             and all(self._states[chunk] == _IN_FLIGHT for chunk in held)
             and not any(source.in_flight for source in self._sources.values() if source.state is SourceState.ENDED)
             and self._states.find(_WANTED_BYTE, 0, self._lowest) == -1
+            and not any(self._states[chunk] == _WANTED for s in self._partial for chunk in (s.brings or ())[: s.lowest])
+            and all(source.brings is None or source.in_flight <= set(source.brings) for source in self._sources.values())
             and self._unverified == len(self._sizes) - self._states.count(_VERIFIED)
             and self.bytes_read == sum(source.bytes_read for source in self._sources.values())
             and self.reread_bytes == 0
@@ -302,3 +347,10 @@ def _between(runs: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int,
         at = max(at, first + length)
     if at < count:
         yield at, count - at
+
+
+def _within(chunks: Sequence[int], runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Those of these ascending chunks that are in these runs, each as a run."""
+    for first, count in runs:
+        for at in range(bisect_left(chunks, first), bisect_left(chunks, first + count)):
+            yield chunks[at], 1
