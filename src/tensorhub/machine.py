@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 STORY_EVENTS_MAX = 32
 SWEEP_AT = 64  # entries of a heap that need no sweeping
+SWEPT_AT_ONCE = 4
 
 S = TypeVar("S", bound=StrEnum)
 
@@ -112,13 +113,18 @@ class Stateful(Generic[S]):
 
 
 class Timers:
-    """Deadlines by (kind, key); setting one again replaces it. O(log n) to set, amortised O(1) to ask for the next."""
+    """Deadlines by (kind, key); setting one again replaces it. O(log n) to set, amortised O(1) to ask for the next.
 
-    __slots__ = ("_heap", "_when")
+    What is cancelled or replaced stays in a heap until it is met. If it is most of a heap, that heap is swept: whoever sets
+    a deadline moves a few entries that still count into a new heap.
+    """
+
+    __slots__ = ("_heap", "_swept", "_when")
 
     def __init__(self) -> None:
         self._when: dict[tuple[str, str], float] = {}
         self._heap: list[tuple[float, tuple[str, str]]] = []
+        self._swept: list[tuple[float, tuple[str, str]]] = []  # the heap that is being swept, if one is
 
     def __len__(self) -> int:
         return len(self._when)
@@ -131,9 +137,10 @@ class Timers:
         if self._when.get((kind, key)) != when:
             self._when[kind, key] = when
             heapq.heappush(self._heap, (when, (kind, key)))
-            if len(self._heap) > 2 * len(self._when) + SWEEP_AT:  # what was cancelled or replaced is most of it
-                self._heap = [(due, name) for name, due in self._when.items()]
-                heapq.heapify(self._heap)
+            if self._swept:
+                self._sweep()
+            elif len(self._heap) > 2 * len(self._when) + SWEEP_AT:
+                self._heap, self._swept = [], self._heap
 
     def hasten(self, kind: str, key: str, when: float) -> None:
         """Let (kind, key) come due at `when`, if it would not come sooner."""
@@ -144,17 +151,31 @@ class Timers:
         """Forget (kind, key), if it is set."""
         self._when.pop((kind, key), None)
 
+    def _sweep(self) -> None:
+        """Look at a few entries; from the end, so that the rest of them remains a heap."""
+        for _ in range(min(len(self._swept), SWEPT_AT_ONCE)):
+            when, name = self._swept.pop()
+            if self._when.get(name) == when:
+                heapq.heappush(self._heap, (when, name))
+
+    def _first(self) -> list[tuple[float, tuple[str, str]]]:
+        """The heap that has the earliest deadline, if there is one, at its top."""
+        for heap in (self._heap, self._swept):
+            while heap and self._when.get(heap[0][1]) != heap[0][0]:
+                heapq.heappop(heap)
+        is_swept = self._swept and (not self._heap or self._swept[0] < self._heap[0])
+        return self._swept if is_swept else self._heap
+
     def next(self) -> float | None:
         """When the earliest deadline is, or None."""
-        while self._heap and self._when.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        first = self._first()
+        return first[0][0] if first else None
 
     def pop_due(self, now: float) -> tuple[str, str] | None:
         """Remove and return the name of one deadline at or before `now`, or None."""
-        when = self.next()
-        if when is None or when > now:
+        first = self._first()
+        if not first or first[0][0] > now:
             return None
-        _, name = heapq.heappop(self._heap)
+        _, name = heapq.heappop(first)
         del self._when[name]
         return name

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Tick, limits
+from benches.scale.core import Core
+from benches.scale.thin import MODEL
+from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Send, Tick, limits
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.readers import RETRY_S_MAX
 from tensorhub.digests import root_of
 from tensorhub.messages import (
     Abandon,
@@ -105,6 +110,64 @@ def test_a_source_that_is_back_with_the_transport_of_a_reader_is_given_to_that_r
     hall.arrives(5, "copier", "rdma", "tcp")
     (added,) = [heard for heard in hall.heard[4] if isinstance(heard, AddSource)]
     assert added.grant.source == "copier"
+
+
+@pytest.mark.parametrize("is_back_first", [False, True])
+def test_a_reader_behind_one_that_finds_no_source_is_moved_to_one_that_it_reaches_itself(is_back_first: bool) -> None:
+    """Else it waits for what will not come: the one between has no transport in common with the only holder."""
+    hall = Hall()
+    for session, name, *transports in (
+        (2, "trainer", "tcp"),
+        (3, "copier", "tcp", "rdma"),
+        (4, "between", "tcp", "cma"),
+        (5, "reader", "cma", "rdma"),
+    ):
+        hall.arrives(session, name, *transports)
+        hall.register(session, name)
+    hall.publish(2, "trainer", 1, 0)
+    hall.say(3, Prepared(hall.replicates(3, "copier"), 0))
+    hall.step(Disconnected(3))
+    between = hall.replicates(4, "between")
+    hall.replicates(5, "reader")
+    (start,) = [heard for heard in hall.heard[5] if isinstance(heard, Start)]
+    assert [grant.source for grant in start.grants] == ["between"]
+    if is_back_first:
+        hall.arrives(6, "copier", "rdma")
+    lease = hall.lease("between")
+    hall.say(2, Leave("done"))
+    hall.say(4, ReadFailed(between, 0, lease, "lost", ""))
+    if not is_back_first:
+        hall.arrives(6, "copier", "rdma")
+    added, dropped = hall.heard[5][-2:]
+    assert isinstance(added, AddSource)
+    assert added.grant.source == "copier"
+    assert isinstance(dropped, DropSource)
+    assert dropped.lease == start.grants[0].lease
+
+
+def test_of_a_chain_whose_source_comes_back_only_the_first_one_is_given_another() -> None:
+    """The others are filled through it, as before."""
+    core, readers = Core(12, 1, 1000), 12
+    core.connect()
+    core.begin_version(1)
+    books, (trainer, *_) = core.coordinator.cluster, core.everybody
+    (lease,) = [lease for lease in books.leases.values() if lease.holding.complete]
+    core.step(Disconnected(trainer.number))
+    first = core.everybody[int(lease.part.member.worker.name[1:])]
+    assert first.key is not None
+    core.step(Received(first.number, ReadFailed(first.key, 0, lease.id, "lost", "")))
+    assert len(books.models[MODEL].versions[1].starving) == readers
+    core.now += RETRY_S_MAX
+    given = Counter[int]()
+    core.step(Connected(readers + 1, trainer.incarnation, "worker"))
+    core.everybody.append(trainer)
+    for message in (trainer.join(), trainer.register()):
+        for action in core.coordinator.step(Received(readers + 1, message), core.now):
+            assert isinstance(action, Send)
+            given[action.session] += isinstance(action.message, AddSource)
+    assert +given == {first.number: 1}
+    assert not books.models[MODEL].versions[1].starving
+    core.coordinator.check_invariants()
 
 
 def test_a_reader_that_asks_what_it_missed_is_not_given_the_source_that_it_was_told_to_leave(hall: Hall) -> None:

@@ -361,7 +361,7 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _settle(self) -> None:
         cluster = self.cluster
-        while cluster.changed_operations or cluster.uncounted or cluster.changed_models:
+        while self._readers.settle() or cluster.changed_operations or cluster.uncounted or cluster.changed_models:
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:
@@ -398,10 +398,13 @@ class Coordinator(Stateful[CoordinatorState]):
             if left <= 0 or not (are_few or is_their_turn):
                 cluster.timers.set("woken", "", cluster.now)
                 return
-            for key in list(islice(queue, left)):
+            turn = list[Operation]()
+            for operation in islice(queue.values(), left):
                 if left > 0:
-                    operation = cluster.changed_operations[key] = queue.pop(key)
+                    turn.append(operation)
                     left -= _looks(operation)
+            for operation in reversed(turn):  # what is changed last is settled first
+                cluster.changed_operations[operation.key] = queue.pop(operation.key)
             self._settle()
 
 

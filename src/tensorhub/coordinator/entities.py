@@ -15,7 +15,7 @@ Each attribute's comment says what it always equals; `invariants` checks that. d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
@@ -383,12 +383,16 @@ class Holding:
         return part.leases.values() if part is not None and part.holding is self and not self.complete else ()
 
     @property
-    def filled(self) -> Iterator[Holding]:
+    def filled(self) -> list[Holding]:
         """Those that are filled through leases on it which last."""
-        for lease in self.readers.values():
-            reader = lease.part.holding
-            if reader is not None and not reader.complete and lease.state is LeaseState.ACTIVE and not lease.dropping:
-                yield reader
+        return [
+            lease.part.holding
+            for lease in self.readers.values()
+            if lease.part.holding is not None
+            and not lease.part.holding.complete
+            and lease.state is LeaseState.ACTIVE
+            and not lease.dropping
+        ]
 
     @property
     def is_stranded(self) -> bool:
@@ -459,6 +463,11 @@ class ReadLease(_Moving[LeaseState]):
     flow: Flow  # the last report of its reader that counted
     dropping: bool = False  # the reader was told to leave this source for another one
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether it was to bring everything, and its source neither has that any more nor is filled with it."""
+        return not (self.holding.is_fed or self.dropping or self.partial)
+
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
         return f"<ReadLease {self.id[:8]} {reader} <- {source} {self.state}>"
@@ -510,7 +519,7 @@ class RankPart:
     @property
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
-        return self.reads and all(lease.dropping or lease.partial for lease in self.leases.values())
+        return self.reads and all(lease.dropping or lease.partial or lease.is_dry for lease in self.leases.values())
 
     @property
     def reads(self) -> bool:

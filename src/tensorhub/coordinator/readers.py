@@ -7,7 +7,7 @@ a reader has no source (`operations`), nor for when a source may leave (`withdra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
@@ -29,6 +29,8 @@ class Readers:
     """Changes leases and holdings; nobody else does."""
 
     _cluster: Cluster
+    # Who is fed no more in this step. What is filled from it seems to be fed until `settle`.
+    _dry: dict[Holding, None] = field(default_factory=dict, init=False)
 
     # -- granting
 
@@ -59,7 +61,7 @@ class Readers:
         if part.holding is not None:
             self._cluster.reckon(part.holding)
             if holding.is_fed:
-                _spread(part.holding)
+                self._spread(part.holding)
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
@@ -102,8 +104,8 @@ class Readers:
         """New leases for a reader whose leases do not bring it everything: on a source or, while nobody holds the whole
         shard, on other readers' partial copies. They wait together for what all of them lack (R9).
         """
-        if part.member.worker.read_only:
-            for lease in [each for each in part.leases.values() if each.holding.leaving]:
+        for lease in list(part.leases.values()):
+            if lease.is_dry or (lease.holding.leaving and part.member.worker.read_only):
                 self._move(lease)
         version = part.operation.version
         if version is None or not part.needs_source:
@@ -158,7 +160,7 @@ class Readers:
         The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
-        below: set[Holding] | None = None
+        below: dict[Holding, None] | None = None
         there = version.holders(part.shard)
 
         def refuses(holding: Holding) -> bool:
@@ -167,7 +169,7 @@ class Readers:
                 return True
             if holding.complete or part.holding is None or not part.holding.readers:
                 return False
-            if not part.holding.is_fed and not there.patches:
+            if not (part.holding.is_fed or there.patches or self._dry):
                 return False  # each is filled from one other: what is filled from this reader is no more fed than it is
             below = self._below(part.holding) if below is None else below
             return holding in below
@@ -183,7 +185,7 @@ class Readers:
         return found
 
     @staticmethod
-    def _below(holding: Holding) -> set[Holding]:
+    def _below(holding: Holding) -> dict[Holding, None]:
         """What must not be read to fill this: it is filled from this itself, and they would wait for each other."""
         return _filled_by(holding)
 
@@ -233,15 +235,46 @@ class Readers:
         lasting = [lease.holding for lease in holding.fillers if not lease.dropping]
         has_patches = bool(holding.version.holdings[holding.shard].patches)
         if holding.verified or any(each.verified or (each.is_fed and not has_patches) for each in lasting):
-            _spread(holding)
+            self._spread(holding)
         elif holding.is_fed:
+            self._dry[holding] = None
+            self._become_fed(holding, is_so=False)
+
+    def settle(self) -> bool:
+        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either.
+        Whether somebody was fed no more.
+        """
+        if not self._dry:
+            return False
+        while self._dry:
+            holding, _ = self._dry.popitem()
+            if holding.is_fed:
+                continue
             dry = [each for each in _filled_by(holding) if not each.verified]
             for each in dry:
-                each.is_fed = False
-                self._cluster.note(each.member)
-            for each in dry:
-                if any(lease.holding.is_fed for lease in each.fillers if not lease.dropping):
-                    _spread(each)
+                if each.is_fed:
+                    self._become_fed(each, is_so=False)
+            if holding.version.holdings[holding.shard].patches:  # else each was filled from one of the others
+                for each in dry:
+                    if any(lease.holding.is_fed for lease in each.fillers if not lease.dropping):
+                        self._spread(each)
+        return True
+
+    def _spread(self, holding: Holding) -> None:
+        """It is fed: so is all that is filled from it."""
+        todo = [] if holding.is_fed else [holding]
+        while todo:
+            each = todo.pop()
+            if not each.is_fed:
+                self._become_fed(each, is_so=True)
+                todo.extend(each.filled)
+
+    def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
+        """Who reads there needs another source from now on, or needs none any more."""
+        holding.is_fed = is_so
+        self._cluster.note(holding.member)
+        for lease in holding.readers.values():
+            self._cluster.wake(lease.part.operation)
 
     # -- a lease's end
 
@@ -547,22 +580,12 @@ def _estimate(holding: Holding, part: RankPart, version: Version, rates: Sequenc
     return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
 
 
-def _filled_by(holding: Holding) -> set[Holding]:
-    """It, and what is filled from it, directly or through others."""
-    todo, seen = [holding], {holding}
-    while todo:
-        for each in todo.pop().filled:
-            if each not in seen:
-                seen.add(each)
-                todo.append(each)
+def _filled_by(holding: Holding) -> dict[Holding, None]:
+    """It, and what is filled from it, directly or through others: each after one that fills it."""
+    todo, seen = [holding], {holding: None}
+    for each in todo:
+        for reader in each.filled:
+            if reader not in seen:
+                seen[reader] = None
+                todo.append(reader)
     return seen
-
-
-def _spread(holding: Holding) -> None:
-    """It is fed: so is all that is filled from it."""
-    todo = [] if holding.is_fed else [holding]
-    while todo:
-        each = todo.pop()
-        if not each.is_fed:
-            each.is_fed = True
-            todo.extend(each.filled)
