@@ -154,7 +154,8 @@ EXPERTS, WIDE, NARROW = 128, 2048, 768  # Qwen3-30B-A3B's, of one layer, stacked
 MIXTURE = {"w1": (EXPERTS, NARROW, WIDE), "w3": (EXPERTS, NARROW, WIDE), "w2": (EXPERTS, WIDE, NARROW)}
 
 
-def test_eight_expert_parallel_ranks_to_four() -> None:
+def mixture() -> tuple[Publication, Coordinates]:
+    """EP 8, and rank 1 of EP 4 with fused w1 and w3."""
     trainers = []
     for rank in range(8):
         shardings = {name: cut(shape, [Cut(0, 8, rank)]) for name, shape in MIXTURE.items()}
@@ -169,7 +170,12 @@ def test_eight_expert_parallel_ranks_to_four() -> None:
         "w2": source("w2")[mine],
     }
     pieces = pieces_of(locals_of(shapes), rank=rank, world_size=4, sources=sources, shape_of=MIXTURE.get)
-    found = plan(arrange(pieces, publication.catalogue), coordinates(publication))
+    return publication, arrange(pieces, publication.catalogue)
+
+
+def test_eight_expert_parallel_ranks_to_four() -> None:
+    publication, reader = mixture()
+    found = plan(reader, coordinates(publication))
     assert set(found.needs) == {2, 3}
     assert found.nbytes == 288 * MIB
     assert (sum(cell.runs for cell in cells_into(found, 0)), {cell.run for cell in cells_into(found, 0)}) == (64, {3 * MIB})

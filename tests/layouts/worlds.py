@@ -257,6 +257,11 @@ def readers(
     shapes = {name: elements.shape for name, (_, elements) in made.items()}
     pieces = pieces_of(memory.tensors, world_size=2, shardings=shardings, sources=sources, shape_of=shapes.get)
     coordinates = arrange(pieces, publication.catalogue)
+    return coordinates, memory, _expected(memory, written)
+
+
+def _expected(memory: Memory, written: Sequence[tuple[LocalTensor, Any, Array]]) -> list[bytes]:
+    """The regions once these elements are at these indices; now they are blank."""
     for local in memory.tensors:
         memory.array(local)[...] = int.from_bytes(bytes([GAP]) * DTYPES[local.dtype], "little")
     blank = [bytes(region) for region in memory.regions]
@@ -265,7 +270,54 @@ def readers(
     expected = [bytes(region) for region in memory.regions]
     for region, content in zip(memory.regions, blank, strict=True):
         region[:] = content
-    return coordinates, memory, expected
+    return expected
+
+
+class Even(Random):
+    """Draws the same all the time: what is allocated with it is allocated alike."""
+
+    def random(self) -> float:
+        return 0.99
+
+
+def experts(random: Random) -> World:
+    """Many tensors of one shape, which the ranks cut alike, or have some of each; the reader has them in another order, and
+    cut otherwise, in regions of their own or stacked.
+    """
+    count, ranks = random.randint(2, 12), random.choice([1, 2, 3])
+    shape, dtype = (random.choice([4, 6]), random.choice([4, 8])), random.choice(list(DTYPES))
+    made = {}
+    for number in range(count):
+        elements = np.frombuffer(random.randbytes(prod(shape) * DTYPES[dtype]), np.dtype(f"u{DTYPES[dtype]}"))
+        made[f"e{number}"] = dtype, elements.reshape(shape)
+    names, cut_along = list(made), random.choice([0, 1, None])
+    coordinates, memories = [], []
+    for rank in range(ranks):
+        memory, shardings = Memory(), {}
+        for number, name in enumerate(names):
+            if cut_along is not None or number % ranks == rank:
+                placed = [Placed(ranks, cut_along)]
+                shardings[name] = mesh_rank(Even(), memory, name, dtype, made[name][1], placed, [rank])
+        coordinates.append(arrange(pieces_of(memory.tensors, world_size=ranks + 1, shardings=shardings)))
+        memories.append(memory)
+    publication = Publication(tuple(coordinates)).check()
+    order = random.choice([names, names[::-1], names[::2], random.sample(names, count)])
+    rows, columns = (some_slice(random, size) for size in shape)
+    parts = {name: made[name][1][rows, columns] for name in order}
+    memory, sources, written = Memory(), dict[str, object](), list[tuple[LocalTensor, Any, Array]]()
+    if random.random() < 0.5:
+        memory.add(Even(), "stack", dtype, (len(order), *parts[order[0]].shape))
+        pairs = [(at[n], source(name)[rows, columns]) for n, name in enumerate(order)]
+        sources["stack"] = random.choice([pairs, pairs[::-1]])
+        written += [(memory.tensors[0], n, parts[name]) for n, name in enumerate(order)]
+    else:
+        for name in order:
+            memory.add(Even(), f"my {name}", dtype, parts[name].shape)
+            sources[f"my {name}"] = source(name)[rows, columns]
+            written.append((memory.tensors[-1], ..., parts[name]))
+    pieces = pieces_of(memory.tensors, sources=sources, shape_of=dict.fromkeys(names, shape).get)
+    expected = _expected(memory, written)
+    return World(made, publication, memories, arrange(pieces, publication.catalogue), memory, expected)
 
 
 def world(random: Random) -> World:
