@@ -235,7 +235,9 @@ def test_what_was_set_aside_is_held_again_or_given_up() -> None:
 
     set_aside()
     under = of(host.take(), ReopenGeneration).generation
-    (found,) = copies.of_shard(Rank(copies).shard).find("content2")  # meanwhile it is of use to this worker
+    (found,) = copies.of_shard(Rank(copies).shard).find(
+        "content2", manifest().grid_id
+    )  # meanwhile it is of use to this worker
     assert found == LocalCopy(host.shard.registration, under)
     host.do(host.member.begin(TakeBackCall(), 60, 0))
     (said,) = host.said(Register)
@@ -271,12 +273,12 @@ def test_a_copy_from_ones_own_memory_is_held_when_it_is_whole() -> None:
     source = LocalCopy("r", 7)
     host.do(host.member.begin(CopyCall(version(1), manifest(), source), 60, 0))
     assert of(host.take(), CopyLocally).sources == (source,)
-    assert not copies.of_shard(Rank(copies).shard).keep("content1")
+    assert not copies.of_shard(Rank(copies).shard).keep("content1", manifest().grid_id)
     host.do(host.member.copied(ALL, 0))
     assert [r.held.version for r in host.said(Register) if r.held is not None] == [1]
     assert host.member.version == 1
-    assert copies.of_shard(Rank(copies).shard).keep("content1")
-    assert not copies.of_shard(host.shard).keep("content1")  # it is not its own reason to leave
+    assert copies.of_shard(Rank(copies).shard).keep("content1", manifest().grid_id)
+    assert not copies.of_shard(host.shard).keep("content1", manifest().grid_id)  # it is not its own reason to leave
 
 
 def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:

@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
+from typing import TypeVar
 
 import pytest
 
-from tensorhub.errors import StateError
+from tensorhub.digests import pack
+from tensorhub.errors import ProtocolError, StateError, TensorHubError
 from tensorhub.layouts.entries import entries_of
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of
-from tensorhub.layouts.views import source
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest, id_of
-from tensorhub.messages import Register, RegisterAgain
-from tensorhub.worker.calls import PublishCall, Say
+from tensorhub.layouts.published import Published
+from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.views import at, source
+from tensorhub.manifest import Manifest, RegionSpec, TensorDescription, build_manifest, id_of
+from tensorhub.messages import (
+    Abandon,
+    BegunWith,
+    Compare,
+    Compared,
+    ErrorInfo,
+    Fill,
+    GetPart,
+    ManifestReply,
+    Origin,
+    Outcome,
+    Prepared,
+    ReadyToWrite,
+    Refused,
+    Register,
+    RegisterAgain,
+    Registered,
+    SelectionRoot,
+    Start,
+    Stray,
+    Write,
+)
+from tensorhub.types import OpKey, OpKind, VersionInfo
+from tensorhub.worker import known_parts
+from tensorhub.worker.calls import (
+    Action,
+    CompareDigests,
+    FillCall,
+    OpenGeneration,
+    PlanReading,
+    PublishCall,
+    Say,
+    StartPull,
+)
+from tensorhub.worker.chunk_reports import compare, roots
+from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.member import Member
+from tensorhub.worker.planning import Planned, plan
 from tensorhub.worker.registration_session import Shard
 
 CHUNK_BYTES = 4096
@@ -88,3 +128,275 @@ def test_what_does_not_say_its_shapes_cannot_be_published() -> None:
     assert said(member, [*member.connected(0, 10)]).part_ids == ()
     with pytest.raises(StateError, match=r"how large 'whole' is as a whole; register it with source\('whole', shape="):
         member.begin(PublishCall(1), 10, 0)
+
+
+# ------------------------------------------------------------------------------------ a version of another layout
+
+A = TypeVar("A")
+
+
+def publication_of_rows() -> tuple[Published, dict[str, bytes]]:
+    """ "w" on two ranks, each of which has one half of its rows."""
+    shards = [shard_of(rank, {"w": W[256 * rank : 256 * rank + 256]}, w=256) for rank in range(2)]
+    parts = {part_id: part for shard in shards for part_id, part in shard.parts.items()}
+    published = Published("xxh3-64", CHUNK_BYTES, tuple([tuple(shard.parts) for shard in shards]))
+    return published, parts | {published.publication_id: published.encode()}
+
+
+def columns(rank: int = 0) -> Shard:
+    """A reader's rank: 8 of the 16 columns of "w", and what follows it is padding."""
+    places = count(0x10000, 0x10000)
+    tensors = [TensorDescription("mine", "uint8", (520, 8), next(places), 520 * 8)]
+    manifest = build_manifest(tensors, CHUNK_BYTES, "xxh3-64", "world/2")
+    entries, _ = entries_of(["mine"], {"mine": [(at[0:512], source("w")[:, 8 * rank : 8 * rank + 8])]})
+    declared = Declaration(rank, 2, {}, entries)
+    manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))
+    return Shard(f"c{rank}", "m", "columns", rank, 2, False, manifest.layout_id, manifest, rank, declared=declared)
+
+
+class Reader:
+    """A rank of another layout, all that it says and wants, and a coordinator that answers what it asks for."""
+
+    def __init__(self, known: KnownParts | None = None) -> None:
+        numbers = count(1)
+        self.shard = columns()
+        self.parts = known if known is not None else KnownParts()
+        self.published, self.blobs = publication_of_rows()
+        self.member = Member(
+            self.shard,
+            requests=lambda: next(numbers),
+            generations=lambda: next(numbers),
+            manifests={},
+            parts=self.parts,
+        )
+        self.actions: list[Action] = []
+        self.connect()
+
+    def connect(self) -> None:
+        self.do(self.member.connected(0, 10))
+        register = self.said(Register)[-1]
+        self.do(self.member.receive(Registered(register.request, register.registration, 1, 0, True), 0))
+
+    def do(self, actions: list[Action]) -> None:
+        self.actions += actions
+
+    def said(self, kind: type[A]) -> list[A]:
+        return [each.message for each in self.actions if isinstance(each, Say) and isinstance(each.message, kind)]
+
+    def wants(self, kind: type[A]) -> A:
+        return [each for each in self.actions if isinstance(each, kind)][-1]
+
+    @property
+    def key(self) -> OpKey:
+        assert self.member.running is not None
+        assert self.member.running.key is not None
+        return self.member.running.key
+
+    def begin(self, kind: OpKind = OpKind.REPLICATE, *, number: int = 1, staged: bool = False) -> None:
+        self.do(self.member.begin(FillCall(kind, "latest", staged=staged), 60, 0))
+        self.start(number)
+
+    def start(self, number: int = 1) -> None:
+        info = VersionInfo("m", number, f"content{number}", 512 * 16, 2)
+        assert self.shard.manifest is not None
+        start = Start(
+            self.key, 0, info, self.shard.manifest.manifest_id, False, (), publication=self.published.publication_id
+        )
+        self.do(self.member.receive(start, 0))
+
+    def answer(self) -> int:
+        """Each part that was asked for; how many that were."""
+        asked = 0
+        while (questions := self.said(GetPart)[asked:]) != []:
+            for each in questions:
+                asked += 1
+                self.do(self.member.receive(ManifestReply(each.request, self.blobs[each.part_id]), 0))
+        return asked
+
+    def plan(self) -> ReshardedManifest:
+        action = self.wants(PlanReading)
+        made = plan(action)
+        self.do(self.member.planned(action.number, made, 0))
+        assert isinstance(made, Planned)
+        return made.reading
+
+    def pulls(self, number: int = 1) -> ReshardedManifest:
+        """Begun, planned, and told to write."""
+        self.begin(number=number)
+        self.answer()
+        reading = self.plan()
+        self.do(self.member.receive(Write(self.key, 0, ()), 0))
+        return reading
+
+    def votes(self, reading: ReshardedManifest) -> tuple[SelectionRoot, ...]:
+        root, each = roots(reading, 8, range(reading.chunk_count))
+        assert root == b""
+        self.do(self.member.pull_done(0, root, each))
+        return each
+
+
+def test_a_version_of_another_layout_is_planned_and_said_before_anything_is_written() -> None:
+    reader = Reader()
+    reader.begin()
+    assert reader.answer() == 1 + len({each for shard in reader.published.shards for each in shard})
+    assert not reader.said(ReadyToWrite)
+    reading = reader.plan()
+    (ready,) = reader.said(ReadyToWrite)
+    assert [need.shard for need in ready.needs] == [0, 1]
+    assert [need.nbytes for need in ready.needs] == [256 * 8, 256 * 8]
+    assert len({need.selection for need in ready.needs}) == 1  # both shards are cut alike
+    reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    assert reader.wants(OpenGeneration).manifest is reading
+    assert reader.wants(StartPull).manifest is reading
+    assert reading.regions == (RegionSpec(520 * 8),)
+
+
+def test_what_was_planned_is_not_asked_for_again() -> None:
+    reader = Reader()
+    first = reader.pulls()
+    reader.votes(first)
+    info = VersionInfo("m", 1, "content1", 512 * 16, 2)
+    reader.do(reader.member.receive(Outcome(reader.key, 0, True, True, info, None), 0))
+    assert reader.member.version == 1
+    reader.actions.clear()
+    reader.begin(OpKind.UPDATE, number=2)
+    assert reader.answer() == 0
+    (ready,) = reader.said(ReadyToWrite)
+    assert len(ready.needs) == 2
+    other = Reader(reader.parts)  # of the same worker
+    other.begin()
+    assert other.answer() == 0
+    assert other.wants(PlanReading).publication is not None
+
+
+@pytest.mark.parametrize("wrong", ["content", "meaning", "refusal"])
+def test_parts_that_are_none_end_the_call(wrong: str) -> None:
+    reader = Reader()
+    reader.begin()
+    (asked,) = reader.said(GetPart)
+    answer: ManifestReply | Refused = ManifestReply(asked.request, b"no such thing")
+    if wrong == "meaning":
+        reader.do(reader.member.receive(ManifestReply(asked.request, reader.published.encode()), 0))
+        (asked, *_) = reader.said(GetPart)[1:]
+        answer = ManifestReply(asked.request, b"")
+    elif wrong == "refusal":
+        answer = Refused(asked.request, ErrorInfo("VersionUnavailable", "it is gone", True))
+    reader.do(reader.member.receive(answer, 0))
+    assert len(reader.said(Abandon)) == 1
+    assert not [each for each in reader.actions if isinstance(each, PlanReading)]
+
+
+def test_what_does_not_fit_ends_the_call_with_everything_that_is_wrong() -> None:
+    reader = Reader()
+    reader.begin()
+    reader.answer()
+    action = reader.wants(PlanReading)
+    made = plan(replace(action, declared=replace(action.declared, sources={"mine": source("v")})))
+    assert isinstance(made, TensorHubError)
+    assert "'v' is not published" in str(made)
+    reader.do(reader.member.planned(action.number, made, 0))
+    assert "'v' is not published" in reader.said(Abandon)[0].error.message
+
+
+def test_a_plan_that_comes_too_late_changes_nothing() -> None:
+    reader = Reader()
+    reader.begin()
+    reader.answer()
+    action = reader.wants(PlanReading)
+    unknown = Outcome(reader.key, 0, False, False, None, ErrorInfo("GroupAborted", "unheard of", True), unknown=True)
+    reader.do(reader.member.receive(unknown, 0))
+    reader.start()  # by another coordinator, which gives the same
+    later = reader.wants(PlanReading)
+    assert later.number != action.number
+    reader.do(reader.member.planned(action.number, plan(action), 0))
+    assert not reader.said(ReadyToWrite)
+    reader.do(reader.member.planned(later.number, plan(later), 0))
+    assert len(reader.said(ReadyToWrite)) == 1
+
+
+def test_parts_are_asked_for_again_over_a_new_connection() -> None:
+    reader = Reader()
+    reader.begin()
+    reader.do(reader.member.disconnected(0))
+    reader.actions.clear()
+    reader.connect()
+    assert [each.part_id for each in reader.said(GetPart)] == [reader.published.publication_id]
+
+
+def test_it_votes_with_the_root_of_each_selection_also_out_of_a_doubt() -> None:
+    reader = Reader()
+    reading = reader.pulls()
+    each = reader.votes(reading)
+    (vote,) = reader.said(Prepared)
+    assert (vote.root, vote.roots) == (b"", each)
+    assert [root.shard for root in each] == [0, 1]
+    assert each[0].root != each[1].root
+    reader.do(reader.member.cancel(TensorHubError("enough"), 0))  # in doubt
+    reader.do(reader.member.disconnected(0))
+    reader.connect()
+    assert reader.said(Prepared)[-1].roots == each
+    (held,) = [register.held for register in reader.said(Register) if register.held is not None]
+    assert reader.shard.manifest is not None
+    assert (held.manifest_id, held.voted) == (reader.shard.manifest.manifest_id, True)
+
+
+def test_a_selection_is_compared_in_its_own_numbers() -> None:
+    reader = Reader()
+    reading = reader.pulls()
+    reader.votes(reading)
+    part = reading.parts[1]
+    key, name = reader.key, part.selection.selection_id
+    page = pack([*part.chunks], 8)
+    reader.do(reader.member.receive(Compare(key, 0, 0, page, True, name, part.shard), 0))
+    action = reader.wants(CompareDigests)
+    digests = [chunk if chunk not in part.chunks else chunk + 100 for chunk in range(reading.chunk_count)]
+    origin = Origin("from", 7)
+    wrong, following = compare(action, 8, digests, lambda _: origin)
+    assert following == len(part.chunks)
+    assert [(chunk, must) for chunk, must, _ in wrong] == [(chunk, chunk) for chunk in part.chunks]
+    reader.do(reader.member.compared(action.generation, following, wrong, 0))
+    (said,) = reader.said(Compared)
+    assert (said.selection, said.shard, said.rereads) == (name, part.shard, True)
+    assert said.strays == (Stray(0, origin),)
+    again = reader.wants(StartPull)
+    assert again.published == {chunk: chunk for chunk in part.chunks}
+    assert again.copied == frozenset(range(reading.chunk_count)) - set(part.chunks)
+
+
+def test_a_list_of_what_is_not_read_is_not_compared() -> None:
+    reader = Reader()
+    reader.votes(reader.pulls())
+    reader.do(reader.member.receive(Compare(reader.key, 0, 0, b"", True, "unknown", 0), 0))
+    assert not [each for each in reader.actions if isinstance(each, CompareDigests)]
+
+
+def test_another_coordinator_hears_what_is_read_where_the_fill_has_begun() -> None:
+    reader = Reader()
+    reader.pulls()
+    assert len(reader.said(ReadyToWrite)) == 1
+    unknown = Outcome(reader.key, 0, False, False, None, ErrorInfo("GroupAborted", "unheard of", True), unknown=True)
+    reader.do(reader.member.receive(unknown, 0))
+    begun = reader.said(Fill)[-1].resume
+    assert begun is not None
+    assert reader.shard.manifest is not None
+    assert (begun.manifest_id, begun.written) == (reader.shard.manifest.manifest_id, True)
+    assert reader.said(BegunWith)[-1].manifest == reader.shard.manifest.encode()
+    reader.start()
+    first, second = reader.said(ReadyToWrite)
+    assert second.needs == first.needs
+    assert second.key != first.key
+    assert len([each for each in reader.actions if isinstance(each, StartPull)]) == 1  # the pull goes on
+
+
+def test_parts_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_parts, "PARTS_BYTES_MAX", 10)
+    known = KnownParts()
+    for part in (b"aaaa", b"bbbb", b"aaaa"):
+        known.add(id_of(part), part)
+        known.get(id_of(b"aaaa"))
+    known.add(id_of(b"cccc"), b"cccc")
+    assert [known.get(id_of(part)) for part in (b"aaaa", b"bbbb", b"cccc")] == [b"aaaa", None, b"cccc"]
+    known.add(id_of(b"d" * 99), b"d" * 99)  # however large, it is there for whoever has asked
+    assert known.get(id_of(b"d" * 99)) is not None
+    with pytest.raises(ProtocolError, match="it is not what its id"):
+        known.add(id_of(b"a"), b"b")

@@ -118,8 +118,12 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
             text = f"{self._context.title}: {self.what}: the coordinator could not be reached within {self.timeout_s:g} s"
             self.give_up(CoordinatorUnavailable(text))
 
+    def waits_for(self, request: int) -> bool:
+        """Whether the answer to that is awaited."""
+        return request == self.request
+
     def refused(self, error: TensorHubError) -> None:
-        """The coordinator's answer to `request` is no."""
+        """The coordinator's answer to what it waits for is no."""
         self.give_up(error)
 
     # -- for those that fence, which have `fenced` and `fence_failed`

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.published import Published
 from tensorhub.manifest import Manifest
 from tensorhub.messages import ErrorInfo, FromWorker, Grant
 from tensorhub.types import OpKind, Selector, VersionInfo
@@ -135,6 +138,22 @@ class CallHook:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanReading:
+    """Plan what is read of a version of another layout (`worker.planning.plan`), and call `Member.planned` with the number
+    and what came of it.
+
+    `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled.
+    """
+
+    number: int
+    published: Published
+    parts: Mapping[str, bytes]
+    publication: Publication | None
+    manifest: Manifest
+    declared: Declaration
+
+
+@dataclass(frozen=True, slots=True)
 class CopyLocally:
     """Copy what these copies have into the memory, chunk by chunk and digest by digest, as an access of their owner (R3);
     then call `Member.copied`, with all chunks that are there now. StopPull ends it.
@@ -172,7 +191,7 @@ class StartPull:
 @dataclass(frozen=True, slots=True)
 class CompareDigests:
     """Compare what is filled with a part of its publisher's list, from chunk `first` on; let nobody read what is not as was
-    published; then call `Member.compared`.
+    published; then call `Member.compared`. `chunks`: those that the list is about, in its order; None: all.
     """
 
     manifest: Manifest
@@ -180,6 +199,7 @@ class CompareDigests:
     staged: bool
     first: int
     digests: bytes
+    chunks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +262,7 @@ Action = (
     | ReopenGeneration
     | Fence
     | CallHook
+    | PlanReading
     | CopyLocally
     | CompareDigests
     | StartPull

@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from tensorhub.digests import pack, root_of, runs_of, unpack
-from tensorhub.messages import DIGEST_RUNS_MAX, DIGESTS_BYTES_MAX, THERE_BYTES_MAX, ChunksThere, Digests, Origin, TellChunks
+from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.manifest import Manifest
+from tensorhub.messages import (
+    DIGEST_RUNS_MAX,
+    DIGESTS_BYTES_MAX,
+    THERE_BYTES_MAX,
+    ChunksThere,
+    Digests,
+    Origin,
+    SelectionRoot,
+    TellChunks,
+)
 from tensorhub.types import RegistrationId
 from tensorhub.worker.calls import CompareDigests
 
@@ -20,9 +31,10 @@ def tell(
     *,
     last: bool,
     page_bytes: int = DIGESTS_BYTES_MAX,
+    selection: str = "",
 ) -> Iterator[Digests]:
     """Say these (chunk, digest) pairs, ascending, of `chunks` in all, so many bytes at a time. `last`: there is nothing more
-    to say.
+    to say. `selection`: whose chunks they are.
     """
     at = 0
     while at < len(known):
@@ -32,9 +44,9 @@ def tell(
             runs = runs_of(chunk for chunk, _ in page)
         at += len(page)
         values = pack([digest for _, digest in page], width)
-        yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known))
+        yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known), selection)
     if last and not known:
-        yield Digests(registration, generation, chunks, (), b"", True)
+        yield Digests(registration, generation, chunks, (), b"", True, selection)
 
 
 class There(Protocol):
@@ -55,13 +67,30 @@ def root_of_all(width: int, digests: Sequence[int | None]) -> bytes:
     return root_of(pack(known, width)) if width and len(known) == len(digests) else b""
 
 
+def roots(manifest: Manifest, width: int, digests: Sequence[int | None]) -> tuple[bytes, tuple[SelectionRoot, ...]]:
+    """The root of these digests, of all chunks of memory of this manifest. Where it is read in selections, that of each of
+    them instead. Empty where some chunk has none, or none are made (`width` 0).
+    """
+    if not isinstance(manifest, ReshardedManifest):
+        return root_of_all(width, digests), ()
+    if not width or None in digests:
+        return b"", ()
+    found = [
+        SelectionRoot(part.selection.selection_id, root_of_all(width, [digests[chunk] for chunk in part.chunks]), part.shard)
+        for part in manifest.parts
+    ]
+    return b"", tuple(found)
+
+
 def compare(
     question: CompareDigests, width: int, digests: Sequence[int | None], origin_of: Callable[[int], Origin | None]
 ) -> tuple[list[tuple[int, int, Origin | None]], int]:
-    """Which chunks are not as was published, each with its published digest and its origin; and the first chunk of which
-    nothing was said. `digests`: those that the chunks have, of that width in bytes.
+    """Which chunks are not as was published, each with its published digest and its origin; and the first chunk of the list
+    of which nothing was said. `digests`: those that the memory's chunks have, of that width in bytes.
     """
     published = unpack(question.digests, width)
-    pairs = enumerate(zip(published, digests[question.first :], strict=False), question.first)
-    wrong = [(chunk, must, origin_of(chunk)) for chunk, (must, digest) in pairs if digest not in (must, None)]
-    return wrong, question.first + len(published)
+    following = question.first + len(published)
+    chunks = question.chunks if question.chunks is not None else range(len(digests))
+    pairs = zip(chunks[question.first : following], published, strict=False)
+    wrong = [(chunk, must, origin_of(chunk)) for chunk, must in pairs if digests[chunk] not in (must, None)]
+    return wrong, following

@@ -8,7 +8,7 @@ from tensorhub.types import HandleState
 from tensorhub.worker.active_call import ActiveCall
 from tensorhub.worker.calls import CopyCall, CopyLocally, StopPull
 from tensorhub.worker.member_context import MemberContext
-from tensorhub.worker.member_memory import MemberMemory
+from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.states import COPY_TABLE, Phase
 
 
@@ -30,7 +30,7 @@ class Copying(ActiveCall[CopyCall]):
     def start(self) -> None:
         version, manifest = self._call.version, self._call.manifest
         self._generation = self._context.new_generation()
-        self._memory.fill(version, manifest, self._generation)
+        self._memory.fill(Content(version, manifest, self._generation))
         self.enter(Phase.COPYING)
         self._context.act(CopyLocally(version, manifest, self._generation, (self._call.source,), last=True))
 

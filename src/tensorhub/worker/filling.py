@@ -1,8 +1,9 @@
 """A rank's fill (R7): replicate, update, fetch.
 
-The order: Fill is said; all ranks are bound to one version; its manifest is compared; `before_write` runs; all ranks are
-ready. Only then is the old version fenced and the new one pulled. What host copies of this worker have of that content is
-copied first, and only the rest is read. When all is verified, the rank votes.
+The order: Fill is said; all ranks are bound to one version; its manifest is compared, or (of a version of another layout)
+it is planned what to read; `before_write` runs; all ranks are ready. Only then is the old version fenced and the new one
+pulled. What host copies of this worker have of that content is copied first, and only the rest is read. When all is
+verified, the rank votes.
 
 A staged fill pulls the new version into staging memory. `before_write` runs when all of it is verified. The old version is
 fenced and overwritten only when the vote has led to a commit.
@@ -14,18 +15,22 @@ Responsible for this order, and for what a broken fill leaves behind. Not respon
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from tensorhub import messages
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
+from tensorhub.worker.comparing import Comparison
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content, MemberMemory
+from tensorhub.worker.planning import Planned, Planning, needs_of
 from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
 
 
@@ -39,7 +44,9 @@ class Filling(GroupCall[calls.FillCall]):
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self._version: VersionInfo | None = None  # bound
-        self._manifest: Manifest | None = None  # of the bound version
+        self._manifest: Manifest | None = None  # of the bound version, in this rank's layout
+        self._planning: Planning | None = None  # that layout is another one than the published one
+        self._part_ids: tuple[str, ...] = ()  # of what the memory will hold
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
@@ -48,14 +55,13 @@ class Filling(GroupCall[calls.FillCall]):
         self.stages = False  # the memory holds what must stay as it is until the commit
         self._has_staging = False  # staging memory may be in use, and nobody else is to free it
         self._is_staged = False  # all of it is there
-        self._compares_last = False  # the part that is being compared is the last one
+        self._comparison = Comparison()  # of the last list that it was sent
         self._bound_as: OpKey | None = None  # the operation in which it was bound first
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
         self._published = b""  # the root of the publisher's digests, as far as the coordinator has said it beforehand
         self._root = b""  # of this rank's own, once all is there
+        self._roots: tuple[messages.SelectionRoot, ...] = ()  # the same, of each selection; where it reads selections
         self._hooked = False  # before_write has returned
-        self._wrong: dict[int, int] = {}  # chunks that are not as was published, and their published digests
-        self._strays: dict[messages.Origin | None, messages.Stray] = {}  # one of each memory from which such chunks came
         self._rereads = False  # they are being read again
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
@@ -73,8 +79,8 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _say_call(self) -> None:
         call, shard, begun = self._call, self._context.shard, self._begun()
-        if begun is not None and self._manifest is not None and shard.serves:
-            self._context.say(messages.BegunWith(shard.registration, self._manifest.encode()))
+        if begun is not None and self._base is not None and shard.serves:
+            self._context.say(messages.BegunWith(shard.registration, self._base.encode()))
         self._may_hold = self._may_hold or self._memory.state is HandleState.READY
         self._context.say(
             messages.Fill(
@@ -95,11 +101,16 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _begun(self) -> messages.Begun | None:
         """How far it is, for a coordinator that has not bound it."""
-        if self._bound_as is None or self._version is None or self._manifest is None:
+        if self._bound_as is None or self._version is None or self._base is None or self._manifest is None:
             return None
         written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
         version = self._version
-        return messages.Begun(self._bound_as, version.version, version.content_id, self._manifest.manifest_id, written)
+        return messages.Begun(self._bound_as, version.version, version.content_id, self._base.manifest_id, written)
+
+    @property
+    def _base(self) -> Manifest | None:
+        """Whose regions are filled, once that is known."""
+        return self._planning.base if self._planning is not None else self._manifest
 
     @property
     def _bound(self) -> tuple[VersionInfo, Manifest]:
@@ -118,7 +129,7 @@ class Filling(GroupCall[calls.FillCall]):
             return
         if self.phase is Phase.MANIFEST:  # nothing depends on what it was bound to
             self.enter(Phase.ASKED)
-            self._version = self._bound_as = None
+            self._version = self._bound_as = self._planning = None
         self._take_key()
         self._is_anew = self.phase is not Phase.ASKED
         self._say_call()
@@ -134,10 +145,12 @@ class Filling(GroupCall[calls.FillCall]):
         match self.phase:
             case Phase.ASKED:
                 self._say_call()
+            case Phase.MANIFEST if self._planning is not None:
+                self._planning.ask_again()
             case Phase.MANIFEST:
                 self._ask_manifest()
             case Phase.HELD:
-                self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank))
+                self._say_ready()
             case Phase.PULLING if self._rereads:
                 self._say_rereads()
             case Phase.VOTED:
@@ -155,14 +168,19 @@ class Filling(GroupCall[calls.FillCall]):
             case messages.Start() if self.phase is Phase.ASKED:
                 self._version, self._write_said, self._published = message.version, message.write, message.root
                 self._leases.granted(message.grants)
-                self._bound_as = message.key
-                self._find_manifest(message.manifest_id)
+                self._bound_as, self._part_ids = message.key, message.part_ids
+                if message.publication:
+                    self._plan(message.publication, message.manifest_id)
+                else:
+                    self._find_manifest(message.manifest_id)
             case messages.Start(write=True) | messages.Write():
+                if self._is_anew and isinstance(message, messages.Start) and message.publication:
+                    self._say_ready()  # else nobody there knows what this rank reads
                 self._is_anew = False
                 self._may_write(message.grants)
             case messages.Start():
-                if self._is_anew and self.phase is Phase.HELD:
-                    self._context.say(messages.ReadyToWrite(message.key, message.rank))
+                if self._is_anew and (self.phase is Phase.HELD or (message.publication and self._has_begun)):
+                    self._say_ready()
                 self._is_anew = False
             case messages.AddSource():
                 if self.phase in UNVOTED:
@@ -206,7 +224,13 @@ class Filling(GroupCall[calls.FillCall]):
         self._context.say(messages.GetManifest(self.request, shard.model, self._version.content_id, shard.number))
 
     def manifest_came(self, reply: messages.ManifestReply) -> None:
-        if self.phase is not Phase.MANIFEST or reply.request != self.request:
+        if self.phase is not Phase.MANIFEST or not self.waits_for(reply.request):
+            return
+        if self._planning is not None:
+            try:
+                self._planning.came(reply)
+            except TensorHubError as error:
+                self.give_up(error)
             return
         try:
             manifest = self._context.manifests.add(reply.manifest)
@@ -222,6 +246,45 @@ class Filling(GroupCall[calls.FillCall]):
         except TensorHubError as error:
             self.give_up(error)
             return
+        self._fits()
+
+    def _plan(self, publication_id: str, manifest_id: str) -> None:
+        """The version is of another layout: find out what is to be read of whom."""
+        self.enter(Phase.MANIFEST)
+        self._planning = Planning(self._context, publication_id, manifest_id)
+        try:
+            reading = self._planning.begin()
+        except TensorHubError as error:
+            self.give_up(error)
+            return
+        if reading is not None:
+            self._reading_found(reading)
+
+    def waits_for(self, request: int) -> bool:
+        return super().waits_for(request) if self._planning is None else self._planning.waits_for(request)
+
+    def planned(self, number: int, made: Planned | TensorHubError) -> None:
+        """What was asked with PlanReading."""
+        if self.phase is not Phase.MANIFEST or self._planning is None or not self._planning.is_of(number):
+            return
+        if isinstance(made, TensorHubError):
+            self.give_up(made)
+            return
+        self._planning.keep(made)
+        self._reading_found(made.reading)
+
+    def _reading_found(self, reading: ReshardedManifest) -> None:
+        self._manifest, base = reading, self._base
+        assert base is not None
+        try:
+            self._context.manifests.check_fits(base)
+        except TensorHubError as error:
+            self.give_up(error)
+            return
+        self._fits()
+
+    def _fits(self) -> None:
+        """What is to be filled is known, and this memory can take it."""
         self.stages = self._call.staged and self._memory.state is HandleState.READY
         if self._call.hold and not self.stages:
             self._run_hook()
@@ -249,7 +312,17 @@ class Filling(GroupCall[calls.FillCall]):
             self._write()
         else:
             self.enter(Phase.HELD)
-            self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank))
+            self._say_ready()
+
+    def _say_ready(self) -> None:
+        manifest = self._manifest
+        needs = needs_of(manifest) if isinstance(manifest, ReshardedManifest) else ()
+        self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank, needs))
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether it may write, as far as its former coordinator has said."""
+        return self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
 
     def _write(self) -> None:
         """Every rank is ready: fence what this one holds, then fill."""
@@ -284,8 +357,14 @@ class Filling(GroupCall[calls.FillCall]):
         self.finish(error=self.error)
 
     def _begin_fill(self) -> None:
-        self._memory.fill(*self._bound, self.generation)
+        self._memory.fill(self._content())
         self._begin_copying()
+
+    def _content(self) -> Content:
+        """What the memory, or what is staged for it, will hold."""
+        version, manifest = self._bound
+        base = self._base if self._planning is not None else None
+        return Content(version, manifest, self.generation, base=base, part_ids=self._part_ids)
 
     # ------------------------------------------------------------------------------------- what needs no network
 
@@ -299,7 +378,7 @@ class Filling(GroupCall[calls.FillCall]):
         version, manifest = self._bound
         if not self._context.shard.serves or len(self._copied) == manifest.chunk_count:
             return False
-        found = [copy for copy in self._context.copies.find(version.content_id) if copy not in self._tried]
+        found = [c for c in self._context.copies.find(version.content_id, manifest.grid_id) if c not in self._tried]
         if not found:
             return False
         self.enter(Phase.COPYING)
@@ -329,11 +408,11 @@ class Filling(GroupCall[calls.FillCall]):
         """`lane`: the lease under which the pull began to read there."""
         self._leases.failed(lane, reason, detail, chunk)
 
-    def pull_done(self, root: bytes) -> None:
+    def pull_done(self, root: bytes, roots: tuple[messages.SelectionRoot, ...] = ()) -> None:
         if self.phase is not Phase.PULLING:
             return
         self._leases.end_reading()
-        self._is_staged, self._root, self._rereads = self.stages, root, False
+        self._is_staged, self._root, self._roots, self._rereads = self.stages, root, roots, False
         if self._call.hold and self._is_staged and not self._hooked:
             self._run_hook()
         else:
@@ -343,9 +422,9 @@ class Filling(GroupCall[calls.FillCall]):
         self.enter(Phase.VOTED)
         version, manifest = self._bound
         if self.stages:
-            self._memory.stage(Content(version, manifest, self.generation, root=self._root))
+            self._memory.stage(replace(self._content(), root=self._root, roots=self._roots))
         else:
-            self._memory.verified(self._root)
+            self._memory.verified(self._root, self._roots)
         self._say_vote()
         # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
         if not self._context.shard.serves and (manifest.digest == "none" or self._root == self._published != b""):
@@ -353,7 +432,7 @@ class Filling(GroupCall[calls.FillCall]):
             self.finish(version=version, changed=True)
 
     def _say_vote(self) -> None:
-        self._context.say(messages.Prepared(self.operation, self._context.shard.rank, self._root))
+        self._context.say(messages.Prepared(self.operation, self._context.shard.rank, self._root, self._roots))
 
     # ------------------------------------------------------------------------------------- the publisher's digests decide
 
@@ -362,23 +441,27 @@ class Filling(GroupCall[calls.FillCall]):
         if self.phase is not Phase.VOTED or self._manifest is None:
             return
         if not message.first:
-            self._wrong.clear()
-            self._strays.clear()
-        self._compares_last = message.last
-        self._context.act(calls.CompareDigests(self._manifest, self.generation, self.stages, message.first, message.digests))
+            self._comparison = Comparison(message.selection, message.shard, self._manifest)
+        if self._comparison.takes(message):
+            list_of = message.first, message.digests, self._comparison.chunks
+            self._context.act(calls.CompareDigests(self._manifest, self.generation, self.stages, *list_of))
 
     def compared(self, following: int, wrong: Sequence[tuple[int, int, messages.Origin | None]]) -> None:
         """Which chunks of that part are not as was published, which digests they must have, and where they were read."""
         if self.phase is not Phase.VOTED:
             return
-        for chunk, published, origin in wrong:
-            self._wrong[chunk] = published
-            if len(self._strays) < messages.STRAYS_MAX:
-                self._strays.setdefault(origin, messages.Stray(chunk, origin))
-        if self._compares_last and self._wrong:
+        self._comparison.found(wrong)
+        if self._comparison.is_last and self._comparison.wrong:
             self._reread()
         else:
-            self._context.say(messages.Compared(self.operation, self._context.shard.rank, following, ()))
+            self._say_compared(following)
+
+    def _say_compared(self, following: int, *, rereads: bool = False) -> None:
+        of, strays = self._comparison, tuple(self._comparison.strays.values()) if rereads else ()
+        said = messages.Compared(
+            self.operation, self._context.shard.rank, following, strays, rereads, of.selection, of.shard
+        )
+        self._context.say(said)
 
     def _reread(self) -> None:
         """The vote is void: what is wrong is read once more, from wherever it can be had."""
@@ -389,13 +472,12 @@ class Filling(GroupCall[calls.FillCall]):
         self._say_rereads()
         self._leases.granted(())
         self._leases.begin_reading()
-        there = frozenset(range(manifest.chunk_count)) - self._wrong.keys()
-        wrong, self._wrong = self._wrong, {}
+        wrong, self._comparison.wrong = self._comparison.wrong, {}
+        there = frozenset(range(manifest.chunk_count)) - wrong.keys()
         self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, wrong))
 
     def _say_rereads(self) -> None:
-        rank, chunks, strays = self._context.shard.rank, self._bound[1].chunk_count, tuple(self._strays.values())
-        self._context.say(messages.Compared(self.operation, rank, chunks, strays, rereads=True))
+        self._say_compared(self._comparison.chunk_count, rereads=True)
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""

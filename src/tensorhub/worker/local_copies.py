@@ -33,12 +33,16 @@ class LocalCopies:
         """What one registration asks about the others: only copies of its shard are of use to it."""
         return CopiesOfShard(self, shard)
 
-    def readable(self, content_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
-        """Those that have (some of) this content: registration, memory, and under which generation it can be copied."""
+    def readable(self, content_id: str, grid_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
+        """Those that have (some of) this content in that grid: registration, memory, and under which generation it can be
+        copied.
+        """
         for registration, memory in self._memories.items():
             content, is_other = memory.readable, registration != shard.registration
             is_it = content is not None and content.version.content_id == content_id
-            if content is not None and is_it and is_other and memory.shard.number == shard.number:
+            if content is None or not is_it or not is_other or memory.shard.number != shard.number:
+                continue
+            if content.manifest.grid_id == grid_id:
                 yield registration, memory, content.generation
 
 
@@ -49,22 +53,22 @@ class CopiesOfShard:
     copies: LocalCopies
     shard: Shard
 
-    def find(self, content_id: str) -> list[LocalCopy]:
+    def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
         """Where (some of) this content's chunks are, whole copies first.
 
         Those of a fill that is going on, and of one that was broken off, have what was verified there.
         """
         found = [
             (memory.version is None, LocalCopy(registration, generation))
-            for registration, memory, generation in self.copies.readable(content_id, self.shard)
+            for registration, memory, generation in self.copies.readable(content_id, grid_id, self.shard)
         ]
         return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
 
-    def keep(self, content_id: str) -> bool:
+    def keep(self, content_id: str, grid_id: str) -> bool:
         """Whether one holds all of it, and stays when the handle's memory is written (R4): a retention copy does, unless it
         is on its way out itself.
         """
         return any(
             memory.state is HandleState.READY and memory.shard.purpose is Purpose.RETENTION
-            for _, memory, _ in self.copies.readable(content_id, self.shard)
+            for _, memory, _ in self.copies.readable(content_id, grid_id, self.shard)
         )

@@ -26,11 +26,13 @@ from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
 from tensorhub.worker.copying import Copying
 from tensorhub.worker.filling import Filling
+from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.manifests import KnownManifests
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content, MemberMemory
+from tensorhub.worker.planning import Planned
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import UNVOTED, Phase
@@ -52,7 +54,8 @@ CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
 class Member:
     """The machine of one handle. `requests` and `generations` mint numbers that are used once.
 
-    `copies`: the worker's host copies, shared by its handles; one in host memory is among them from now on.
+    `copies`: the worker's host copies, shared by its handles; one in host memory is among them from now on. `parts`: what
+    the worker knows of publications, shared as well.
     """
 
     def __init__(
@@ -63,10 +66,12 @@ class Member:
         generations: Callable[[], int],
         manifests: dict[str, Manifest],
         copies: LocalCopies | None = None,
+        parts: KnownParts | None = None,
     ) -> None:
         self.shard = shard
         copies = copies if copies is not None else LocalCopies()
-        self._context = MemberContext(shard, requests, generations, copies.of_shard(shard), KnownManifests(manifests, shard))
+        known = KnownManifests(manifests, shard), parts if parts is not None else KnownParts()
+        self._context = MemberContext(shard, requests, generations, copies.of_shard(shard), *known)
         self._session = self._context.session
         self._memory = MemberMemory(self._context)
         self._call: ActiveCall[Any] | None = None  # the last one that was begun
@@ -252,11 +257,20 @@ class Member:
             self._memory.spoil()
         return self._context.take_actions()
 
-    def pull_done(self, now: float, root: bytes = b"") -> list[calls.Action]:
-        """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote."""
+    def planned(self, number: int, made: Planned | TensorHubError, now: float) -> list[calls.Action]:
+        """What was asked with the PlanReading of that number."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
-            self.running.pull_done(root)
+            self.running.planned(number, made)
+        return self._context.take_actions()
+
+    def pull_done(self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()) -> list[calls.Action]:
+        """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote. `roots`: of each
+        selection, of memory that is filled in another layout.
+        """
+        self._context.enter(now)
+        if isinstance(self.running, Filling):
+            self.running.pull_done(root, roots)
         return self._context.take_actions()
 
     def compared(
@@ -370,7 +384,7 @@ class Member:
             case messages.Refused() if self._session.asked(message.request):
                 self._refused(message.error)
             case messages.Refused():
-                if call is not None and message.request == call.request:
+                if call is not None and call.waits_for(message.request):
                     call.refused(message.error.error())
             case messages.Done() | messages.LeaveGranted():
                 if isinstance(call, Leaving):

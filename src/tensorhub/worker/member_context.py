@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tensorhub.messages import FromWorker
 from tensorhub.worker.calls import Action, LocalCopy, Say
+from tensorhub.worker.known_parts import KnownParts, KnownReadings
 from tensorhub.worker.manifests import KnownManifests
 from tensorhub.worker.registration_session import RegistrationSession, Shard
 
@@ -14,11 +15,11 @@ from tensorhub.worker.registration_session import RegistrationSession, Shard
 class ShardCopies(Protocol):
     """What a rank asks of its worker's other host copies; see `worker.local_copies`."""
 
-    def find(self, content_id: str) -> list[LocalCopy]:
-        """Where (some of) this content's chunks are, whole copies first."""
+    def find(self, content_id: str, grid_id: str) -> list[LocalCopy]:
+        """Where (some of) this content's chunks are, in that grid; whole copies first."""
 
-    def keep(self, content_id: str) -> bool:
-        """Whether one holds all of it, and stays when the handle's memory is written (R4)."""
+    def keep(self, content_id: str, grid_id: str) -> bool:
+        """Whether one holds all of it, in that grid, and stays when the handle's memory is written (R4)."""
 
 
 class MemberContext:
@@ -31,6 +32,7 @@ class MemberContext:
         generations: Callable[[], int],
         copies: ShardCopies,
         manifests: KnownManifests,
+        parts: KnownParts,
     ) -> None:
         self.shard = shard
         self.session = RegistrationSession(shard, requests)
@@ -38,6 +40,8 @@ class MemberContext:
         self.new_generation = generations
         self.copies = copies  # that this worker has in host memory
         self.manifests = manifests
+        self.parts = parts  # of publications, that this worker knows
+        self.readings = KnownReadings()
         self.now = 0.0
         self.cause = 0  # ordinal number of the input being handled
         self._actions: list[Action] = []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tensorhub.errors import LeaseLost
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked
+from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked, SelectionRoot
 from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.member_context import MemberContext
@@ -34,21 +34,25 @@ class Content:
     retained: bool = False  # it is to be kept (R4), as far as was heard
     published: bool = False  # by this rank; else it was read from others
     root: bytes = b""  # of its chunks' digests, where it was voted for
+    roots: tuple[SelectionRoot, ...] = ()  # the same, of each selection; instead, where it is held in another layout
+    base: Manifest | None = None  # whose regions it has, where it is held in another layout; None: `manifest`
+    part_ids: tuple[str, ...] = ()  # of what is held, as the coordinator names them
     spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self, *, told: bool) -> Held:
         """The same, for the coordinator. `told`: it has asked for the manifest itself."""
-        version = self.version
+        version, manifest = self.version, self.base or self.manifest
         return Held(
             version=version.version,
             content_id=version.content_id,
             generation=self.generation,
             world_size=version.world_size,
             nbytes=version.nbytes,
-            manifest=said_manifest(self.manifest, told=told),
+            manifest=said_manifest(manifest, told=told),
             published=self.published,
             root=self.root,
-            manifest_id=self.manifest.manifest_id,
+            manifest_id=manifest.manifest_id,
+            part_ids=self.part_ids,
         )
 
 
@@ -109,7 +113,7 @@ class MemberMemory(Stateful[HandleState]):
         s = self._context.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation, published=True)
+        self.voted = Content(info, s.manifest, generation, published=True, part_ids=tuple(s.parts))
         self._context.act(calls.OpenGeneration(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -127,19 +131,21 @@ class MemberMemory(Stateful[HandleState]):
 
     # ------------------------------------------------------------------------------------ being filled, and its vote
 
-    def fill(self, version: VersionInfo, manifest: Manifest, generation: int) -> None:
+    def fill(self, content: Content) -> None:
         """The first byte may be written. Chunks are read by others as they arrive, unless this memory serves nobody."""
         self.drop_salvage()
-        self.content = Content(version, manifest, generation)
+        self.content = content
+        version = content.version
         self._become(HandleState.FILLING, f"filled with {version.version}")
         if self._context.shard.serves:
-            self._context.act(calls.OpenGeneration(generation, version.content_id, manifest, complete=False))
+            manifest = content.manifest
+            self._context.act(calls.OpenGeneration(content.generation, version.content_id, manifest, complete=False))
 
-    def verified(self, root: bytes) -> None:
-        """All of it is in place, with digests of that root: this rank's vote."""
+    def verified(self, root: bytes, roots: tuple[SelectionRoot, ...] = ()) -> None:
+        """All of it is in place, with digests of that root: this rank's vote. `roots`: of each selection instead."""
         assert self.content is not None
         self.voted = self.content
-        self.voted.root = root
+        self.voted.root, self.voted.roots = root, roots
 
     def unvote(self) -> None:
         """It is not as was published, and is filled on: the coordinator, which said so, has not counted the vote."""
@@ -162,7 +168,7 @@ class MemberMemory(Stateful[HandleState]):
         self.content = None
         self._become(HandleState.TORN, "fill broken off")
         if self.is_host:  # what has its digest is not lost for an update of this worker
-            self.salvage = Content(broken.version, broken.manifest, self._context.new_generation())
+            self.salvage = replace(broken, generation=self._context.new_generation(), retained=False, root=b"", roots=())
             self._context.act(calls.ReopenGeneration(self.salvage.generation))
 
     def drop_salvage(self) -> None:
@@ -203,7 +209,7 @@ class MemberMemory(Stateful[HandleState]):
     def _overwrite(self) -> None:
         assert self.staged is not None
         version, manifest, generation = self.staged.version, self.staged.manifest, self.staged.generation
-        self.fill(version, manifest, generation)
+        self.fill(replace(self.staged, retained=False, root=b"", roots=()))
         source = calls.LocalCopy(calls.staging_of(self._context.shard.registration), generation)
         self._context.act(calls.CopyLocally(version, manifest, generation, (source,), last=True))
 
@@ -400,7 +406,8 @@ class MemberMemory(Stateful[HandleState]):
         rank = self._context.shard.rank
         if vote and not self._publishes:
             content = self.staged or self.content
-            self._context.say(Prepared(self.doubt, rank, content.root if content is not None else b""))
+            root, roots = (content.root, content.roots) if content is not None else (b"", ())
+            self._context.say(Prepared(self.doubt, rank, root, roots))
         self._context.say(Resolve(self.doubt, rank))
 
     def resolve(self, outcome: Outcome) -> None:

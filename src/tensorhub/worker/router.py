@@ -164,7 +164,7 @@ class Router(Generic[H]):
                 return [Examine(handle, message) if handle is not None else Reply(missing)]
             case messages.TellDigests():
                 handle = self.handles.get(message.registration)
-                nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True)
+                nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True, message.selection)
                 return [Examine(handle, message) if handle is not None else Reply(nothing)]
             case (
                 messages.Announce()

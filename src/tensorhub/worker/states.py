@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
     QUEUED = "queued"  # waits until the registration is confirmed, or a doubt resolved
     ASKED = "asked"  # Fill is said; waits to be bound
-    MANIFEST = "manifest"  # waits for the manifest of the bound version
+    MANIFEST = "manifest"  # waits for the manifest of the bound version, or for the plan of what is read of it
     HOOK = "hook"  # before_write runs
     HELD = "held"  # ReadyToWrite is said; waits for Write
     FENCING = "fencing"  # waits for the owner's own accesses to end

@@ -21,6 +21,7 @@ from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import MappedRegions, Memory
+from tensorhub.messages import SelectionRoot
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.copying import copy_chunks
@@ -34,7 +35,7 @@ from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import ContentId, LeaseId, RegistrationId
 from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
-from tensorhub.worker.chunk_reports import compare, root_of_all
+from tensorhub.worker.chunk_reports import compare, roots
 from tensorhub.worker.member import Member
 
 LONG_LIST = 2**14  # of digests: their root is made in a thread
@@ -116,7 +117,7 @@ class Filler:
 
     async def _fill(self, action: StartPull, pull: _Pull) -> None:
         """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
-        root = b""
+        root, its_roots = b"", tuple[SelectionRoot, ...]()
         try:
             with pull.scope:
                 self._memory.check_unreplaced()  # its bytes may have been freed meanwhile
@@ -128,7 +129,7 @@ class Filler:
                 with self._counted(staged=action.staged):
                     await self._pull_chunks(action, pull, target, chunks, kept)
                     await self._unpack(mapped)
-                root = await self._root(target, action.generation)
+                root, its_roots = await self._roots(action.manifest, target, action.generation)
         except* TensorHubError as group:
             error = _first_of(group)
             log.warning("fill_failed", registration=self._registration, reason=str(error))
@@ -136,17 +137,21 @@ class Filler:
         else:
             if not pull.scope.cancelled_caught:
                 self.times.prepared = clock.now()
-                self._apply(self._member.pull_done(clock.now(), root))
+                self._apply(self._member.pull_done(clock.now(), root, its_roots))
         finally:
             pull.runner = None  # it keeps the memory alive
             pull.ended.set()
 
-    async def _root(self, target: RegistrationId, generation: int) -> bytes:
-        """Of the digests of all that is there; empty, where not every chunk is there with one."""
+    async def _roots(
+        self, manifest: Manifest, target: RegistrationId, generation: int
+    ) -> tuple[bytes, tuple[SelectionRoot, ...]]:
+        """See `worker.chunk_reports.roots`."""
         listed = self._owner.listed(target, generation)
-        if listed is None or len(listed[1]) < LONG_LIST:
-            return b"" if listed is None else root_of_all(*listed)
-        return await anyio.to_thread.run_sync(root_of_all, *listed)
+        if listed is None:
+            return b"", ()
+        if len(listed[1]) < LONG_LIST:
+            return roots(manifest, *listed)
+        return await anyio.to_thread.run_sync(roots, manifest, *listed)
 
     async def compare(self, action: CompareDigests) -> None:
         """See `CompareDigests`."""
@@ -187,7 +192,7 @@ class Filler:
                     if action.last:
                         await self._unpack(mapped)
                 if action.last:
-                    root = await self._root(target, action.generation)
+                    root, _ = await self._roots(action.manifest, target, action.generation)
         except TensorHubError as error:
             log.warning("copy_failed", registration=self._registration, reason=str(error))
             self._apply(self._member.pull_failed(error, clock.now()))

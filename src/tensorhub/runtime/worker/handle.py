@@ -18,7 +18,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout
+from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
@@ -43,6 +43,7 @@ from tensorhub.types import (
 from tensorhub.worker import calls
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
+from tensorhub.worker.planning import Planned, plan
 
 FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
@@ -245,6 +246,8 @@ class Handle(CallersHandle):
                 assert self._call.hook is not None
                 self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
+            case calls.PlanReading():
+                self._tasks.start_soon(self._plan, action)
             case calls.CompareDigests():
                 await self._filler.compare(action)
             case calls.StartPull() | calls.CopyLocally():
@@ -270,6 +273,16 @@ class Handle(CallersHandle):
                 self._end_call(action)
             case _:
                 assert_never(action)
+
+    async def _plan(self, action: calls.PlanReading) -> None:
+        """In a thread: of a large model it takes seconds."""
+        made: Planned | TensorHubError
+        try:
+            made = await anyio.to_thread.run_sync(plan, action)
+        except Exception as error:
+            log.exception("reading_not_planned", registration=self._registration)
+            made = StateError(f"{self.member.shard.title}: what to read could not be planned: {text_of(error)}")
+        self.apply(self.member.planned(action.number, made, clock.now()))
 
     def _answered(self, refusal: Exception | None) -> None:
         self.registration_error = refusal or self.registration_error

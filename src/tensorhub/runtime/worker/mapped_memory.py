@@ -102,7 +102,7 @@ class MappedMemory:
         self._room = room
         self._staging_id = RegistrationId(staging_of(registration))
         self._staging: _Staging | None = None
-        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
+        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this grid
 
     def __repr__(self) -> str:
         return f"<MappedMemory of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
@@ -127,7 +127,7 @@ class MappedMemory:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
         if self._mapped is None or not self._is_mapped(manifest):
             mapped = with_packs(self._memory.map(manifest), manifest)
-            self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
+            self._mapped = manifest.grid_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
         return self._mapped[1:]
 
     async def pack(self, manifest: Manifest) -> None:
@@ -137,7 +137,7 @@ class MappedMemory:
             await anyio.to_thread.run_sync(mapped.pack)
 
     def _is_mapped(self, manifest: Manifest) -> bool:
-        return self._mapped is not None and self._mapped[0] == manifest.manifest_id
+        return self._mapped is not None and self._mapped[0] == manifest.grid_id
 
     def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """As `_map`; what goes wrong there costs this call, and no other handle anything."""
@@ -189,7 +189,7 @@ class MappedMemory:
     async def _stage(self, action: StartPull | CopyLocally) -> None:
         await self.free_staging()
         manifest = action.manifest
-        await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
+        await self._room.make_room(self._staging_id, Purpose.USE, sum(region.nbytes for region in manifest.regions))
         memory = HostMemory(pin=pinning(self._memory.device))
         mapped = await anyio.to_thread.run_sync(memory.map, manifest)
         chunks = ChunkMemory(manifest, mapped.regions)

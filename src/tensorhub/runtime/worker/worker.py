@@ -58,6 +58,7 @@ from tensorhub.types import (
     parse_address,
 )
 from tensorhub.worker.chunk_reports import tell_chunks
+from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
 from tensorhub.worker.registration_session import Shard
@@ -102,6 +103,7 @@ class Worker(CallersWorker):
         self._owner.on_made = self._digest_reporter.made
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
+        self._parts = KnownParts()
         self._found_copies = LocalCopies()
         self.copies = HostCopyRunner(self)
         self._generations = itertools.count(1)
@@ -353,6 +355,7 @@ class Worker(CallersWorker):
             generations=self._mint_generation,
             manifests=self._manifests,
             copies=self._found_copies,
+            parts=self._parts,
         )
         page_bytes = messages.digests_bytes_max(self.options.frame_bytes_max)
         handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)

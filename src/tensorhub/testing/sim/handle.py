@@ -37,6 +37,7 @@ from tensorhub.worker import calls
 from tensorhub.worker.fencing import look
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
+from tensorhub.worker.planning import plan
 from tensorhub.worker.registration_session import Shard
 
 
@@ -373,6 +374,8 @@ class HandleShell:
             case calls.CallHook():
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
+            case calls.PlanReading():
+                self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
             case calls.StartPull() | calls.CopyLocally() if not action.staged and not self._has_memory(action):
                 pass
             case calls.StartPull():

@@ -1,0 +1,141 @@
+"""What a rank reads of a version of another layout: what says how that is laid out is gathered, and a plan is made of it.
+
+The coordinator names the publication. The rank asks for it, then for the parts that it names, and for the manifest of the
+rank's own layout if that is not the rank's own. Then the shell plans (`PlanReading`), which takes up to seconds. What is
+gathered, and the publication that was made of it, are kept for the worker's other handles and for later versions.
+
+Responsible for asking for each part once. Not responsible for what is kept (`known_parts`), nor for what a plan is
+(`tensorhub.layouts`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub import messages
+from tensorhub.errors import TensorHubError
+from tensorhub.layouts.joining import Declaration, publication_of, reading_for
+from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.published import Published
+from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.manifest import Manifest
+from tensorhub.worker.calls import PlanReading
+from tensorhub.worker.member_context import MemberContext
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a PlanReading has made."""
+
+    publication: Publication
+    reading: ReshardedManifest
+
+
+def plan(action: PlanReading) -> Planned | TensorHubError:
+    """Carry it out. It takes up to seconds, and nothing but its argument."""
+    try:
+        publication = action.publication or publication_of(action.published, action.parts)
+        return Planned(publication, reading_for(action.published, publication, action.manifest, action.declared))
+    except TensorHubError as error:
+        return error
+
+
+class Planning:
+    """That of one fill. `publication_id`: as Start names it; `manifest_id`: of the manifest whose regions are filled."""
+
+    def __init__(self, context: MemberContext, publication_id: str, manifest_id: str) -> None:
+        self.publication_id = publication_id
+        self.base: Manifest | None = None  # once it is known
+        self._manifest_id = manifest_id
+        self._context = context
+        self._published: Published | None = None  # once it is known
+        self._wanted: set[str] = set()  # what was looked for
+        self._parts: dict[str, bytes] = {}  # what of that is here
+        self._asked: dict[int, str] = {}  # by request, what was asked for and has not come
+        self._number = 0  # of the plan that was asked for
+
+    def begin(self) -> ReshardedManifest | None:
+        """What is read, if it was planned before; else it is asked for. TensorHubError: what is known is no publication."""
+        mine = self._context.shard.manifest
+        if mine is not None and self._manifest_id in ("", mine.manifest_id):
+            self.base = mine
+        else:
+            self.base = self._context.manifests.get(self._manifest_id)
+        if self.base is not None:
+            found = self._context.readings.get(self.publication_id, self.base.manifest_id)
+            if found is not None:
+                return found
+        self._go_on()
+        return None
+
+    def waits_for(self, request: int) -> bool:
+        return request in self._asked
+
+    def came(self, reply: messages.ManifestReply) -> None:
+        """TensorHubError: it is not what was asked for."""
+        part_id = self._asked.pop(reply.request)
+        self._context.parts.add(part_id, reply.manifest)
+        self._take(part_id, reply.manifest)
+        self._go_on()
+
+    def ask_again(self) -> None:
+        """After a lost connection."""
+        missing = list(self._asked.values())
+        self._asked.clear()
+        for part_id in missing:
+            self._ask(part_id)
+
+    def is_of(self, number: int) -> bool:
+        """Whether that is the plan that was asked for."""
+        return number == self._number
+
+    def keep(self, planned: Planned) -> None:
+        assert self.base is not None
+        self._context.parts.keep(self.publication_id, planned.publication)
+        self._context.readings.keep(self.publication_id, self.base.manifest_id, planned.reading)
+
+    def _go_on(self) -> None:
+        """Look for what is needed, ask for what is missing, and plan once all is here."""
+        self._look(self.publication_id)
+        if self.base is None:
+            self._look(self._manifest_id)
+        known = self._context.parts.publication(self.publication_id)
+        for part_id in self._published.part_ids if self._published is not None and known is None else ():
+            self._look(part_id)
+        shard = self._context.shard
+        if not self._asked and self._published is not None and self.base is not None and not self._number:
+            self._number = self._context.cause
+            declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
+            self._context.act(PlanReading(self._number, self._published, self._parts, known, self.base, declared))
+
+    def _look(self, part_id: str) -> None:
+        if part_id in self._wanted:
+            return
+        self._wanted.add(part_id)
+        part = self._context.parts.get(part_id)
+        if part is None:
+            self._ask(part_id)
+        else:
+            self._take(part_id, part)
+
+    def _ask(self, part_id: str) -> None:
+        request = self._context.new_request()
+        self._asked[request] = part_id
+        self._context.say(messages.GetPart(request, part_id))
+
+    def _take(self, part_id: str, part: bytes) -> None:
+        self._parts[part_id] = part
+        if part_id == self.publication_id:
+            self._published = Published.decode(part)
+        if part_id == self._manifest_id and self.base is None:
+            self.base = self._context.manifests.add(part)
+
+
+def needs_of(reading: ReshardedManifest) -> tuple[messages.Need, ...]:
+    """What is said of it in ReadyToWrite."""
+    return tuple(
+        [
+            messages.Need(part.shard, part.selection.selection_id, len(part.chunks), part.selection.nbytes)
+            for part in reading.parts
+        ]
+    )
