@@ -11,13 +11,14 @@ from typing import Any
 
 import tensorhub
 from examples.reference import EXAMPLES, Example
-from tensorhub import errors, model_summary, sync, testing, types
+from tensorhub import conversion, errors, model_summary, sync, testing, types
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
     "Endpoint"
 ).split()
 SUMMARIES = ("ModelSummary", "VersionSummary", "CallsSummary", "SilentWorker")
+CONVERSION = ("register_converted", "cast", "Conversion", "ConvertedWeights", "ConversionReport")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
 INTRODUCTION = """# API reference
 
@@ -44,6 +45,7 @@ def page() -> str:
         parts += _value(name, getattr(types, name))
     for name in SUMMARIES:
         parts += _value(name, getattr(model_summary, name))
+    parts += _conversion()
     parts += _errors()
     parts += _warnings()
     parts += _sync()
@@ -163,6 +165,19 @@ def _sync() -> Iterator[str]:
     yield (inspect.getdoc(sync) or "") + "\n"
     for example in dict.fromkeys(example for name, example in EXAMPLES.items() if name.startswith("sync.")):
         yield f"```python\n{_code(example)}```\n"
+
+
+def _conversion() -> Iterator[str]:
+    yield "## `tensorhub.conversion`\n"
+    yield "To publish other bytes than the trainer's own; without an event loop: `tensorhub.sync.register_converted`.\n"
+    for name in CONVERSION:
+        thing = getattr(conversion, name)
+        made = (
+            _value(name, thing)
+            if dataclasses.is_dataclass(thing)
+            else _entry(f"tensorhub.conversion.{name}", name, thing, set())
+        )
+        yield from made
 
 
 def _testing() -> Iterator[str]:

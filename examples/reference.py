@@ -15,6 +15,7 @@ import torch
 
 import tensorhub
 from tensorhub import sync
+from tensorhub.conversion import cast, register_converted
 
 Example = Callable[..., Any]
 EXAMPLES: dict[str, Example] = {}
@@ -482,3 +483,17 @@ def keep_blocking(address: str) -> None:
         hub.retain("actor", latest=0)
         hub.rollback("actor", to=1)
         assert hub.describe("actor").mark == 1
+
+
+# --------------------------------------------------------------------------------------------------- converted copies
+
+
+@shows("register_converted", "cast", "ConvertedWeights", "ConvertedWeights.publish", "ConversionReport")
+async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    masters = torch.nn.Linear(8, 4)  # fp32
+    weights = await register_converted(trainer, "actor", cast(masters, torch.bfloat16), group="trainer")
+    report = await weights.publish(1)
+    print(f"{report.nbytes} bytes converted in {report.convert_s:.3f} s")
+    engine = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    await (await rollout.register("actor", engine)).replicate()
+    assert torch.equal(engine.weight, masters.weight.to(torch.bfloat16))

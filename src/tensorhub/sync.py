@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from tensorhub import hub as _async
+from tensorhub import conversion as _conversion, hub as _async
 from tensorhub.fetched import Fetched
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Unpicklable, close_after, wrong_use
@@ -30,7 +30,7 @@ from tensorhub.weights import BeforeWrite, Weights as AsyncWeights
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Coordinator", "Hub", "Watcher", "Weights", "connect", "serve"]
+__all__ = ["ConvertedWeights", "Coordinator", "Hub", "Watcher", "Weights", "connect", "register_converted", "serve"]
 
 _NOT_ASYNC = "tensorhub.sync has no event loop: write `{0} = sync.{1}(...)`, or `{0} = await tensorhub.{1}(...)`"
 
@@ -342,3 +342,41 @@ def _as_async(function: Callable[[VersionInfo], object]) -> BeforeWrite:
             raise TypeError(text)
 
     return before_write
+
+
+def register_converted(
+    hub: Hub,
+    model: str,
+    conversion: _conversion.Conversion,
+    *,
+    group: str,
+    rank: int = 0,
+    world_size: int = 1,
+    buffers: int = 2,
+) -> ConvertedWeights:
+    """Register buffers for a converted copy of the weights; see `tensorhub.conversion.register_converted`."""
+    asked = hub._hub, model, conversion, group, rank, world_size, buffers
+    return ConvertedWeights(_finish(_conversion.registering(*asked, in_thread=False)))
+
+
+class ConvertedWeights(Unpicklable):
+    """One rank's converted copies; see `tensorhub.conversion.ConvertedWeights`. Made by `register_converted`."""
+
+    def __init__(self, weights: _conversion.ConvertedWeights) -> None:
+        self._weights = weights
+
+    def __repr__(self) -> str:
+        return f"<sync {self._weights!r}>"
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that a buffer holds."""
+        return self._weights.version
+
+    def publish(self, version: int, timeout: float | None = None) -> _conversion.ConversionReport:
+        """Convert the present weights in this thread, and publish the copy."""
+        return _finish(self._weights.publish(version, timeout))
+
+    def close(self, abandon: bool = False) -> None:
+        """Take back all versions and deregister."""
+        _finish(self._weights.close(abandon))

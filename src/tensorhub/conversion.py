@@ -1,0 +1,203 @@
+"""Publishes a converted copy of a trainer's weights: cast (fp32 masters as bf16), fused, renamed, or anything else.
+
+    weights = await register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer", rank=r, world_size=n)
+    ...
+    report = await weights.publish(7)    # converts the present weights, publishes the copy, and says what that cost
+
+The trainer's own tensors are not registered, so a step may overwrite them at any time. The copy is. There are two of it
+(`buffers`), each registered as a group of its own, and they take turns. So version 8 is written while version 7 is still
+being read, and waits for nobody. Version 9 takes the memory of version 7. What still reads that is moved to other holders,
+or waited for, for `Options.drain_grace_s` at most, as for any `mutate`.
+
+The price is memory: so many bytes of the copy, `buffers` times. Without it, register the trainer's tensors themselves.
+
+Responsible for whose turn it is, and for the report. Not responsible for what a conversion does, nor for publishing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import anyio.to_thread
+
+from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, TensorHubError, shown
+from tensorhub.hub import Hub
+from tensorhub.memory.describing import local_of
+from tensorhub.memory.resolving import resolve
+from tensorhub.opening import Unpicklable
+from tensorhub.weights import Weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Tensors: TypeAlias = Mapping[str, Any]
+BUFFERS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How the copy is made. `allocate` makes one set of tensors, of which each call returns a new one. `convert` writes the
+    present weights into such a set: into its tensors, which stay the same ones.
+
+    `sources`: as in `Hub.register`, where the copy's tensors are parts or are fused; with shapes, since it is published.
+    """
+
+    allocate: Callable[[], Tensors]
+    convert: Callable[[Tensors], object]
+    sources: Mapping[str, object] | Callable[[str], object] | None = None
+
+
+def cast(tensors: nn.Module | Tensors, dtype: torch.dtype) -> Conversion:
+    """Each floating-point tensor in that dtype, and every other tensor as it is.
+
+    `tensors`: as in `Hub.register`; looked up anew for each version. Of a DTensor only the local part is copied, and the
+    copy is a DTensor of the same placements. Tied tensors are tied in the copy.
+    """
+    import torch
+
+    def kind(tensor: Any) -> torch.dtype:
+        its: torch.dtype = tensor.dtype
+        return dtype if its.is_floating_point else its
+
+    def allocate() -> Tensors:
+        made: dict[object, Any] = {}  # by place: what is tied is made once
+        found = {}
+        for name, tensor in resolve(tensors).items():
+            local = local_of(tensor)
+            place = (local.data_ptr(), tuple(local.shape)) if local.numel() else name
+            if place not in made:
+                made[place] = torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
+            found[name] = made[place]
+        return found
+
+    def convert(target: Tensors) -> None:
+        present = {name: local_of(tensor) for name, tensor in resolve(tensors).items()}
+        copies = {name: local_of(tensor) for name, tensor in target.items()}
+        shapes, theirs = ({name: tuple(t.shape) for name, t in each.items()} for each in (present, copies))
+        if shapes != theirs:
+            names = sorted(name for name in shapes.keys() | theirs.keys() if shapes.get(name) != theirs.get(name))
+            raise RegistrationError(
+                f"{len(names)} tensor(s) have come, gone or changed their shape since the copy was registered: "
+                f"{', '.join(map(repr, names[:10]))}. Close the converted weights, and register them anew"
+            )
+        into = {id(target[name]): (copies[name], tensor) for name, tensor in present.items()}  # what is tied once
+        with torch.no_grad():
+            for copy, tensor in into.values():
+                copy.copy_(tensor)
+
+    return Conversion(allocate, convert)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What one publication cost.
+
+    `nbytes`: of one buffer. `reclaim_s`: until a buffer was free, which is the wait for readers of an older version.
+    `convert_s`: the conversion itself, on a GPU only until it is queued. `publish_s`: until all ranks had published.
+    """
+
+    version: int
+    nbytes: int
+    reclaim_s: float
+    convert_s: float
+    publish_s: float
+
+
+async def register_converted(
+    hub: Hub,
+    model: str,
+    conversion: Conversion,
+    *,
+    group: str,
+    rank: int = 0,
+    world_size: int = 1,
+    buffers: int = 2,
+) -> ConvertedWeights:
+    """Allocate the buffers and register each as a group of its own, `group/0`, `group/1`, and so on.
+
+    `buffers`: with `retain(latest=n)`, n + 1 of them let a publication wait for nobody. Raises as `Hub.register`.
+    """
+    return await registering(hub, model, conversion, group, rank, world_size, buffers, in_thread=True)
+
+
+async def registering(
+    hub: Hub, model: str, conversion: Conversion, group: str, rank: int, world_size: int, buffers: int, *, in_thread: bool
+) -> ConvertedWeights:
+    """See `register_converted`. `in_thread`: a CPU converts in a thread of its own, beside the caller's loop."""
+    if not isinstance(group, str):
+        raise InvalidType(f"group={shown(group)}: give a string, the same on all ranks")
+    if type(buffers) is not int or not 2 <= buffers <= BUFFERS_MAX:
+        raise InvalidValue(f"buffers={buffers!r}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers")
+    made: list[_Buffer] = []
+    try:
+        for number in range(buffers):
+            tensors = conversion.allocate()
+            weights = await hub.register(
+                model, tensors, group=f"{group}/{number}", rank=rank, world_size=world_size, sources=conversion.sources
+            )
+            made.append(_Buffer(tensors, weights))
+    except BaseException:
+        for buffer in made:
+            with contextlib.suppress(TensorHubError):
+                await buffer.weights.close(abandon=True)
+        raise
+    return ConvertedWeights(conversion, made, in_thread=in_thread)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    tensors: Tensors
+    weights: Weights
+
+
+class ConvertedWeights(Unpicklable):
+    """One rank's converted copies. Made by `register_converted`."""
+
+    def __init__(self, conversion: Conversion, buffers: list[_Buffer], *, in_thread: bool) -> None:
+        self._conversion = conversion
+        self._buffers = buffers
+        is_on_device = any(getattr(tensor, "is_cuda", False) for tensor in buffers[0].tensors.values())
+        self._in_thread = in_thread and not is_on_device  # a GPU's work is queued on the stream of the caller's thread
+
+    def __repr__(self) -> str:
+        versions = ", ".join(str(buffer.weights.version) for buffer in self._buffers)
+        return f"<ConvertedWeights of {self._buffers[0].weights.model}, versions {versions}>"
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that a buffer holds."""
+        return max((v for buffer in self._buffers if (v := buffer.weights.version) is not None), default=None)
+
+    async def publish(self, version: int, timeout: float | None = None) -> ConversionReport:
+        """Convert the present weights into the buffer of the oldest version, and publish that. All ranks call it.
+
+        The conversion runs in a thread where it is the CPU's work; the caller must not change the weights before this
+        returns. Raises as `Weights.mutate`, and whatever the conversion raises; then nothing is published.
+        """
+        buffer = min(self._buffers, key=lambda each: -1 if each.weights.version is None else each.weights.version)
+        began = time.perf_counter()
+        async with buffer.weights.mutate(version, timeout):
+            reclaimed = time.perf_counter()
+            if self._in_thread:
+                await anyio.to_thread.run_sync(self._conversion.convert, buffer.tensors)
+            else:
+                self._conversion.convert(buffer.tensors)
+            converted = time.perf_counter()
+        published = time.perf_counter()
+        seconds = reclaimed - began, converted - reclaimed, published - converted
+        return ConversionReport(version, _nbytes(buffer.tensors), *seconds)
+
+    async def close(self, abandon: bool = False) -> None:
+        """Take back all versions and deregister; see `Weights.close`."""
+        for buffer in self._buffers:
+            await buffer.weights.close(abandon)
+
+
+def _nbytes(tensors: Tensors) -> int:
+    distinct = {id(tensor): local_of(tensor) for tensor in tensors.values()}
+    return sum(int(local.nbytes) for local in distinct.values())

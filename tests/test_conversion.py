@@ -1,0 +1,172 @@
+"""A converted copy is what is published: cast, fused, tied as the original, in two buffers that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+from tensorhub import sync
+from tensorhub.conversion import Conversion, cast, register_converted
+from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, StateError, VersionConflict
+from tests.rig import CHUNK_BYTES, cluster, gated, until
+
+SIZE = 4 * CHUNK_BYTES  # elements
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Parameter(torch.zeros(SIZE))
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+
+    def set(self, value: float) -> None:
+        with torch.no_grad():
+            self.body.fill_(value)
+            self.embed.weight.fill_(value)
+            self.get_buffer("steps").fill_(int(value))
+
+
+def zeros(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    state = Tied().state_dict()
+    return {n: torch.zeros_like(t, dtype=dtype if t.is_floating_point() else t.dtype) for n, t in state.items()}
+
+
+def holds(tensors: Mapping[str, torch.Tensor], value: float) -> bool:
+    return all(bool(tensor.eq(int(value) if name == "steps" else value).all()) for name, tensor in tensors.items())
+
+
+@pytest.mark.anyio
+async def test_a_cast_copy_is_published_and_the_masters_may_change_meanwhile() -> None:
+    async with cluster("trainer", "rollout") as c:
+        trainer, rollout = c.hubs
+        model, held = Tied(), zeros()
+        weights = await register_converted(trainer, "actor", cast(model, torch.bfloat16), group="trainer")
+        model.set(1.5)
+        report = await weights.publish(1)
+        assert (report.version, report.nbytes, weights.version) == (1, 2 * (SIZE + 24) + 24, 1)  # what is tied is there once
+        model.set(2.5)  # the masters are nobody's but the trainer's
+        reader = await rollout.register("actor", held)
+        assert (await reader.replicate()).version == 1
+        assert holds(held, 1.5)
+        await weights.publish(2)
+        assert (await reader.update()).version == 2
+        assert holds(held, 2.5)
+        for version in (3, 4, 5):
+            model.set(version)
+            await weights.publish(version)
+        assert weights.version == 5
+        assert (await reader.update()).version == 5
+        assert holds(held, 5)
+
+
+@pytest.mark.anyio
+async def test_a_publication_waits_for_no_reader_of_the_version_before() -> None:
+    """A reader of version 1 is held in mid-read, and version 2 is published all the same."""
+    with gated(1) as gate:
+        async with cluster("trainer", "rollout") as c:
+            trainer, rollout = c.hubs
+            model, held = Tied(), zeros()
+            weights = await register_converted(trainer, "actor", cast(model, torch.bfloat16), group="trainer")
+            model.set(1)
+            await weights.publish(1)
+            reader = await rollout.register("actor", held)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(reader.replicate, 1)
+                await until(lambda: gate.holds)
+                model.set(2)
+                await weights.publish(2)
+                assert gate.holds
+                gate.open()
+            assert reader.version == 1
+            assert holds(held, 1)
+
+
+@pytest.mark.anyio
+async def test_fused_tensors_are_a_conversion_like_any_other() -> None:
+    q, k = torch.arange(8.0).reshape(4, 2), torch.arange(4.0).reshape(2, 2)
+
+    def fuse(target: Mapping[str, Any]) -> None:
+        torch.cat([q, k], out=target["qk"])
+
+    async with cluster("trainer", "rollout") as c:
+        trainer, rollout = c.hubs
+        conversion = Conversion(lambda: {"qk": torch.empty(6, 2)}, fuse)
+        weights = await register_converted(trainer, "actor", conversion, group="trainer")
+        await weights.publish(1)
+        held = {"qk": torch.zeros(6, 2)}
+        await (await rollout.register("actor", held)).replicate()
+        assert held["qk"].equal(torch.cat([q, k]))
+
+
+@pytest.mark.anyio
+async def test_what_fails_publishes_nothing_and_may_be_tried_again() -> None:
+    async with cluster("trainer") as c:
+        model = Tied()
+        weights = await register_converted(c.hubs[0], "actor", cast(model, torch.bfloat16), group="trainer")
+        await weights.publish(1)
+        model.extra = nn.Parameter(torch.zeros(2))
+        with pytest.raises(RegistrationError, match="'extra'"):
+            await weights.publish(2)
+        assert repr(weights) == "<ConvertedWeights of actor, versions 1, None>"
+        del model.extra
+        await weights.publish(2)
+        with pytest.raises(VersionConflict):
+            await weights.publish(2)
+        await weights.publish(3)
+        await weights.close(abandon=True)
+        with pytest.raises(StateError):
+            await weights.publish(4)
+
+
+@pytest.mark.anyio
+async def test_bad_arguments_register_nothing() -> None:
+    async with cluster("trainer") as c:
+        (hub,) = c.hubs
+        for buffers in (0, 1, 17, 2.0, True):
+            with pytest.raises(InvalidValue, match="buffers"):
+                await register_converted(hub, "actor", cast(Tied(), torch.bfloat16), group="g", buffers=buffers)  # type: ignore[arg-type]
+        with pytest.raises(InvalidType, match="group"):
+            await register_converted(hub, "actor", cast(Tied(), torch.bfloat16), group=None)  # type: ignore[arg-type]
+        sets = iter([{"w": torch.zeros(2)}, {"w": torch.zeros(2, 2).t()[:, :1].expand(2, 2)}])
+        with pytest.raises(RegistrationError):
+            await register_converted(hub, "actor", Conversion(lambda: next(sets), lambda target: None), group="g")
+        assert not any(model.workers for model in await hub.describe())
+
+
+def test_a_cast_ties_what_is_tied_and_takes_what_is_there_now() -> None:
+    model = Tied()
+    conversion = cast(model, torch.float16)
+    target = conversion.allocate()
+    assert target["embed.weight"] is target["head.weight"]
+    assert {name: tensor.dtype for name, tensor in target.items() if name in ("body", "steps")} == {
+        "body": torch.float16,
+        "steps": torch.int64,
+    }
+    model.body = nn.Parameter(torch.full((SIZE,), 3.0))  # replaced, not written
+    conversion.convert(target)
+    assert target["body"].eq(3).all()
+    assert not any(tensor.requires_grad for tensor in target.values())
+    model.body = nn.Parameter(torch.zeros(1))
+    with pytest.raises(RegistrationError, match="'body'"):
+        conversion.convert(target)
+
+
+def test_without_a_loop() -> None:
+    with sync.serve() as coordinator, sync.connect(coordinator.address) as hub, sync.connect(coordinator.address) as other:
+        model, held = Tied(), zeros()
+        weights = sync.register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer", buffers=3)
+        for version in range(1, 5):
+            model.set(version)
+            assert weights.publish(version).version == version
+        other.register("actor", held).replicate()
+        assert holds(held, 4)
+        assert weights.version == 4
+        weights.close(abandon=True)
