@@ -497,3 +497,19 @@ async def convert(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     engine = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
     await (await rollout.register("actor", engine)).replicate()
     assert torch.equal(engine.weight, masters.weight.to(torch.bfloat16))
+
+
+@shows(
+    "sync.register_converted",
+    "sync.ConvertedWeights",
+    "sync.ConvertedWeights.publish",
+    "sync.ConvertedWeights.version",
+    "sync.ConvertedWeights.close",
+)
+def convert_without_a_loop(address: str) -> None:
+    masters = torch.nn.Linear(8, 4)
+    with sync.connect(address) as hub:
+        weights = sync.register_converted(hub, "actor", cast(masters, torch.bfloat16), group="trainer")
+        weights.publish(1)
+        assert weights.version == 1
+        weights.close()
