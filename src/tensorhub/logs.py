@@ -23,15 +23,7 @@ TALLY_S = 1.0  # between two lines of one event that is counted
 AGAIN_S, AGAIN_S_MAX = 10.0, 600.0  # between two lines of one warning that repeats: twice as long each time
 REMEMBERED = 1024  # warnings that may repeat
 _NUMBER = re.compile(r"\d+")  # a reason that differs only in these is the same one
-IDENTITY = (
-    "model",
-    "registration",
-    "transport",
-    "source",
-    "coordinator",
-    "worker",
-    "path",
-)  # fields of what a warning is about
+IDENTITY = ("model", "registration", "transport", "source", "coordinator", "path")  # fields of what a warning is about
 
 
 class Repeats:

@@ -43,7 +43,7 @@ from tensorhub.coordinator import (
     WorkerLost,
 )
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.logs import Tally, get_logger
+from tensorhub.logs import TALLY_S, Tally, get_logger
 from tensorhub.messages import (
     Describe,
     FromCoordinator,
@@ -73,6 +73,7 @@ LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
 TURN_S = 0.005  # or after so much time
+LOST_NAMED_MAX = 16  # workers, of those that are lost within TALLY_S
 SILENT_PER_STEP = 64  # sessions; each may end a worker
 READ_ONLY_HEARD_MAX = 16  # messages of all read-only sessions together, in each round of turns
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
@@ -102,6 +103,8 @@ class CoordinatorServer:
         self._record_wanted = anyio.Event()
         self._asked: list[int] = []  # sessions of which the core asks whether anything lies unread
         self._look_wanted = anyio.Event()
+        self._lost: list[WorkerLost] = []  # of which the log says nothing yet
+        self._lost_wanted = anyio.Event()
         self._doorstep: Doorstep | None = None  # where strangers are; None: nobody is one
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
@@ -155,6 +158,7 @@ class CoordinatorServer:
             tasks.start_soon(self._keep_time)
             tasks.start_soon(self._keep_records)
             tasks.start_soon(self._keep_looking)
+            tasks.start_soon(self._keep_telling)
             tasks.start_soon(self._poller.keep)
             tasks.start_soon(self._turn.pulse.keep, self._options.lease_s, lambda: len(self._sessions))
             if isinstance(self._secrets, TokenFile):
@@ -209,7 +213,8 @@ class CoordinatorServer:
                     self._tell_closed(action)
                     self._close(action.session)
                 case WorkerLost():
-                    log.warning("worker_lost", worker=action.worker, reason=action.reason)
+                    self._lost.append(action)
+                    self._lost_wanted.set()
                 case LookFor():
                     self._asked.append(action.session)
                     self._look_wanted.set()
@@ -288,6 +293,16 @@ class CoordinatorServer:
                 silent = [number for number in quiet[first : first + SILENT_PER_STEP] if self._waits_for_peer(number)]
                 self._step(Silent(tuple(silent)))
                 await anyio.lowlevel.checkpoint()
+
+    async def _keep_telling(self) -> None:
+        """Name those who are lost, once a second: of a thousand that are lost together, some."""
+        while True:
+            await self._lost_wanted.wait()
+            await anyio.sleep(TALLY_S)
+            self._lost_wanted = anyio.Event()
+            lost, self._lost = self._lost, []
+            names = ", ".join([each.worker for each in lost[:LOST_NAMED_MAX]])
+            log.warning("worker_lost", times=len(lost), workers=names, reason=lost[0].reason)
 
     def _has_nothing_unread(self, number: int) -> bool:
         if number == DOOR:
