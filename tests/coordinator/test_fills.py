@@ -8,6 +8,7 @@ import pytest
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, RankPart, Version
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.shards import Shards
 from tensorhub.errors import (
     GroupAborted,
     ManifestMismatch,
@@ -31,19 +32,19 @@ def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: p
     """What makes sure of a source before the first byte changes is what is granted."""
     chosen: list[RankPart] = []
     counted: Counter[tuple[int, Holding]] = Counter()
-    choose, count = Readers.choose, Version.count
+    choose, count = Readers.choose, Shards.count
 
     def choose_once(self: Readers, part: RankPart, version: Version, **more: Holding | None) -> Holding | None:
         chosen.append(part)
         return choose(self, part, version, **more)
 
-    def count_once(self: Version) -> None:
+    def count_once(self: Shards[Holding]) -> None:
         counted.update((cluster.coordinator.cluster.cause, holding) for holding in self.uncounted)
         count(self)
 
     cluster, trainer, reader = trainer_and_reader()
     monkeypatch.setattr(Readers, "choose", choose_once)
-    monkeypatch.setattr(Version, "count", count_once)
+    monkeypatch.setattr(Shards, "count", count_once)
     reader.replicate()
     cluster.run()
     trainer.unpublish()

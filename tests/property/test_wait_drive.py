@@ -58,8 +58,8 @@ def failed_source_that_is_never_tried_again(operations: Operations, key: str) ->
 def source_that_wakes_nobody(cluster: Cluster) -> None:
     while cluster.uncounted:
         version, _ = cluster.uncounted.popitem()
-        version.count()
-        version.has_grown = False
+        version.holdings.count()
+        version.holdings.has_grown = False
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def _told(model: Model) -> str:
         silent = any(v.visible and v.has_live_source() for v in model.versions.values())
         what = "workers that are not heard of now hold" if silent else "nobody holds"
         return f"{what} a version of it"
-    told = ", ".join(f"version {v.number} by {_replicas(v.copies())}" for v in held[:HELD_TOLD_MAX])
+    told = ", ".join(f"version {v.number} by {_replicas(v.holdings.copies())}" for v in held[:HELD_TOLD_MAX])
     more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
     return f"held now: {told}{more}"
 

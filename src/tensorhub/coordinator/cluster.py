@@ -189,15 +189,15 @@ class Cluster:
             self.noted[version] = None
             self.uncounted[version] = holding.member.group.model
             if not holding.leaving:
-                version.uncounted[holding] = None
+                version.holdings.uncounted[holding] = None
 
     def count(self) -> None:
         """Count what has changed. Where there is more to read from, wake who lacks that."""
         while self.uncounted:
             version, model = self.uncounted.popitem()
-            version.count()
-            if version.has_grown:
-                version.has_grown = False
+            version.holdings.count()
+            if version.holdings.has_grown:
+                version.holdings.has_grown = False
                 self.wake_all(version.starving)
                 self.wake_all(model.guests_unbound)
 

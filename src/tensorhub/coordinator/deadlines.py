@@ -35,9 +35,9 @@ class Deadlines:
         """The earliest deadline of the ranks that may still give up."""
         deadlines = [part.deadline for part in _impatient(operation)]
         if deadlines:
-            self._cluster.timers.set("operation", str(operation.key), min(deadlines))
+            self._cluster.timers.set("operation", operation.name, min(deadlines))
         else:
-            self._cluster.timers.cancel("operation", str(operation.key))
+            self._cluster.timers.cancel("operation", operation.name)
 
     def passed(self, operation: Operation) -> Blame:
         """What was waited for in vain."""

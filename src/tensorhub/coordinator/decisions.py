@@ -115,7 +115,7 @@ class Decisions:
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         """The operation is over: its ranks hear how, its group may begin the next one, and nothing waits for this one."""
-        group, name = operation.group, str(operation.key)
+        group, name = operation.group, operation.name
         current = group.model.groups.get(group.name)
         for rank in operation.parts:  # also if another worker has taken a lost rank's place: it asks for the same key
             member = current.members.get(rank) if current is not None else None

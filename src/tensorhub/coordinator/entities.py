@@ -23,7 +23,8 @@ from typing import Any, ClassVar, TypeVar
 from tensorhub.coordinator import limits, states
 from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
-from tensorhub.coordinator.holders import Holders
+from tensorhub.coordinator.holders import Counted
+from tensorhub.coordinator.shards import Shards
 from tensorhub.coordinator.sharing import Share
 from tensorhub.coordinator.states import (
     LeaseState,
@@ -202,11 +203,7 @@ class Version(_Moving[VersionState]):
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
     manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
     parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # as of `Member`; by shard, of the same shards
-    holdings: dict[int, Holders[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
-    sourceless: int = 0  # shards without a source, as of what is counted
-    # Holdings of which something has changed since they were counted; none between two steps, and when a question is asked.
-    uncounted: dict[Holding, None] = field(default_factory=dict)
-    has_grown: bool = False  # what is counted since the last wake shows more to read from; never so between two steps
+    holdings: Shards[Holding] = field(default_factory=lambda: Shards())
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
@@ -233,61 +230,13 @@ class Version(_Moving[VersionState]):
         """Where that one is found while it is bound."""
         return self.guests_bound if operation.is_of_guests else self.bound
 
-    def lay_out(self) -> None:
-        """Every rank has published: from now on its shards are held. (Who only says that there are many has said little.)"""
-        self.holdings = {shard: Holders() for shard in range(self.info.world_size)}
-        self.sourceless = self.info.world_size
-
-    def holders(self, shard: int) -> Holders[Holding]:
-        """Those of this shard, counted."""
-        if self.uncounted:
-            self.count()
-        return self.holdings[shard]
-
-    def is_whole(self, shard: int) -> bool:
-        """Whether somebody holds all of this shard, committed or not."""
-        return self.holders(shard).complete > 0
-
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
-        if self.uncounted:
-            self.count()
-        return not self.sourceless
+        return self.holdings.have_sources()
 
     def can_be_read(self) -> bool:
         """The same, of workers that are heard of now."""
-        return self.copies() > 0
-
-    def copies(self) -> int:
-        """How many complete copies of it can be read now: of each shard so many at least."""
-        return min((self.holders(shard).live_sources for shard in self.holdings), default=0)
-
-    def add(self, holding: Holding) -> None:
-        """It may be read from now on."""
-        self.holdings[holding.shard].add(holding, holding.member.nbytes, holding.member.chunks)
-        self.uncounted[holding] = None
-
-    def remove(self, holding: Holding) -> None:
-        """It takes no readers any more."""
-        there = self.holdings[holding.shard]
-        before = there.sources
-        self.uncounted.pop(holding, None)
-        there.remove(holding)
-        self.sourceless += bool(before) - bool(there.sources)
-
-    def count(self) -> None:
-        """Count anew what has changed: once, however much of it has changed in one step."""
-        for holding in self.uncounted:
-            there = self.holdings[holding.shard]
-            before = there.sources
-            is_new = there.count(holding, holding.counts, holding.standing, is_stranded=holding.is_stranded)
-            self.has_grown = is_new or self.has_grown
-            self.sourceless += bool(before) - bool(there.sources)
-            if holding.is_steady:
-                there.steady[holding] = None
-            else:
-                there.steady.pop(holding, None)
-        self.uncounted.clear()
+        return self.holdings.copies() > 0
 
     def __repr__(self) -> str:
         holders = sum(len(h) for h in self.holdings.values())
@@ -370,11 +319,15 @@ class Holding:
         return self.committed and self.takes_readers
 
     @property
-    def is_steady(self) -> bool:
-        """Whether it is a source that is not spot. A copy in host memory is as spot as its worker."""
+    def is_spot(self) -> bool:
+        """Whether it may be gone at any time. A copy in host memory is as spot as its worker."""
         member = self.member
-        is_spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
-        return self.is_source and not is_spot
+        return member.worker.spot if member.medium is Medium.HOST else member.group.spot
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is a source that is not spot."""
+        return self.is_source and not self.is_spot
 
     @property
     def fillers(self) -> Iterable[ReadLease]:
@@ -400,18 +353,15 @@ class Holding:
         return not self.complete and not self.fillers
 
     @property
-    def counts(self) -> tuple[bool, bool, bool]:
-        """See `holders.Counts`."""
-        is_source = self.is_source
-        return self.complete, is_source, is_source and self.member.worker.state is WorkerState.LIVE
-
-    @property
-    def standing(self) -> Standing | None:
-        """Where it comes among those that can be read; None: it cannot."""
-        worker = self.member.worker
-        if not self.takes_readers or worker.state is not WorkerState.LIVE:
-            return None
-        return Standing(worker.location, worker.transports, self.active_readers, self.depth, self.number)
+    def counted(self) -> Counted:
+        """What it counts as, and where it stands."""
+        worker, takes_readers = self.member.worker, self.takes_readers
+        is_live, is_source = worker.state is WorkerState.LIVE, self.committed and takes_readers
+        standing = None
+        if takes_readers and is_live:
+            standing = Standing(worker.location, worker.transports, self.active_readers, self.depth, self.number)
+        counts = (self.complete, is_source, is_source and is_live)
+        return Counted(counts, standing, self.is_stranded, is_source and not self.is_spot)
 
 
 @dataclass(slots=True, eq=False)
@@ -535,7 +485,7 @@ class RankPart:
     @property
     def needs_source(self) -> bool:
         """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
-        return self.reads and (self.wants_source or not self.operation.bound.is_whole(self.shard))
+        return self.reads and (self.wants_source or not self.operation.bound.holdings.is_whole(self.shard))
 
 
 @dataclass(slots=True, eq=False)
@@ -555,8 +505,13 @@ class Operation(_Moving[OperationState]):
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED
+    name: str = field(init=False)  # its key as a text, as timers name it
     # While PREPARED: what ranks have said of later operations.
     later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _Moving.__post_init__(self)
+        self.name = str(self.key)
 
     @property
     def bound(self) -> Version:
@@ -730,7 +685,8 @@ class Model:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
         a rollback it may be one that was forgotten, and none older may stand for it (G3).
         """
-        numbers = [*(v.number for v in self.versions.values() if v.visible), *self.lost]
+        numbers = [number for number, version in self.versions.items() if version.visible]
+        numbers += self.lost
         return self.versions.get(sorted(numbers)[-1 - skip]) if len(numbers) > skip else None
 
     @property

@@ -133,7 +133,7 @@ class Handovers:
             and not other.member.dropped
             and self._retentions.is_reliable(other)
             and not _wants_to_leave(model, other)
-            for other in copy.version.holders(copy.shard).steady
+            for other in copy.version.holdings.of(copy.shard).steady
         )
 
     def _counts(self, model: Model, version: Version) -> bool:
@@ -162,7 +162,7 @@ class Handovers:
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps and no other could take over (its own workers copy it); what only spot workers hold."""
         for shard, holdings in version.holdings.items():
-            reliable = filter(self._retentions.may_count, version.holders(shard).steady)
+            reliable = filter(self._retentions.may_count, version.holdings.of(shard).steady)
             one = next(reliable, None)
             if one is None:
                 spot = next((h for h in holdings if h.is_source), None)

@@ -1,6 +1,6 @@
 """Who holds one shard of a version: counted, and in order, so that nobody has to look at all of them.
 
-Responsible for counts and orders. Not responsible for when they change: `Version.count` says what each holding counts as.
+Responsible for counts and orders. Not responsible for when they change (`Shards`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from tensorhub.scheduler.choice import Wanted
 from tensorhub.scheduler.sources import Sources, Standing
@@ -24,6 +24,18 @@ class Numbered(Protocol):
 H = TypeVar("H", bound=Numbered)
 Counts = tuple[bool, bool, bool]  # is complete, is a source, and its worker is heard of now
 _number = attrgetter("number")
+
+
+class Counted(NamedTuple):
+    """What a holding counts as, and where it stands."""
+
+    counts: Counts
+    standing: Standing | None  # among those that can be read; None: it cannot
+    is_stranded: bool  # it lacks something, and a source to have it from
+    is_steady: bool  # it is a source that is not spot
+
+
+NOTHING: Final = Counted((False, False, False), None, False, False)
 
 
 class Holders(Generic[H]):
@@ -61,30 +73,33 @@ class Holders(Generic[H]):
         holding.number = self._minted
         self.nbytes, self.chunks = max(self.nbytes, nbytes), max(self.chunks, chunks)
         self._there.append(holding)
-        self._counts[holding] = (False, False, False)
+        self._counts[holding] = NOTHING.counts
 
     def remove(self, holding: H) -> None:
         """It leaves."""
-        self.count(holding, (False, False, False), None, is_stranded=False)
+        self.count(holding, NOTHING)
         del self._counts[holding]
-        self.steady.pop(holding, None)
         del self._there[bisect_left(self._there, holding.number, key=_number)]
 
-    def count(self, holding: H, counts: Counts, standing: Standing | None, *, is_stranded: bool) -> bool:
+    def count(self, holding: H, now: Counted) -> bool:
         """What it counts as from now on. Whether there is more to read from than before."""
-        before = self._counts[holding]
+        before, counts = self._counts[holding], now.counts
         if counts != before:
             self._counts[holding] = counts
             self.complete += counts[0] - before[0]
             self.sources += counts[1] - before[1]
             self.live_sources += counts[2] - before[2]
-        mine, other = (self._stranded, self._fed) if is_stranded else (self._fed, self._stranded)
-        is_new = holding not in self._fed and (not is_stranded or holding not in self._stranded)
+        if now.is_steady:
+            self.steady[holding] = None
+        else:
+            self.steady.pop(holding, None)
+        mine, other = (self._stranded, self._fed) if now.is_stranded else (self._fed, self._stranded)
+        is_new = holding not in self._fed and (not now.is_stranded or holding not in self._stranded)
         other.drop(holding)
-        if standing is None:
+        if now.standing is None:
             mine.drop(holding)
             return counts > before
-        mine.put(holding, standing)
+        mine.put(holding, now.standing)
         return is_new or counts > before
 
     def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:

@@ -77,7 +77,7 @@ def check_counts(cluster: Cluster) -> None:
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
-    operations = {str(operation.key): operation for operation in (*cluster.operations(), *cluster.records.values())}
+    operations = {operation.name: operation for operation in (*cluster.operations(), *cluster.records.values())}
     _demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
     pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
     _demand(cluster.pins == pins, "pins are counted", cluster.pins)
@@ -283,7 +283,11 @@ def _version(cluster: Cluster, version: Version) -> None:
         _staged(cluster, model, version)
     else:
         _available(version)
-    _demand(not version.uncounted and not version.has_grown, "what has changed is counted, and has woken who waits", version)
+    _demand(
+        not version.holdings.uncounted and not version.holdings.has_grown,
+        "what has changed is counted, and has woken who waits",
+        version,
+    )
     shards = [*range(version.info.world_size)]
     staged = version.state is VersionState.STAGED and not version.holdings
     _demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
@@ -293,7 +297,7 @@ def _version(cluster: Cluster, version: Version) -> None:
             _candidate(cluster, version, shard, holding)
         _counted(version, there)
     sourceless = sum(not any(h.is_source for h in there) for there in version.holdings.values())
-    _demand(version.sourceless == sourceless, "shards without a source are counted", version)
+    _demand(version.holdings.sourceless == sourceless, "shards without a source are counted", version)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -326,16 +330,17 @@ def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding)
 def _counted(version: Version, there: Holders[Holding]) -> None:
     """What is kept of a shard's holdings is what a look at all of them says."""
     kept = (there.complete, there.sources, there.live_sources)
-    counts = tuple(map(sum, zip(*(holding.counts for holding in there), strict=True))) or (0, 0, 0)
+    counts = tuple(map(sum, zip(*(holding.counted.counts for holding in there), strict=True))) or (0, 0, 0)
     _demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
     _demand(all(holding in there for holding in there.steady), "only those who are there are known", version)
 
 
 def _ordered(holding: Holding) -> None:
-    of_fed, of_stranded = (None, holding.standing) if holding.is_stranded else (holding.standing, None)
+    now = holding.counted
+    of_fed, of_stranded = (None, now.standing) if now.is_stranded else (now.standing, None)
     there = holding.version.holdings[holding.shard]
     kept = there.counted(holding)
-    _demand(kept == (holding.counts, of_fed, of_stranded), "sources are kept in order", holding)
+    _demand(kept == (now.counts, of_fed, of_stranded), "sources are kept in order", holding)
     _demand((holding in there.steady) == holding.is_steady, "sources that are not spot are known", holding)  # R4
 
 
@@ -423,7 +428,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(all_voted, "prepared means that every rank voted", operation)
         _demand(recorded and version is not None, "a prepared operation is bound, and being recorded", operation)
     else:
-        timed = ("operation", str(operation.key)) in cluster.timers
+        timed = ("operation", operation.name) in cluster.timers
         _demand(timed or all_voted, "every wait ends", operation)
     running = operation.state is OperationState.RUNNING
     if running:

@@ -144,7 +144,8 @@ class Operations:
             left = GroupAborted(f"rank {member.rank} gave {group.operation.kind} up and called again")
             self._decisions.abort(group.operation, Blame(left, member.rank))
         if group.operation is None:
-            group.operation = self._cluster.undecided[str(key)] = Operation(_key_of(group, key), kind, group)
+            group.operation = operation = Operation(_key_of(group, key), kind, group)
+            self._cluster.undecided[operation.name] = operation
             group.sequence = key.sequence
         return group.operation
 

@@ -54,7 +54,7 @@ class Publishes:
             return Blame(conflict)
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
         version.layout_id = operation.group.layout
-        version.lay_out()
+        version.holdings.lay_out(version.info.world_size)
         nbytes = sum(part.member.nbytes for part in operation.parts.values())
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)

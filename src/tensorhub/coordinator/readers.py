@@ -110,7 +110,7 @@ class Readers:
         version = part.operation.version
         if version is None or not part.needs_source:
             return []
-        if not version.is_whole(part.shard):
+        if not version.holdings.is_whole(part.shard):
             return [self._lend(part, holding, partial=True) for holding in self._partial_holdings(part, version)]
         is_fed = any(lease.holding.is_fed for lease in part.leases.values() if not lease.dropping)
         grant = None if is_fed else self.grant(part)
@@ -161,7 +161,7 @@ class Readers:
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
         below: dict[Holding, None] | None = None
-        there = version.holders(part.shard)
+        there = version.holdings.of(part.shard)
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
@@ -193,7 +193,7 @@ class Readers:
         self, part: RankPart, version: Version, refuses: Callable[[Holding], bool], *, stranded: bool = False
     ) -> Holding | None:
         """That one of these from which it would have everything first."""
-        there, reader = version.holders(part.shard), part.member.worker
+        there, reader = version.holdings.of(part.shard), part.member.worker
         rates = self._cluster.links.rates(self._cluster.now)
         return there.best(reader.location, reader.transports, _wanted(there), rates, refuses, stranded=stranded)
 
@@ -311,14 +311,14 @@ class Readers:
         failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
         wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
         retry_at = part.retry_at[incarnation] = self._cluster.now + wait_s
-        self._cluster.timers.hasten("retry", str(part.operation.key), retry_at)
+        self._cluster.timers.hasten("retry", part.operation.name, retry_at)
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""
         times = [when for part in operation.parts.values() for when in part.retry_at.values()]
         later = [when for when in times if when > self._cluster.now]
         if later:
-            self._cluster.timers.set("retry", str(operation.key), min(later))
+            self._cluster.timers.set("retry", operation.name, min(later))
 
     def fence(self, lease: ReadLease, why: str) -> None:
         """The lease must not count any more. It is FENCED once the owner has confirmed."""
@@ -371,7 +371,7 @@ class Readers:
         """From now on it may be read."""
         holding.replica.holdings[holding.rank] = holding
         holding.verified = holding.is_fed = holding.complete
-        holding.version.add(holding)
+        holding.version.holdings.add(holding, holding.member.nbytes, holding.member.chunks)
         self._cluster.reckon(holding)
         self._cluster.learn(holding.version, holding.shard, holding.member.manifest, holding.member.parts)
         holding.member.holding = holding
@@ -444,11 +444,11 @@ class Readers:
             return
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
-        version.remove(holding)
+        version.holdings.remove(holding)
         member.group.model.unaware.pop(member.registration, None)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
-        if version.abandoned or (holding.complete and not all(map(version.is_whole, version.holdings))):
+        if version.abandoned or (holding.complete and not all(map(version.holdings.is_whole, version.holdings))):
             self._reconsider_readers(version)
         if member.holding is holding:
             member.holding = None

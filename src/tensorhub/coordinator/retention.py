@@ -56,7 +56,7 @@ class Retentions:
         if group.spot or not holding.is_source or version.number not in group.model.retained() or self.is_lost(version):
             return
         for ours in replica.holdings.values():
-            steady = version.holders(ours.shard).steady
+            steady = version.holdings.of(ours.shard).steady
             others = (h for h in steady if h.replica is not replica and h.member.worker is not going)
             if ours.is_source and not any(map(self.is_reliable, others)):
                 yield ours

@@ -94,7 +94,7 @@ class Versions:
 
     def recover(self, version: Version, model: Model) -> None:
         """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
-        version.lay_out()
+        version.holdings.lay_out(version.info.world_size)
         self._cluster.become(version, VersionState.AVAILABLE, "recovered")
         self._cluster.become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version

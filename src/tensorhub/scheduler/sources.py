@@ -95,38 +95,40 @@ class Sources(Generic[T]):
 
     def __init__(self) -> None:
         self._roots: dict[frozenset[str], _Node[T]] = {}  # by the transports that they are offered over
-        self._standing: dict[T, Standing] = {}
+        self._there: dict[T, tuple[Standing, _Node[T]]] = {}  # how it stands, and its host
 
     def __len__(self) -> int:
-        return len(self._standing)
+        return len(self._there)
 
     def __contains__(self, source: T) -> bool:
-        return source in self._standing
+        return source in self._there
 
     def standing(self, source: T) -> Standing | None:
         """As it was put last; None: it is none of them."""
-        return self._standing.get(source)
+        standing, _ = self._there.get(source, (None, None))
+        return standing
 
     def put(self, source: T, standing: Standing) -> None:
         """It is one of them from now on, or has changed."""
-        before = self._standing.get(source)
+        before, host = self._there.get(source, (None, None))
         if before == standing:
             return
         if before is not None and (before.transports, before.location) != (standing.transports, standing.location):
             self.drop(source)
-            before = None
-        self._standing[source] = standing
-        host = self._host(standing)
-        if before is not None:
+            host = None
+        if before is None or host is None:
+            host = self._host(standing)
+        else:
             host.change(before.readers, before.rank, source, add=False)
+        self._there[source] = standing, host
         host.change(standing.readers, standing.rank, source, add=True)
 
     def drop(self, source: T) -> None:
         """It is none of them any more; fine if it was none."""
-        standing = self._standing.pop(source, None)
-        if standing is None:
+        if source not in self._there:
             return
-        node, where = self._host(standing), standing.location
+        standing, node = self._there.pop(source)
+        where = standing.location
         node.change(standing.readers, standing.rank, source, add=False)
         for name in (where.host, where.rack, where.site):  # nothing is kept of where no source is
             if node.first or node.parent is None:

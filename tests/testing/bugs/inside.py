@@ -169,7 +169,7 @@ def available_goes_below() -> Iterator[None]:
 @bug("R12: `available` is an older version where the newest is held once only")
 def available_skips_what_is_held_once() -> Iterator[None]:
     def held(before: Callable[..., HowHeld], self: Any, version: Version) -> HowHeld:
-        return HowHeld.NOT if version.copies() == 1 else before(self, version)
+        return HowHeld.NOT if version.holdings.copies() == 1 else before(self, version)
 
     with around(Availability, "_held", held):
         yield
@@ -404,7 +404,7 @@ def quarantine_lifted() -> Iterator[None]:
         for holding in lifted:
             member.leaving.remove(holding)
             member.holding, holding.leaving, holding.quarantined = holding, False, False
-            holding.version.add(holding)
+            holding.version.holdings.add(holding, member.nbytes, member.chunks)
             self._cluster.reckon(holding)
         self._cluster.touch(member.group.model)
         member.said_in = member.worker.session

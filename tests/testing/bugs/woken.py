@@ -16,8 +16,8 @@ def source_wakes_nobody() -> Iterator[None]:
     def count(self: Cluster) -> None:
         while self.uncounted:
             version, _ = self.uncounted.popitem()
-            version.count()
-            version.has_grown = False
+            version.holdings.count()
+            version.holdings.has_grown = False
 
     with replaced(Cluster, "count", count):
         yield
