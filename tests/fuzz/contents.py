@@ -223,7 +223,7 @@ def _selection_said(source: Source) -> bytes:
         numbers(sum(loops), 2, 3),
         numbers(sum(loops), 0, 20),
     ]
-    return pack_all(1, [], columns)
+    return pack_all(1, [source.choice(("", "c" * 32, "d" * 65))], columns)
 
 
 def publications(data: bytes) -> None:

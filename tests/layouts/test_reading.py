@@ -219,7 +219,8 @@ def test_eight_ranks_by_rows_to_two_tensor_parallel_ones() -> None:
     # Of the first four sources: q, k and v together; gate; up and o; down and the norm. The others have no qkv of this rank.
     assert [part.chunks for part in found.parts[:2]] == [(0, 4, 8, 16), (1, 5, 9, 17)]
     assert [part.selection.sizes for part in found.parts[:4]] == [(6 * MIB, 14 * MIB, 16 * MIB, 7 * MIB + KIB)] * 4
-    assert len({part.selection.selection_id for part in found.parts[:4]}) == 1  # the same part of each
+    assert len({part.selection.chunks for part in found.parts[:4]}) == 1  # the same part of each
+    assert len({part.selection.selection_id for part in found.parts}) == 8  # but of another shard
     assert found.places[0] == (straight(0, 0, 4 * MIB), straight(0, 16 * MIB, MIB), straight(0, 20 * MIB, MIB))
     runs = {4 * MIB: 4, MIB: 8, 14 * MIB: 8, 4 * KIB: 8 * 512, 14 * KIB: 8 * 512, KIB: 8}
     assert runs_at_the_sources(found) == runs
@@ -258,11 +259,11 @@ GOOD = [[1], [0], [0], [0], [0], [1], [1], [4], [2], [8]]
 
 def with_columns(**changed: list[int]) -> bytes:
     names = "strips regions offsets region_steps offset_steps lengths loops runs times apart".split()
-    return pack_all(1, [], [changed.get(name, column) for name, column in zip(names, GOOD, strict=True)])
+    return pack_all(1, ["of"], [changed.get(name, column) for name, column in zip(names, GOOD, strict=True)])
 
 
 def test_the_columns_that_the_refused_ones_differ_from_are_a_selection() -> None:
-    assert Selection.decode(with_columns()).chunks == ((Strip(0, 0, 0, 0, 1, ((2, 8),), 4),),)
+    assert Selection.decode(with_columns()) == Selection(((Strip(0, 0, 0, 0, 1, ((2, 8),), 4),),), "of")
 
 
 @pytest.mark.parametrize(

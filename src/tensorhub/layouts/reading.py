@@ -12,7 +12,7 @@ rows, or else within a run. Small cells share a chunk. Chunks are numbered in th
 reader's memory. All this follows from the publication and the reader's coordinates alone, so all who hold one layout have
 the same numbers.
 
-A selection is what a source is told: it names bytes of the published shard, and nothing of the reader. So it is the same
+A selection is what a source is told: it names bytes of one published shard, and nothing of the reader. So it is the same
 for all versions of equal layouts, and for all readers who read that part. It is named by a hash of its one encoding.
 
 Responsible for these values, for the encoding, and for reading hostile selections at no more cost than their bounds
@@ -33,6 +33,7 @@ from tensorhub.layouts.cells import Family, Step
 from tensorhub.layouts.columns import Column, expect, pack_all, unpack_all
 from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.published import ID_MAX
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
 from tensorhub.strips import Strip, beyond, shortest
@@ -59,9 +60,12 @@ _COLUMNS = (
 class Selection:
     """What a reader of another layout takes of one published shard. `chunks[i]`: the strips of chunk i, in the order of the
     reader's memory.
+
+    `of`: the id of that shard's coordinates. Without it, what one reader takes of two shards would often have one id.
     """
 
     chunks: tuple[tuple[Strip, ...], ...]
+    of: str = ""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -87,7 +91,7 @@ class Selection:
             [times for times, _ in loops],
             [apart for _, apart in loops],
         )
-        return pack_all(FORM, [], columns)
+        return pack_all(FORM, [self.of], columns)
 
     def encode(self) -> bytes:
         """The one encoding of this selection: equal selections have equal bytes."""
@@ -102,8 +106,9 @@ class Selection:
         """The selection that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
         what = "selection"
         count_max = 4 * STRIPS_MAX  # loops are the most
-        _, found = unpack_all(what, FORM, 0, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
-        made = cls(tuple(_chunks(what, found)))
+        (of,), found = unpack_all(what, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
+        expect(len(of) <= ID_MAX and of.isprintable(), what, "it is of a shard that has no such name")
+        made = cls(tuple(_chunks(what, found)), of)
         if fault := made._fault():
             raise ProtocolError(f"bad selection: {fault}")
         expect(made.encode() == blob, what, "this is not the one encoding of what it says")
@@ -172,7 +177,7 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
         numbers[source].append(number)
     parts = []
     for source, its in numbers.items():
-        selection = Selection(tuple([chunks[number][2] for number in its]))
+        selection = Selection(tuple([chunks[number][2] for number in its]), classes[source].coordinates.coordinates_id)
         _refuse_too_long(selection)
         parts.append(Part(classes[source].ranks[0], classes[source].ranks, selection, tuple(its)))
     places = tuple([places for places, _, _ in chunks])
