@@ -134,7 +134,7 @@ async def test_of_several_addresses_a_silent_one_does_not_use_up_the_time_of_the
             address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             async with connect([address, c.address], options=QUICK) as hub:
                 assert await hub.describe() == ()
-            text = r"handshake took longer than 1 s, and nothing was said at all: it may be another|no answer within 1 s"
+            text = r"handshake took longer than 1 s, and nothing was said at all: it has very much to|no answer within 1 s"
             with pytest.raises(CoordinatorUnavailable, match=text):
                 async with connect(address, options=QUICK):
                     pass

@@ -7,6 +7,8 @@ come, and is told when each session begins and ends.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -139,20 +141,22 @@ class CoordinatorLink:
         """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable, AuthenticationFailed,
         ProtocolError.
         """
-        problems, refusal = list[str](), list[TensorHubError]()
+        problems, refusal, advice = list[str](), list[TensorHubError](), "is one running there? (tensorhub serve)"
         for host, port in self._addresses:
             try:
                 return await self._connect(host, port)
             except (OSError, ConnectionLost, OperationTimeout) as error:
-                problems.append(f"tcp://{host}:{port}: {error}")
+                causes = _causes(error)
+                problems.append(f"tcp://{host}:{port}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
+                if any(isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE) for each in causes):
+                    advice = "this process has too many files open, or may have too few: raise its `ulimit -n`"
             except TensorHubError as error:
                 if not error.retryable:
                     raise
                 refusal.append(error)  # a proxy before a coordinator that is gone closes: another address may do
         if refusal:
             raise refusal[0]
-        text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
-        raise CoordinatorUnavailable(text)
+        raise CoordinatorUnavailable(f"no coordinator can be reached ({'; '.join(problems)}): {advice}")
 
     async def _connect(self, host: str, port: int) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
@@ -251,3 +255,16 @@ class CoordinatorLink:
             if self._beats.late_s > self._beats.every_s:  # with one beat, it may have been this process that was stopped
                 log.warning("coordinator_behind", coordinator=self.addresses, seconds=self._beats.late_s, reason=BEHIND)
             self.say(self._beats.next())
+
+
+def _causes(error: BaseException) -> tuple[BaseException, ...]:
+    """What is behind it: anyio's error for several addresses of a host does not say."""
+    cause = error.__cause__ if isinstance(error, OSError) and error.errno is None else None
+    if isinstance(cause, BaseExceptionGroup):
+        return cause.exceptions
+    return (cause or error,)
+
+
+def _text(error: BaseException) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    return os.strerror(number) if number is not None and number > 0 else str(error)  # below 0: of getaddrinfo
