@@ -10,6 +10,7 @@ from tensorhub.coordinator import handovers
 from tensorhub.coordinator.entities import Member, Model
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.errors import RetentionError
+from tensorhub.messages import Progress
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState, Location, Purpose
@@ -440,6 +441,27 @@ def test_one_that_makes_no_progress_is_given_up() -> None:
         run()
     assert ended(asked)
     assert len(asked_for(cluster)) == 2
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_one_that_copies_too_little_in_a_turn_is_given_up(is_enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many chunks it has is its word alone: by one chunk a turn it would hold a leave up for as long as it likes."""
+    monkeypatch.setattr(handovers, "TURNS_MAX", CHUNKS if is_enough else CHUNKS - 1)
+    cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
+    trainer.unpublish(timeout_s=200)
+    while not any(w.handles and w.handles[0].pull for w in (cluster.workers["one"], cluster.workers["two"])):
+        cluster.do(cluster.choices()[0])
+    slow = cluster.workers[asked_for(cluster)[0]].handles[0]
+    operation = cluster.coordinator.cluster.members[slow.id].group.operation
+    assert operation is not None
+    operation.parts[0].deadline = 1e9  # as if it had called with that
+    cluster.coordinator.cluster.timers.set("operation", operation.name, 1e9)
+    slow.worker.say(Progress(operation.key, 0, 1, CHUNK_BYTES))
+    for _ in range(int(cluster.options.op_timeout_s)):
+        cluster.advance(1, run=False)
+        while (choices := [c for c in cluster.choices() if c != ("read", slow.name)]) != []:
+            cluster.do(choices[0])
+    assert len(asked_for(cluster)) == (1 if is_enough else 2)
 
 
 def test_two_last_holders_with_one_place_for_a_copy() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from tensorhub.coordinator.cluster import Cluster
@@ -28,6 +29,7 @@ from tensorhub.scheduler.links import distance
 from tensorhub.types import OpKind, Purpose
 
 HANDOVERS_PER_MODEL_MAX = 256  # at a time
+TURNS_MAX = 256  # of `op_timeout_s` that one handover has: in each of them at least such a part of all chunks is copied
 RETRY_S_FIRST = 1.0  # before a worker that could not make a copy is asked for it again; doubles each time
 RETRY_S_MAX = 60.0
 
@@ -56,12 +58,17 @@ class Handovers:
                 self._fail(model, handover)
 
     def due(self, copy: str) -> None:
-        """A handover has had its time. If it has made progress, it gets as much time again."""
+        """A handover has had its time. If it has made progress, it gets as much time again. One chunk is not enough: how
+        many it has copied is its owner's word alone.
+        """
         for model, handover in self._under_way(copy):
             member = self._cluster.members.get(copy)
-            chunks = member.holding.chunks_verified if member is not None and member.holding is not None else 0
-            if chunks > handover.chunks:
-                handover.chunks = chunks
+            if member is not None and member.holding is not None:
+                copied, least = member.holding.chunks_verified - handover.chunks, ceil(member.chunks / TURNS_MAX)
+            else:
+                copied, least = 0, 1
+            if copied >= least:
+                handover.chunks += copied
                 self._set_deadline(handover)
             else:
                 self._fail(model, handover)
