@@ -15,6 +15,8 @@ from typing import Final, Protocol
 import msgpack
 import xxhash
 
+from tensorhub.manifest import Digest
+
 WIDTHS: Final[Mapping[str, int]] = {"none": 0, "xxh3-64": 8, "sha-256": 32}
 """Bytes of one digest, by the manifest's name of the algorithm. 0: chunks have none."""
 ROOT_BYTES: Final = 32
@@ -65,11 +67,19 @@ def runs_of(chunks: Iterable[int]) -> list[tuple[int, int]]:
 
 def width_in(manifest: bytes) -> int:
     """Bytes of one digest under an encoded manifest, of which only the beginning is looked at; 0 for what is no manifest."""
+    return WIDTHS[head_of(manifest)[0]]
+
+
+def head_of(manifest: bytes) -> tuple[Digest, int]:
+    """The algorithm of an encoded manifest, of which only the beginning is looked at, and its `chunk_bytes`; "none" and 0
+    for what is no manifest.
+    """
     head = msgpack.Unpacker(max_buffer_size=256, strict_map_key=True)
     try:
         head.feed(manifest[:64])
         head.read_array_header()
         head.unpack()  # the format
-        return WIDTHS.get(head.unpack(), 0)
+        digest, chunk_bytes = head.unpack(), head.unpack()
+        return (digest, chunk_bytes) if digest in WIDTHS and type(chunk_bytes) is int else ("none", 0)
     except (ValueError, TypeError, msgpack.UnpackException):
-        return 0
+        return "none", 0

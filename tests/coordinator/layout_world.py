@@ -22,20 +22,28 @@ from tensorhub.coordinator import (
     Silent,
     Tick,
 )
-from tensorhub.coordinator.entities import Member, Operation, RankPart, Version
+from tensorhub.coordinator.entities import Member, Operation, RankPart, ReadLease, Version
+from tensorhub.coordinator.readers import Readers
+from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
+    Digests,
+    Fenced,
     Fill,
     FromCoordinator,
     FromWorker,
     Heartbeat,
     Held,
     Join,
+    LeaveRequest,
     Need,
+    Prepared,
     Publish,
+    ReadFailed,
     ReadyToWrite,
     Register,
     RegisterAgain,
+    SelectionRoot,
 )
 from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
@@ -55,6 +63,7 @@ class Rank:
     def __init__(
         self, session: int, group: str, rank: int, world_size: int, layout_id: str, parts: Sequence[bytes], site: str
     ) -> None:
+        self.serves = True
         self.session = session
         self.group, self.rank, self.world_size, self.layout_id, self.parts = group, rank, world_size, layout_id, parts
         self.site = site
@@ -127,6 +136,10 @@ class World:
                 self.step(Tick())
             self.step(Silent(tuple(self.core.cluster.sessions)))
 
+    def step_to_rest(self) -> None:
+        """A step in which nothing happens."""
+        self.step(Tick())
+
     # -- ranks
 
     def arrive(
@@ -139,9 +152,11 @@ class World:
         *,
         site: str = "here",
         registers: bool = True,
+        serves: bool = True,
     ) -> Rank:
         """A worker of one rank joins and registers it."""
         made = Rank(next(self.numbers), group, rank, world_size, layout_id, parts, site)
+        made.serves = serves
         self.ranks[made.name] = made
         self.connect(made)
         if registers:
@@ -161,13 +176,19 @@ class World:
         del self.sessions[session]
         self.step(Disconnected(session))
 
+    def lose(self, *ranks: Rank) -> None:
+        """Their leases run out."""
+        for rank in ranks:
+            self.cut_off(rank)
+        self.pass_time(2.5 * LEASE_S, silent=ranks)
+
     def register(self, rank: Rank, held: Held | None = None, *, whole: bool = True, parts: Sequence[bytes] = ()) -> None:
         """Until it is taken: what it is asked for, it says."""
         if held is not None and whole:
             held = replace(held, manifest=self.manifest)
         own = (id_of(self.manifest), tuple(map(id_of, rank.parts)))
         use = (rank.layout_id, 1, CHUNKS, self.manifest if whole else b"", held, *own, tuple(parts))
-        where = ("m", rank.group, rank.rank, rank.rank, rank.world_size, True, False, Medium.DEVICE, Purpose.USE)
+        where = ("m", rank.group, rank.rank, rank.rank, rank.world_size, rank.serves, False, Medium.DEVICE, Purpose.USE)
         self.say(rank, Register(next(self.numbers), rank.name, *where, *use))
 
     def answer_questions(self, rank: Rank, held: Held | None = None) -> None:
@@ -226,3 +247,48 @@ class World:
 
     def ready(self, rank: Rank, *needs: Need) -> None:
         self.say(rank, ReadyToWrite(self.operation(rank).key, rank.rank, needs))
+
+    def vote(self, rank: Rank, *roots: SelectionRoot, root: bytes = b"") -> None:
+        """It has everything; with these roots."""
+        self.say(rank, Prepared(self.operation(rank).key, rank.rank, root, roots))
+
+    def lose_source(self, rank: Rank, lease: ReadLease, reason: str = "lost", chunk: int | None = None) -> None:
+        """It could not read there."""
+        self.say(rank, ReadFailed(self.operation(rank).key, rank.rank, lease.id, reason, "", chunk))
+
+    def tell(self, rank: Rank, need: Need | None = None, value: bytes = b"a", *, shard: int = 0) -> None:
+        """What digests all its chunks have, of its own grid or of a selection; it begins with `value`."""
+        chunks, of = (CHUNKS, ("", 0)) if need is None else (need.chunks, (need.selection, shard))
+        runs = ((0, chunks),)
+        self.say(rank, Digests(rank.name, rank.generation, chunks, runs, list_of(chunks, value), True, *of))
+
+    def leave(self, rank: Rank) -> None:
+        self.say(rank, LeaveRequest(next(self.numbers), rank.name, rank.generation, 1000.0, False, False, False))
+
+    def fenced(self, rank: Rank) -> None:
+        self.say(rank, Fenced(rank.name, rank.generation))
+
+    def sources(self, rank: Rank) -> list[tuple[str, str, int]]:
+        """(source, selection, shard) of all its leases that it was not told to drop."""
+        grants = [Readers.to_grant(lease) for lease in self.part(rank).leases.values() if not lease.dropping]
+        return [(grant.source, grant.selection, grant.shard) for grant in grants]
+
+    def is_fed(self, rank: Rank) -> bool:
+        """Whether it has everything, or is filled by those who have."""
+        holding = self.member(rank).holding
+        return holding is not None and holding.is_fed
+
+    def lease(self, rank: Rank, source: str) -> ReadLease:
+        """That on this source."""
+        (lease,) = [each for each in self.part(rank).leases.values() if each.holding.member.registration == source]
+        return lease
+
+
+def list_of(chunks: int, value: bytes = b"a") -> bytes:
+    """Digests of so many chunks."""
+    return value.ljust(8, b"-") * chunks
+
+
+def root(need: Need, value: bytes = b"a") -> SelectionRoot:
+    """Of a list that was told so."""
+    return SelectionRoot(need.selection, root_of(list_of(need.chunks, value)), need.shard)

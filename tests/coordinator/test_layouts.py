@@ -77,7 +77,7 @@ def test_parts_are_kept_as_long_as_a_rank_or_a_version_names_them() -> None:
     assert kept.nbytes == len(MANIFEST) + sum(map(len, {*own(0)[1], *own(1)[1]}))
     world.publish(ranks, 1)
     assert world.version.layout_id.startswith("ranks/")
-    assert {shard: tuple(map(kept.id_of, parts)) for shard, parts in world.version.parts.items()} == {
+    assert {shard: tuple(map(kept.id_of, parts)) for shard, parts in world.version.holdings.parts.items()} == {
         rank: tuple(map(id_of, own(rank)[1])) for rank in range(2)
     }
     for rank in ranks:
@@ -136,4 +136,4 @@ def test_after_a_restart_the_parts_of_what_is_held_are_asked_for() -> None:
     world.register(rank, held, parts=parts)
     world.answer_questions(rank, held)
     assert [answer.keep for answer in rank.take(Registered)] == [True]
-    assert world.version.parts == {0: parts}
+    assert world.version.holdings.parts == {0: parts}

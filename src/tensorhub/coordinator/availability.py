@@ -14,6 +14,7 @@ from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import ChunkAnswer, Holding, Model, Operation, Version, Worker
 from tensorhub.coordinator.holders import Holders
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere, TellChunks
@@ -52,7 +53,7 @@ class Availability:
         for version in candidates:
             if all(p.member.holding is not None and p.member.holding.version is version for p in parts):
                 return version
-            how = self._held(version)
+            how = self._held(version, operation)
             if how is HowHeld.WHOLE:
                 return version
             if how in (HowHeld.TOGETHER, HowHeld.UNKNOWN) or self._may_come_back(version):
@@ -69,7 +70,12 @@ class Availability:
         """
         version, model = operation.bound, operation.group.model
         waits = not operation.writing or any(part.wants_source for part in operation.parts.values())
-        if self._cluster.is_recovering or not waits or version.abandoned or self._held(version) is not HowHeld.NOT:
+        if (
+            self._cluster.is_recovering
+            or not waits
+            or version.abandoned
+            or self._held(version, operation) is not HowHeld.NOT
+        ):
             return None
         return VersionUnavailable(f"version {version.number} of {model.name!r}: {GONE}; {held_text(model)}")
 
@@ -82,13 +88,26 @@ class Availability:
         mine = f"a rank of this group holds version {held}, which 'available' never replaces by an older one"
         return f"{text}; {_told(model)}; {mine}: call unpublish() on it first, or give the number of that version"
 
-    def _held(self, version: Version) -> HowHeld:
-        """How the whole version is held: like the shard that is held worst."""
-        if version.can_be_read():
+    def _held(self, version: Version, operation: Operation) -> HowHeld:
+        """How the whole version is held for these readers: as it was published, or, if that is better, in their layout."""
+        layout, published = version.layout_of(next(iter(operation.parts.values())).member), version.holdings
+        how = self._held_in(version, published)
+        if layout is published:
+            return how
+        if version.is_described and version.can_each_class_be_read():
             return HowHeld.WHOLE
-        if not all(version.holdings.values()) or (version.abandoned and not version.has_live_source()):
+        if not version.is_described:
+            return HowHeld.NOT if how is HowHeld.NOT else HowHeld.DOUBTFUL
+        ways = [how] if layout is None else [how, self._held_in(version, layout)]
+        return next(each for each in HowHeld if each in ways)
+
+    def _held_in(self, version: Version, layout: LayoutHoldings[Holding]) -> HowHeld:
+        """How all of it is held in that layout: like the shard that is held worst."""
+        if layout.copies():
+            return HowHeld.WHOLE
+        if not all(layout.values()) or (version.abandoned and not layout.have_sources()):
             return HowHeld.NOT  # whoever still reads what was left on purpose ends
-        shards = [self._shard(holdings) for holdings in version.holdings.values()]
+        shards = [self._shard(holdings) for holdings in layout.values()]
         return next(how for how in (HowHeld.NOT, HowHeld.DOUBTFUL, HowHeld.UNKNOWN, HowHeld.TOGETHER) if how in shards)
 
     def _shard(self, holdings: Holders[Holding]) -> HowHeld:
@@ -142,7 +161,7 @@ class Availability:
             answer.chunks, answer.there = message.chunks, int.from_bytes(message.there, "little")
             answer.said_at = self._cluster.now
             self._cluster.note(member)
-            others = [h for h in holding.version.holdings[holding.shard] if h.member.worker.state is WorkerState.LIVE]
+            others = [h for h in holding.peers if h.member.worker.state is WorkerState.LIVE]
             answers = [other.chunk_answer for other in others]  # who has fallen silent is not waited for
             if not any(each is not None and each.chunks is None for each in answers):
                 self._cluster.touch(member.group.model)

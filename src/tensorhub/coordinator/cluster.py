@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -26,6 +25,7 @@ from tensorhub.coordinator.actions import (
 )
 from tensorhub.coordinator.entities import (
     Entity,
+    Group,
     Holding,
     Member,
     Model,
@@ -40,9 +40,12 @@ from tensorhub.coordinator.entities import (
     Worker,
 )
 from tensorhub.coordinator.guests import Guests
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.manifests import Manifests
 from tensorhub.coordinator.states import WorkerState
+from tensorhub.digests import head_of
 from tensorhub.errors import TensorHubError
+from tensorhub.layouts.published import Published
 from tensorhub.machine import Timers
 from tensorhub.manifest import id_of
 from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
@@ -85,6 +88,7 @@ class Cluster:
         self.links = Links()  # what readers report of links; only the choice of sources depends on it
         self.manifests = Manifests()  # those of all members and versions
         self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
+        self.selections = 0  # those of all versions
         self.manifest_bytes: Counter[str] = Counter()  # by incarnation: of all its members, equal manifests included
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
@@ -189,17 +193,18 @@ class Cluster:
             self.noted[version] = None
             self.uncounted[version] = holding.member.group.model
             if not holding.leaving:
-                version.holdings.uncounted[holding] = None
+                holding.layout.uncounted[holding] = None
 
     def count(self) -> None:
         """Count what has changed. Where there is more to read from, wake who lacks that."""
         while self.uncounted:
             version, model = self.uncounted.popitem()
-            version.holdings.count()
-            if version.holdings.has_grown:
-                version.holdings.has_grown = False
-                self.wake_all(version.starving)
-                self.wake_all(model.guests_unbound)
+            for layout in version.layouts:
+                layout.count()
+                if layout.has_grown:
+                    layout.has_grown = False
+                    self.wake_all(version.starving)
+                    self.wake_all(model.guests_unbound)
 
     def reckon_all_of(self, worker: Worker) -> None:
         self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))
@@ -254,20 +259,69 @@ class Cluster:
             each[operation.key] = operation
         operation.filed_in = now
 
-    def learn(self, version: Version, shard: int, manifest: bytes, parts: tuple[bytes, ...] = ()) -> None:
-        """Keep this manifest of a shard, and its parts, unless they are known already."""
-        if version.is_kept and not version.manifests.get(shard):
-            version.manifests[shard] = self.manifests.keep(manifest)
-            version.parts[shard] = self.manifests.keep_all(parts)
+    def learn(
+        self,
+        version: Version,
+        layout: LayoutHoldings[Holding],
+        shard: int,
+        manifest: bytes,
+        parts: tuple[bytes, ...] = (),
+    ) -> None:
+        """Keep this manifest of a shard in a layout, and its parts, unless they are known already."""
+        if version.is_kept and not layout.manifests.get(shard):
+            layout.learn(shard, self.manifests.keep(manifest), self.manifests.keep_all(parts))
             self.note(version)
+
+    def describe(self, version: Version) -> str:
+        """The id of what says which rank has published what (`layouts.holdings`); once every shard's manifest is known."""
+        if not version.description:
+            manifests, parts, id_of = version.manifests, version.holdings.parts, self.manifests.id_of
+            shards = tuple(
+                [tuple([id_of(each) for each in parts[shard] or (manifests[shard],)]) for shard in version.holdings]
+            )
+            digest, chunk_bytes = head_of(manifests[0])
+            version.description = self.manifests.keep(Published(digest, chunk_bytes, shards).encode())
+            self.note(version)
+        return self.manifests.id_of(version.description)
+
+    def lay_out(self, version: Version, group: Group) -> LayoutHoldings[Holding]:
+        """Where that group's copy of the version belongs: all ranks are there. `forget_layouts` forgets it again."""
+        if version.is_laid_out_as(group):
+            return version.holdings
+        layout = version.others.get(group.layout)
+        if layout is None:
+            layout = version.others[group.layout] = LayoutHoldings(group.layout)
+            layout.lay_out(group.world_size)
+            self.note(version)
+        return layout
+
+    def forget_layouts(self, version: Version) -> None:
+        """Those in which nobody holds or fills it any more, and what only they needed."""
+        operations = (*version.bound.values(), *version.guests_bound.values())
+        used = {id(part.in_layout) for operation in operations for part in operation.parts.values()}
+        for layout in [each for each in version.others.values() if id(each) not in used and not each.has_holders]:
+            self.manifests.release(*layout.unlearn())
+            del version.others[layout.layout_id]
+            self.note(version)
+            needed = {(n.shard, n.selection) for each in version.others.values() for ns in each.needs.values() for n in ns}
+            for key in version.selections.keys() - needed:
+                self.forget_selection(version, key)
+
+    def forget_selection(self, version: Version, key: tuple[int, str]) -> None:
+        self.forget_list(version.selections.pop(key))
+        self.selections -= 1
 
     def unlearn(self, version: Version) -> None:
         """Forget the manifests and lists of a version that is retired, or that nobody holds any of."""
         if version.manifests:
             self.note(version)
-        self.manifests.release(*version.manifests.values(), *chain(*version.parts.values()))
-        version.manifests.clear()
-        version.parts.clear()
+        for layout in version.layouts:
+            self.manifests.release(*layout.unlearn())
+        self.manifests.release(version.description)
+        version.description = b""
+        for key in list(version.selections):
+            self.forget_selection(version, key)
+        version.others.clear()
         for testimony in version.testimonies.values():
             testimony.publisher = None
             testimony.answered.clear()

@@ -17,7 +17,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
-from tensorhub.messages import DigestAgain, DigestedAgain, Origin, Revoked, Stray
+from tensorhub.messages import DigestAgain, DigestedAgain, Need, Origin, Revoked, Stray
 from tensorhub.types import READ_ONLY
 
 INQUIRY_S = 1.0  # how often one reader can have one holding digest a chunk again
@@ -30,16 +30,18 @@ class CorruptionChecks:
     _cluster: Cluster
     _readers: Readers
 
-    def ask(self, part: RankPart, holding: Holding, chunk: int) -> None:
-        """This reader got that chunk of this holding without its digest, or with another one than was published."""
-        self._ask(part, part.member.worker, holding, chunk)
+    def ask(self, part: RankPart, holding: Holding, chunk: int, need: Need | None = None) -> None:
+        """This reader got that chunk of this holding without its digest, or with another one than was published. `need`: of
+        which the chunk is; None: of the grid of both.
+        """
+        self._ask(part, part.member.worker, holding, chunk, need)
 
-    def trace(self, part: RankPart, stray: Stray) -> None:
+    def trace(self, part: RankPart, stray: Stray, need: Need | None = None) -> None:
         """A chunk of this reader has another digest than was published. Is the source that it names to blame?"""
         holding = self._find(stray.origin)
         if holding is not None and holding.version is part.operation.version:
             self._readers.avoid(part, holding, "corrupt", f"chunk {stray.chunk} has another digest than was published")
-            self.ask(part, holding, stray.chunk)
+            self.ask(part, holding, stray.chunk, need)
 
     def _find(self, origin: Origin | None) -> Holding | None:
         """What that memory holds under that generation; None, if it does not any more."""
@@ -47,7 +49,7 @@ class CorruptionChecks:
         held = member.holdings if member is not None else []
         return next((h for h in held if origin is not None and h.generation == origin.generation), None)
 
-    def _ask(self, part: RankPart | None, worker: Worker, holding: Holding, chunk: int) -> None:
+    def _ask(self, part: RankPart | None, worker: Worker, holding: Holding, chunk: int, need: Need | None) -> None:
         now = self._cluster.now
         reader = READ_ONLY if worker.read_only else worker.incarnation
         known = holding.inquiries.get(reader)
@@ -55,8 +57,9 @@ class CorruptionChecks:
             return
         if known is None and len(holding.inquiries) >= limits.INQUIRIES_MAX:
             del holding.inquiries[next(iter(holding.inquiries))]
-        inquiry = holding.inquiries[reader] = Inquiry(self._cluster.new_id(), part, now, chunk)
-        question = DigestAgain(inquiry.ident, holding.member.registration, holding.generation, chunk)
+        inquiry = holding.inquiries[reader] = Inquiry(self._cluster.new_id(), part, now, chunk, need)
+        of = ("", 0) if need is None else (need.selection, need.shard)
+        question = DigestAgain(inquiry.ident, holding.member.registration, holding.generation, chunk, *of)
         self._cluster.tell(holding.member, question)
 
     def answered(self, worker: Worker, answer: DigestedAgain) -> None:
@@ -76,18 +79,27 @@ class CorruptionChecks:
 
     def _judge(self, holding: Holding, inquiry: Inquiry, answer: DigestedAgain) -> None:
         """The source's bytes have the digest that it sends with them. Do they have the published one?"""
-        testimony = holding.version.testimonies.get(holding.shard)
+        version, need = holding.version, inquiry.need
+        if need is not None:
+            testimony = version.selections.get((need.shard, need.selection))
+        else:
+            testimony = None if holding.bridges else version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
         if published in (b"", answer.digest) or (testimony is not None and holding is testimony.publisher):
             if inquiry.part is not None:
                 inquiry.part.exonerated.add(holding.member.worker.name)
                 self._cluster.changed(inquiry.part.operation)
+        elif _has_published(holding):  # as has another one of its class, whose digests count
+            if inquiry.part is not None and testimony is not None and testimony.publisher is not None:
+                inquiry.part.drifted = testimony.publisher.shard, holding.shard
+                self._cluster.changed(inquiry.part.operation)
         elif holding.committed or answer.origin is None:
             self.condemn(holding)
         else:  # it will find out itself, before it commits; who has told it so?
             source = self._find(answer.origin)
-            if source is not None and source is not holding and source.version is holding.version:
-                self._ask(holding.member.part, holding.member.worker, source, inquiry.chunk)
+            knows = source is not None and (need is not None or source.layout is holding.layout)
+            if source is not None and knows and source is not holding and source.version is version:
+                self._ask(holding.member.part, holding.member.worker, source, inquiry.chunk, need)
 
     def condemn(self, holding: Holding) -> None:
         """The holding has other bytes than were published, although it agreed with its publisher or has read from nobody."""
@@ -101,3 +113,9 @@ class CorruptionChecks:
         self._cluster.tell(owner, Revoked(owner.registration, holding.version.info.content_id, reason))
         if owner.group.operation is not None:
             self._cluster.changed(owner.group.operation)
+
+
+def _has_published(holding: Holding) -> bool:
+    """Whether it is what one of the version's publishers holds."""
+    testimony = holding.version.testimonies.get(holding.shard)
+    return not holding.bridges and testimony is not None and testimony.publisher is holding

@@ -70,7 +70,7 @@ class Deadlines:
             target = bound or self._fills.target(operation)
         except VersionUnavailable as unavailable:
             return Blame(unavailable)
-        if target is not None and target.has_live_source():
+        if target is not None and target.can_serve(operation):
             staying = self._fills.staying(operation, target)
             if staying:
                 error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
@@ -87,7 +87,7 @@ class Deadlines:
         return self._sourceless(operation, bound, what)
 
     def _sourceless(self, operation: Operation, version: Version, what: str) -> Blame | None:
-        if not version.has_live_source():
+        if not version.can_serve(operation):
             text = f"{what}: version {version.number} has lost its last source; none came back in time"
         elif self._fills.first_sources(operation) is None:
             text = f"{what}: no holder of version {version.number} can be reached now (silent, full, or it has just failed)"

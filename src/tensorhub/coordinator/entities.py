@@ -15,7 +15,7 @@ Each attribute's comment says what it always equals; `invariants` checks that. d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
@@ -23,8 +23,8 @@ from typing import Any, ClassVar, TypeVar
 from tensorhub.coordinator import limits, states
 from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
-from tensorhub.coordinator.holders import Counted
-from tensorhub.coordinator.shards import Shards
+from tensorhub.coordinator.holders import Counted, Holders
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.sharing import Share
 from tensorhub.coordinator.states import (
     LeaseState,
@@ -40,6 +40,7 @@ from tensorhub.messages import (
     Begun,
     Fill,
     Flow,
+    Need,
     Outcome,
     Pin,
     Publish,
@@ -140,13 +141,14 @@ class Member:
     begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
     begun_id: str = ""  # the id of that manifest
     layout_id: str = ""  # which part of which tensors it has
+    unheard: int = 0  # its Register, if that said what it holds, and nobody could know in which layout; else 0
     parts: tuple[bytes, ...] = ()  # its catalogue, arrangement and coordinates; none for whole and rank-local tensors
     reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
 
     @property
     def fits_any_layout(self) -> bool:
-        """Whether it takes its shard of any version, however that is laid out: a fetch, or a copy of one shard."""
-        return not self.serves or self.purpose in (Purpose.RETENTION, Purpose.SEED)
+        """Whether it takes a published shard of any version: a fetch that has no layout, or a copy of one shard."""
+        return not (self.serves or self.layout_id) or self.purpose in (Purpose.RETENTION, Purpose.SEED)
 
     @property
     def part(self) -> RankPart | None:
@@ -200,18 +202,26 @@ class Version(_Moving[VersionState]):
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
     abandoned: bool = False  # its last live source left on purpose, and none has come since
+    # Other layouts in which it has live sources; with "": any other one, since each class of published shards has one.
+    readable_in: set[str] = field(default_factory=set)
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
-    manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
-    parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # as of `Member`; by shard, of the same shards
-    holdings: Shards[Holding] = field(default_factory=lambda: Shards())
+    others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)  # by layout id; in which it is held or filled
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
+    # The same, by the shard that names a class, and the selection: those that the readers of other layouts need.
+    selections: dict[tuple[int, str], Testimony] = field(default_factory=dict)
+    description: bytes = b""  # of what was published where; once a reader of another layout has needed it
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
     bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
     guests_bound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
     starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
+    holdings: LayoutHoldings[Holding] = field(init=False)  # as it was published
+
+    def __post_init__(self) -> None:
+        _Moving.__post_init__(self)
+        self.holdings = LayoutHoldings(self.layout_id)
 
     @property
     def number(self) -> int:
@@ -230,6 +240,60 @@ class Version(_Moving[VersionState]):
         """Where that one is found while it is bound."""
         return self.guests_bound if operation.is_of_guests else self.bound
 
+    @property
+    def manifests(self) -> dict[int, bytes]:
+        """As it was published, by shard; empty once nobody holds or fills any of it."""
+        return self.holdings.manifests
+
+    @property
+    def layouts(self) -> Iterator[LayoutHoldings[Holding]]:
+        """All in which somebody holds it, or may."""
+        yield self.holdings
+        yield from self.others.values()
+
+    def is_laid_out_as(self, group: Group) -> bool:
+        """Whether that group has the layout in which it was published."""
+        return (self.layout_id, self.info.world_size) == (group.layout_id, group.world_size)
+
+    def layout_of(self, member: Member) -> LayoutHoldings[Holding] | None:
+        """In which that rank holds it, or would; None: in another one, in which nobody has it yet."""
+        group = member.group
+        if member.fits_any_layout or self.is_laid_out_as(group):
+            return self.holdings
+        return self.others.get(group.layout_id or "")
+
+    @property
+    def is_described(self) -> bool:
+        """Whether readers of other layouts can be told what was published where."""
+        return bool(self.description) or len(self.manifests) == len(self.holdings) > 0
+
+    def can_serve(self, operation: Operation) -> bool:
+        """Whether those ranks have sources for everything: in their own layout, or of each class of published shards."""
+        member = next(iter(operation.parts.values())).member
+        layout = self.layout_of(member)
+        if layout is self.holdings:
+            return self.has_live_source()
+        return self.is_described and ((layout is not None and layout.have_sources()) or self.has_each_class())
+
+    def has_each_class(self) -> bool:
+        """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
+        classes = self.holdings.classes.values()
+        return self.has_live_source() or all(any(self.holdings.of(s).sources for s in shards) for shards in classes)
+
+    def can_each_class_be_read(self) -> bool:
+        """The same, of workers that are heard of now."""
+        classes = self.holdings.classes.values()
+        return all(any(self.holdings.of(shard).live_sources for shard in shards) for shards in classes)
+
+    def is_class_whole(self, first: int) -> bool:
+        """Whether somebody holds all of a published shard of that class, committed or not."""
+        return any(map(self.holdings.is_whole, self.holdings.classes[first]))
+
+    def lay_out(self, layout_id: str) -> None:
+        """Every rank has published: from now on its shards are held."""
+        self.layout_id = self.holdings.layout_id = layout_id
+        self.holdings.lay_out(self.info.world_size)
+
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
         return self.holdings.have_sources()
@@ -239,7 +303,7 @@ class Version(_Moving[VersionState]):
         return self.holdings.copies() > 0
 
     def __repr__(self) -> str:
-        holders = sum(len(h) for h in self.holdings.values())
+        holders = sum(len(h) for layout in self.layouts for h in layout.values())
         return f"<Version {self.info.model}:{self.number} {self.state} holdings={holders}>"
 
 
@@ -275,6 +339,7 @@ class Holding:
     generation: int
     complete: bool  # every chunk is there and verified
     committed: bool  # complete, and its group's operation committed: counts for availability
+    layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
     number: int = 0  # in the order in which its shard's holdings came
@@ -303,8 +368,19 @@ class Holding:
 
     @property
     def shard(self) -> int:
-        """Of its version."""
+        """Of its layout."""
         return self.member.shard
+
+    @property
+    def peers(self) -> Holders[Holding]:
+        """All holders of the same shard in the same layout, as of what is counted."""
+        return self.layout[self.member.shard]
+
+    @property
+    def chunks(self) -> int:
+        """Of all that it holds, or will."""
+        needs = self.layout.needs.get(self.shard)
+        return self.member.chunks if needs is None else sum(need.chunks for need in needs)
 
     @property
     def takes_readers(self) -> bool:
@@ -348,6 +424,23 @@ class Holding:
         ]
 
     @property
+    def bridges(self) -> bool:
+        """Whether it is not as it was published."""
+        return self.layout is not self.version.holdings
+
+    def is_filled_by(self, trusted: Callable[[Holding], bool]) -> bool:
+        """Whether all that it lacks comes from holdings of which that is so."""
+        lasting = [lease for lease in self.fillers if not lease.dropping]
+        if any(lease.need is None and trusted(lease.holding) for lease in lasting):
+            return True
+        part = self.member.part
+        if not self.bridges or part is None or part.holding is not self or part.needs is None or not part.reads:
+            return False
+        return {lease.need.shard for lease in lasting if lease.need and trusted(lease.holding)} == {
+            need.shard for need in part.needs
+        }
+
+    @property
     def is_stranded(self) -> bool:
         """Whether it lacks something, and a source to have it from."""
         return not self.complete and not self.fillers
@@ -381,15 +474,19 @@ class Inquiry:
     ident: str  # empty once it is answered
     part: RankPart | None  # the reader; None: it reads no more
     asked_at: float
-    chunk: int
+    chunk: int  # of the selection that is needed, if one is
+    need: Need | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Testimony(DigestList):
-    """The digests of one shard's chunks, as their publisher has made them (R8), and who can tell them."""
+    """The digests of one shard's chunks, as their publisher has made them (R8), and who can tell them; or of those of a
+    selection of the shards of one class.
+    """
 
     version: Version
-    shard: int
+    shard: int  # of a class the first one
+    need: Need | None = None  # the selection, as its readers have said it
     publisher: Holding | None = None  # what was published; it may have been taken back since
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # who is to tell: (session, generation)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
@@ -411,7 +508,13 @@ class ReadLease(_Moving[LeaseState]):
     partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
+    need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     dropping: bool = False  # the reader was told to leave this source for another one
+
+    @property
+    def lasts(self) -> bool:
+        """Whether all that it is for comes through it, as far as is known."""
+        return self.holding.is_fed and not (self.dropping or self.partial)
 
     @property
     def is_dry(self) -> bool:
@@ -433,9 +536,14 @@ class RankPart:
     deadline: float
     moved_at: float  # when something came of it last: its call, a version, its turn to write, new bytes, its vote
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
+    in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
+    bridges: bool = False  # that is not the published one
+    needs: tuple[Need, ...] | None = None  # what it reads of the published shards, if it bridges; None: not said yet
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
-    claim: bytes | None = None  # the root that its Prepared names, until it is agreed, or found to be wrong
+    # The roots that its Prepared names, until they are agreed, or found to be wrong; if it bridges, of what it needs.
+    claim: dict[Need | None, bytes] | None = None
+    compares: Need | None = None  # of which of them it compares the list, while there is a page
     page: int | None = None  # which page of the publisher's list it compares now
     page_session: int | None = None  # over which it was sent that
     comparisons: int = 0  # that have found other digests than were published
@@ -447,6 +555,7 @@ class RankPart:
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
+    drifted: tuple[int, int] | None = None  # published shards of one class, of which it was found that they differ
 
     @property
     def rank(self) -> int:
@@ -455,6 +564,17 @@ class RankPart:
     @property
     def shard(self) -> int:
         return self.member.shard
+
+    @property
+    def chunks(self) -> int:
+        """Of its own grid."""
+        return self.member.chunks if self.needs is None else sum(need.chunks for need in self.needs)
+
+    @property
+    def layout(self) -> LayoutHoldings[Holding]:
+        """In which it reads; once it is bound."""
+        assert self.in_layout is not None
+        return self.in_layout
 
     @property
     def begun(self) -> Begun | None:
@@ -469,7 +589,17 @@ class RankPart:
     @property
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
-        return self.reads and all(lease.dropping or lease.partial or lease.is_dry for lease in self.leases.values())
+        if self.bridges:
+            return self.reads and bool(self.lacking())
+        return self.reads and not any(lease.lasts for lease in self.leases.values())
+
+    def lacking(self, without: ReadLease | None = None) -> list[Need]:
+        """What it needs of other layouts and has no such source for. One of its own layout is enough for everything."""
+        lasting = [lease for lease in self.leases.values() if lease.lasts and lease is not without]
+        if any(lease.need is None for lease in lasting):
+            return []
+        covered = {lease.need.shard for lease in lasting if lease.need is not None}
+        return [need for need in self.needs or () if need.shard not in covered]
 
     @property
     def reads(self) -> bool:
@@ -485,7 +615,17 @@ class RankPart:
     @property
     def needs_source(self) -> bool:
         """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
-        return self.reads and (self.wants_source or not self.operation.bound.holdings.is_whole(self.shard))
+        return self.reads and (self.wants_source or not self.can_be_whole)
+
+    @property
+    def can_be_whole(self) -> bool:
+        """Whether somebody holds all that it reads, committed or not."""
+        version = self.operation.bound
+        if not self.bridges:
+            return version.holdings.is_whole(self.shard)
+        if self.layout.of(self.shard).complete:
+            return True
+        return self.needs is not None and all(version.is_class_whole(need.shard) for need in self.needs)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tensorhub.coordinator import bridges
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
+from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.readers import Readers
@@ -28,7 +30,7 @@ from tensorhub.errors import (
     TransportUnavailable,
     VersionUnavailable,
 )
-from tensorhub.messages import AddSource, Fill, Grant, Start, Write
+from tensorhub.messages import AddSource, Fill, Grant, Need, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
@@ -75,17 +77,17 @@ class Fills:
             self._cluster.touch(operation.group.model)
         return bool(staying)
 
-    def first_sources(self, operation: Operation) -> dict[int, Holding] | None:
+    def first_sources(self, operation: Operation) -> dict[int, list[Source]] | None:
         """R7: before anything is overwritten, every shard that is to be read can be read. From where, by rank; None: one of
         them cannot be.
         """
-        version, found = operation.bound, dict[int, Holding]()
+        version, found = operation.bound, dict[int, list[Source]]()
         for part in operation.parts.values():
             if part.needs_bytes and not part.has_written:
-                source = self._readers.choose(part, version) if version.has_live_source() else None
-                if source is None:
+                sources = self._readers.sources(part) if version.can_serve(operation) else []
+                if not (bridges.are_enough(sources, part.needs or ()) if part.bridges else sources):
                     return None
-                found[part.rank] = source
+                found[part.rank] = sources
         return found
 
     # -- an operation's steps
@@ -123,6 +125,18 @@ class Fills:
             if blame is not None:
                 return blame
         return self._testimonies.settle(operation) or _outlived(operation) or self._feed(operation)
+
+    def ready(self, part: RankPart, needs: tuple[Need, ...]) -> Blame | None:
+        """Its manifest fits, and its before_write has returned."""
+        if part.bridges and part.needs is None:
+            error = bridges.check(part, needs, self._cluster.selections)
+            if error is not None:
+                return Blame(error, part.rank)
+            part.needs = part.layout.needs[part.shard] = needs
+            self._testimonies.expect(part)
+        part.ready, part.moved_at = True, self._cluster.now
+        self._cluster.changed(part.operation)
+        return None
 
     def may_commit(self, operation: Operation) -> bool:
         """A staged update has overwritten nothing yet. It gives up what it replaces now, if that may go (R4, R7)."""
@@ -164,7 +178,7 @@ class Fills:
             self._begin_replica(operation, there)
         for part in there:
             if part.holding is not None:
-                part.holding.chunks_verified = part.member.chunks
+                part.holding.chunks_verified = part.chunks
                 self._readers.completed(part.holding)
 
     def abort(self, operation: Operation) -> None:
@@ -198,21 +212,28 @@ class Fills:
         in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
-        if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
+        is_other = self._is_of_other_layout(operation, version)
+        if fresh and (not version.can_serve(operation) or self._must_wait(operation, version)):
+            return None
+        if is_other and not version.is_described:
             return None
         if self.has_no_room(operation, version):
             return None
         operation.staying = []
         self._cluster.bind(operation, version)
+        layout = self._cluster.lay_out(version, operation.group) if is_other else version.holdings
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.moved_at = self._cluster.now
+            part.in_layout, part.bridges = layout, is_other
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
-            part.ready = holders[rank] or part.has_written
-            if part.begun is not None and (manifest := _named(part)):
-                self._cluster.learn(version, part.shard, manifest)
+            part.ready = holders[rank] or (part.has_written and not is_other)
+            if is_other:
+                self._cluster.learn(version, layout, part.shard, part.member.manifest, part.member.parts)
+            elif part.begun is not None and (manifest := _named(part)):
+                self._cluster.learn(version, layout, part.shard, manifest)
                 self._cluster.keep_begun(part.member, b"")
         if not operation.unchanged:
             self._start(operation)
@@ -220,29 +241,28 @@ class Fills:
 
     def has_no_room(self, operation: Operation, version: Version) -> bool:
         """Whether a guest has to wait for a place at that version's sources; it is told nothing before it has one."""
-        waits = operation.is_of_guests and version.has_live_source()
+        waits = operation.is_of_guests and version.has_live_source() and not self._is_of_other_layout(operation, version)
         return waits and any(self._readers.choose(part, version) is None for part in operation.parts.values())
 
     @staticmethod
-    def _misfit(operation: Operation, version: Version) -> Blame | None:
+    def _is_of_other_layout(operation: Operation, version: Version) -> bool:
+        """Whether its ranks do not have the layout in which that version was published."""
+        member = next(iter(operation.parts.values())).member
+        return not (member.fits_any_layout or version.is_laid_out_as(operation.group))
+
+    def _misfit(self, operation: Operation, version: Version) -> Blame | None:
         """Why this group's ranks cannot take that version's shards, if they cannot."""
-        group, info = operation.group, version.info
+        if self._is_of_other_layout(operation, version):
+            misfit = bridges.misfit(operation.group, version)
+            return Blame(misfit) if misfit is not None else None
+        info = version.info
         one = next((part.shard for part in operation.parts.values() if part.member.fits_any_layout), None)
-        if one is not None:
-            if one < info.world_size:
-                return None
-            text = (
-                f"version {info.version} of {info.model!r} has no rank {one}: its world_size is {info.world_size}, "
-                f"so fetch one of the ranks 0 to {info.world_size - 1}"
-            )
-        elif (version.layout_id, info.world_size) == (group.layout_id, group.world_size):
+        if one is None or one < info.world_size:
             return None
-        else:
-            text = (
-                f"version {info.version} of {info.model!r} is laid out as {version.layout_id!r} over "
-                f"{info.world_size} rank(s), group {group.name!r} as {group.layout_id!r} over "
-                f"{group.world_size}: readers of another layout are not supported yet"
-            )
+        text = (
+            f"version {info.version} of {info.model!r} has no rank {one}: its world_size is {info.world_size}, "
+            f"so fetch one of the ranks 0 to {info.world_size - 1}"
+        )
         return Blame(ManifestMismatch(text, differences=(text,)))
 
     def _no_way(self, operation: Operation, version: Version) -> Blame | None:
@@ -259,7 +279,8 @@ class Fills:
     def _unnamed(operation: Operation, version: Version) -> Blame | None:
         """Which rank goes on with a shard whose manifest is not known, since there was no room to keep it."""
         for part in operation.parts.values():
-            known = version.manifests.get(part.shard) or _named(part)
+            layout = version.layout_of(part.member)
+            known = layout is not version.holdings or layout.manifests.get(part.shard) or _named(part)
             if part.has_written and part.member.serves and not known:
                 text = f"{_BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close handles and call again"
                 return Blame(CoordinatorUnavailable(text), part.rank)
@@ -274,7 +295,8 @@ class Fills:
         bare = is_staged(operation) or not any(
             (isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fresh
         )
-        sources = self.first_sources(operation) if bare else None
+        bridging = any(part.bridges for part in fillers)  # what they need is not known before they have planned
+        sources = self.first_sources(operation) if bare and not bridging else None
         if sources is not None:
             self._begin_write(operation)
         for part in fillers:
@@ -292,20 +314,23 @@ class Fills:
 
     def _tell_start(self, part: RankPart, grants: tuple[Grant, ...]) -> None:
         operation, version = part.operation, part.operation.bound
-        manifest = version.manifests.get(part.shard)
+        manifest, id_of = part.layout.manifests.get(part.shard), self._cluster.manifests.id_of
         if manifest is not None:
-            manifest_id = self._cluster.manifests.id_of(manifest)
+            manifest_id = id_of(manifest) if manifest else ""
         else:  # it is a fetch, and nobody whose word counts for others has said it yet
             assert part.begun is not None
             manifest_id = part.begun.manifest_id
         root = self._testimonies.root_for(part)
-        start = Start(operation.key, part.rank, version.info, manifest_id, operation.writing, grants, root)
+        part_ids = tuple(map(id_of, part.layout.parts.get(part.shard, ())))
+        publication = self._cluster.describe(version) if part.bridges else ""
+        what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication)
+        start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)
 
     def _write_if_ready(self, operation: Operation) -> Blame | None:
         """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
         version = operation.bound
-        if version.abandoned and not version.has_live_source():
+        if version.abandoned and not version.can_serve(operation):
             return _abandoned(operation)
         ready = all(part.ready for part in operation.parts.values())
         sources = self.first_sources(operation) if ready else None
@@ -316,11 +341,12 @@ class Fills:
                     self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part, sources)))
         return None
 
-    def _first_grants(self, part: RankPart, sources: dict[int, Holding]) -> tuple[Grant, ...]:
+    def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:
         """What was chosen before the write began is still the best: what a write changes is of other versions."""
-        source = sources.get(part.rank)  # none, if it has written before
-        grant = self._readers.grant(part) if source is None else self._readers.lend(part, source)
-        return () if grant is None else (grant,)
+        chosen = sources.get(part.rank)  # none, if it has written before
+        if chosen is None:
+            return tuple(self._readers.grant(part))
+        return tuple([self._readers.lend(part, *source) for source in chosen])
 
     def _begin_write(self, operation: Operation) -> None:
         """Every rank is ready: the old replica leaves, the new one begins. From here on an abort leaves torn memory."""
@@ -341,7 +367,7 @@ class Fills:
                 if old is not None:
                     self._readers.overwrite(old)
                 assert isinstance(part.call, Fill)
-                part.holding = Holding(replica, part.member, part.call.generation, False, False)
+                part.holding = Holding(replica, part.member, part.call.generation, False, False, part.layout)
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
@@ -350,6 +376,8 @@ class Fills:
         for part in operation.parts.values():
             if part.reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(damaged(operation, part), part.rank)
+            if part.drifted is not None:
+                return Blame(_drifted(operation, part.drifted), part.rank)
             if part.holding is not None and part.holding.condemned:
                 return Blame(_condemned(operation, part), part.rank)
             if not part.reads:
@@ -357,7 +385,7 @@ class Fills:
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = version.abandoned and part.wants_source and all(lease.dropping for lease in part.leases.values())
-            if alone and not version.has_live_source():
+            if alone and not version.can_serve(operation):
                 return _abandoned(operation)
         return None
 
@@ -408,6 +436,15 @@ def _outlived(operation: Operation) -> Blame | None:
         return None
     text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
     return Blame(VersionUnavailable(f"{text}; {held_text(model)}"))
+
+
+def _drifted(operation: Operation, shards: tuple[int, int]) -> IntegrityError:
+    version, (one, other) = operation.bound, shards
+    return IntegrityError(
+        f"{operation.kind} of {operation.group.model.name!r}: version {version.number}: ranks {one} and {other} of group "
+        f"{version.publisher.group!r} have published the same part of the model, and their bytes differ: they are no "
+        "replicas of each other any more. Look at what has drifted there, make them equal, and publish again"
+    )
 
 
 def _condemned(operation: Operation, part: RankPart) -> IntegrityError:

@@ -27,6 +27,7 @@ from tensorhub.coordinator.entities import (
     Worker,
 )
 from tensorhub.coordinator.holders import Holders
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -69,8 +70,9 @@ def check_counts(cluster: Cluster) -> None:
     """
     kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun, *member.parts)]
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
-        kept += [*version.manifests.values(), *chain(*version.parts.values())]
-        _demand(version.parts.keys() == version.manifests.keys(), "parts are of known manifests", version)
+        for layout in version.layouts:
+            kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
+            _demand(layout.parts.keys() == layout.manifests.keys(), "parts are of known manifests", version)
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
     for worker in cluster.workers.values():
         nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts))) for m in worker.members.values())
@@ -99,13 +101,11 @@ def check_counts(cluster: Cluster) -> None:
         _demand(counted == registrations, "a read-only worker's registrations are counted", worker)
     _demand(guests.registrations.total == len(readers), "read-only registrations are counted", guests.registrations)
     patches = Counter(
-        (lease.holding.version, lease.holding.shard)
-        for lease in cluster.leases.values()
-        if lease.partial and lease.state is LeaseState.ACTIVE
+        lease.holding.peers for lease in cluster.leases.values() if lease.partial and lease.state is LeaseState.ACTIVE
     )
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
-        for shard, there in version.holdings.items():
-            _demand(there.patches == patches[version, shard], "partial leases are counted", version)
+        for there in (there for layout in version.layouts for there in layout.values()):
+            _demand(there.patches == patches[there], "partial leases are counted", version)
     for model in cluster.models.values():
         members = sum(not m.worker.read_only for group in model.groups.values() for m in group.members.values())
         _demand(model.members == members, "a model's members are counted", model)
@@ -194,12 +194,13 @@ def _member(cluster: Cluster, member: Member) -> None:
     _demand(group.model.groups.get(group.name) is group, "a member's group exists", member)
     if member.holding is not None:
         version = member.holding.version
-        _demand(member.holding in version.holdings[member.shard], "what is held is a candidate", member)
-        _candidate(cluster, version, member.shard, member.holding)
+        known = any(member.holding.layout is layout for layout in version.layouts)
+        _demand(known and member.holding in member.holding.peers, "what is held is a candidate", member)
+        _candidate(cluster, version, member.holding.layout, member.shard, member.holding)
         _held(member, member.holding)
     for holding in member.leaving:
         _demand(holding.leaving, "what is withdrawn takes no readers", holding)
-        _demand(holding not in holding.version.holdings[member.shard], "a leaving holding is no candidate", holding)
+        _demand(holding not in holding.peers, "a leaving holding is no candidate", holding)
         _held(member, holding)
     for ident, lease in member.reads.items():
         _demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
@@ -212,15 +213,15 @@ def _member(cluster: Cluster, member: Member) -> None:
 
 def _is_fed(holding: Holding) -> bool:
     """Whether it has everything, or is filled, perhaps through others, by one that has."""
-    todo, seen = [holding], {holding}
+    todo, seen = [holding], {holding: None}
     while todo:
-        each = todo.pop()
-        if each.verified:
-            return True
-        further = [lease.holding for lease in each.fillers if not lease.dropping and lease.holding not in seen]
-        seen.update(further)
+        further = [lease.holding for lease in todo.pop().fillers if not lease.dropping and lease.holding not in seen]
+        seen.update(dict.fromkeys(further))
         todo.extend(further)
-    return False
+    fed = {each for each in seen if each.verified}
+    while more := [each for each in seen if each not in fed and each.is_filled_by(fed.__contains__)]:
+        fed.update(more)
+    return holding in fed
 
 
 def _held(member: Member, holding: Holding) -> None:
@@ -268,7 +269,7 @@ def _model(cluster: Cluster, model: Model) -> None:
 def _version(cluster: Cluster, version: Version) -> None:
     model = cluster.models.get(version.info.model)
     if model is None or model.versions.get(version.number) is not version:
-        gone = version.state not in KEPT and not any(version.holdings.values())
+        gone = version.state not in KEPT and not any(layout.has_holders for layout in version.layouts)
         _demand(gone, "only discarded and retired versions are forgotten", version)
         _demand(
             not version.bound and not version.guests_bound, "no operation is bound to a version that is no more", version
@@ -284,7 +285,7 @@ def _version(cluster: Cluster, version: Version) -> None:
     else:
         _available(version)
     _demand(
-        not version.holdings.uncounted and not version.holdings.has_grown,
+        not any(layout.uncounted or layout.has_grown for layout in version.layouts),
         "what has changed is counted, and has woken who waits",
         version,
     )
@@ -292,12 +293,17 @@ def _version(cluster: Cluster, version: Version) -> None:
     staged = version.state is VersionState.STAGED and not version.holdings
     _demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
     _retained(version, model.retained())
-    for shard, there in version.holdings.items():
-        for holding in there:
-            _candidate(cluster, version, shard, holding)
-        _counted(version, there)
-    sourceless = sum(not any(h.is_source for h in there) for there in version.holdings.values())
-    _demand(version.holdings.sourceless == sourceless, "shards without a source are counted", version)
+    _demand(version.holdings.layout_id == version.layout_id, "what is published has a layout", version)
+    _demand(not (staged and version.others), "nobody holds what is not published", version)
+    for layout in version.layouts:
+        for shard, there in layout.items():
+            for holding in there:
+                _candidate(cluster, version, layout, shard, holding)
+            _counted(version, there)
+        sourceless = sum(not any(h.is_source for h in there) for there in layout.values())
+        _demand(layout.sourceless == sourceless, "shards without a source are counted", version)
+    for layout_id, layout in version.others.items():
+        _other(version, layout_id, layout)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -316,8 +322,19 @@ def _available(version: Version) -> None:
     _demand(not (available and version.abandoned), "nobody has left for good what is held", version)  # R12
 
 
-def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:
-    _demand(holding.version is version and holding.shard == shard, "a holding is filed under its version", holding)
+def _other(version: Version, layout_id: str, layout: LayoutHoldings[Holding]) -> None:
+    """A layout that is not the published one."""
+    _demand(layout.layout_id == layout_id, "layouts are filed by their ids", layout)
+    used = layout.has_holders or any(
+        part.layout is layout for o in (*version.bound.values(), *version.guests_bound.values()) for part in o.parts.values()
+    )
+    _demand(used, "a layout in which nobody holds or fills a version is forgotten", layout)
+    _demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
+
+
+def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holding], shard: int, holding: Holding) -> None:
+    filed = holding.version is version and holding.layout is layout and holding.shard == shard
+    _demand(filed, "a holding is filed under its version and layout", holding)
     _demand(not holding.leaving, "a leaving holding is no candidate", holding)
     _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
     _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -338,7 +355,7 @@ def _counted(version: Version, there: Holders[Holding]) -> None:
 def _ordered(holding: Holding) -> None:
     now = holding.counted
     of_fed, of_stranded = (None, now.standing) if now.is_stranded else (now.standing, None)
-    there = holding.version.holdings[holding.shard]
+    there = holding.peers
     kept = there.counted(holding)
     _demand(kept == (now.counts, of_fed, of_stranded), "sources are kept in order", holding)
     _demand((holding in there.steady) == holding.is_steady, "sources that are not spot are known", holding)  # R4
@@ -350,7 +367,7 @@ def _retained(version: Version, retained: Collection[int]) -> None:
 
 
 def _told(holding: Holding) -> None:
-    keep = holding.committed and holding.version.retained and not holding.member.group.spot
+    keep = holding.committed and holding.version.retained and not holding.member.group.spot and not holding.bridges
     model, registration = holding.member.group.model, holding.member.registration
     _demand(holding.told == keep or holding in model.notices, "who must not leave at will was told so", holding)  # R4
     unaware = registration in model.unaware

@@ -86,7 +86,7 @@ class Lineages:
         model.lost = tuple(sorted(forgotten)[-2:])
         reason = f"{model.name!r} was rolled back to {message.to}"
         for version in [v for v in model.versions.values() if v.number > message.to]:
-            for holding in [h for holdings in version.holdings.values() for h in holdings]:
+            for holding in [h for layout in version.layouts for holdings in layout.values() for h in holdings]:
                 self._readers.order_out(holding, reason)
             for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
                 self._cluster.remove_pin(model, pin.pin)

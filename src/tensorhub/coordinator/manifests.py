@@ -44,7 +44,7 @@ class Manifests:
         return tuple([self.keep(blob) for blob in blobs])
 
     def id_of(self, kept: bytes) -> str:
-        """The id of a manifest that is kept."""
+        """The id of a manifest, or a part, that is kept."""
         return self._ids[kept]
 
     def find(self, manifest_id: str) -> bytes | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from tensorhub.coordinator import limits
+from tensorhub.coordinator import bridges, limits
 from tensorhub.coordinator.actions import DOOR
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
@@ -32,6 +32,7 @@ from tensorhub.messages import (
     Join,
     Publish,
     Register,
+    RegisterAgain,
     Registered,
     Welcome,
 )
@@ -132,7 +133,7 @@ class Membership:
         `answers`: when that was said; later than now, it is taken for now.
         """
         cluster = self._cluster
-        cluster.noted[worker] = None
+        cluster.note(worker)
         worker.heard_at = cluster.now
         if answers <= worker.answers and worker.state is WorkerState.LIVE:
             return
@@ -357,7 +358,7 @@ class Membership:
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
         cluster.touch(group.model, wakes=not member.worker.read_only)
-        keep = message.held is None or self._announce(member, message.held, held_parts)
+        keep = message.held is None or self._announce(member, message.held, held_parts, message.request)
         self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
@@ -379,7 +380,7 @@ class Membership:
         for version in group.model.versions.values() if member.serves else ():
             self._cluster.wake_all(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
-        keep = held is None or counts or (not publishes and self._announce(member, held, held_parts))
+        keep = held is None or counts or (not publishes and self._announce(member, held, held_parts, message.request))
         self._tell_registered(member, message, keep)
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
@@ -476,7 +477,7 @@ class Membership:
         kept = self._cluster.manifests
         return kept.nbytes + kept.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
 
-    def _announce(self, member: Member, held: Held, parts: tuple[bytes, ...]) -> bool:
+    def _announce(self, member: Member, held: Held, parts: tuple[bytes, ...], request: int) -> bool:
         """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
 
         What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
@@ -498,17 +499,25 @@ class Membership:
             return False  # it is not what was published (R8)
         if member.worker.incarnation in version.condemned:
             return False
-        if member.shard >= version.info.world_size or (
-            not member.fits_any_layout and version.info.world_size != group.world_size
-        ):
+        is_publishers = held.published and group.name == version.publisher.group
+        if not (member.fits_any_layout or is_publishers) and group.layout_id is None:
+            member.unheard = request
+            return True  # it says this again once all ranks are here
+        if member.fits_any_layout or is_publishers or version.is_laid_out_as(group):
+            layout = version.holdings
+        elif bridges.misfit(group, version) is None:
+            layout = cluster.lay_out(version, group)
+        else:
             return False
-        if not version.manifests.get(member.shard) and not self._has_room(held.manifest, *parts):
+        if member.shard not in layout:
             return False
-        cluster.learn(version, member.shard, held.manifest, parts)
+        if not layout.manifests.get(member.shard) and not self._has_room(held.manifest, *parts):
+            return False
+        cluster.learn(version, layout, member.shard, held.manifest, parts)
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = self._readers.new_replica(version, member)
-        holding = Holding(replica, member, held.generation, True, True)
+        holding = Holding(replica, member, held.generation, True, True, layout)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
         if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
@@ -553,6 +562,10 @@ class Membership:
         self._retentions.group_changed(group)
         if len(group.members) == group.world_size:
             group.layout_id = _layout_of(group)
+            for member in group.members.values():
+                if member.unheard:
+                    self._cluster.tell(member, RegisterAgain(member.unheard, whole=False))
+                    member.unheard = 0
         if group.name in group.model.serving and not group.spot:
             group.model.steady[group.name] = group
         else:

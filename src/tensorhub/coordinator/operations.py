@@ -59,17 +59,16 @@ class Operations:
 
     def hear(self, worker: Worker, message: AboutOperation) -> None:
         """A rank says something about its group's operation. Only the rank's present registration is heard (G9)."""
-        key = message.key
-        model = self._cluster.models.get(key.model)
-        group = model.groups.get(key.group) if model is not None else None
+        model = self._cluster.models.get(message.key.model)
+        group = model.groups.get(message.key.group) if model is not None else None
         member = group.members.get(message.rank) if group is not None else None
         if member is None or member.worker is not worker:
             return
-        self._cluster.noted[member] = None
+        self._cluster.note(member)
         match message:
             case Progress() | ReadyToWrite() | Prepared() | ReadFailed() | Compared():
                 part = member.part
-                if part is not None and part.operation.key == key:
+                if part is not None and part.operation.key == message.key:
                     self._hear_of(part, message)
                 elif isinstance(message, ReadFailed):
                     self._readers.left(member, message.lease)
@@ -88,25 +87,26 @@ class Operations:
         match message:
             case Progress():
                 if part.holding is not None and not part.holding.complete:
-                    part.holding.chunks_verified = min(message.chunks_verified, part.member.chunks)
+                    part.holding.chunks_verified = min(message.chunks_verified, part.chunks)
                 progress = message.chunks_verified, message.bytes_read
                 if progress != part.progress:
                     part.progress, part.moved_at = progress, self._cluster.now
                     self._cluster.note(operation)
                 self._readers.learn(part, message.flows)
             case ReadyToWrite() if operation.running:
-                part.ready, part.moved_at = True, self._cluster.now
-                self._cluster.changed(operation)
+                blame = self._fills.ready(part, message.needs)
+                if blame is not None:
+                    self._decisions.abort(operation, blame)
             case Prepared() if operation.running and part.reading and not part.voted:
-                self._testimonies.claim(part, message.root)
+                self._testimonies.claim(part, message)
             case Compared() if operation.running:
                 self._testimonies.compared(part, message)
             case ReadyToWrite() | Prepared() | Compared():
                 pass  # it was said already, or too late
             case ReadFailed():
-                holding = self._readers.failed(part, message.lease, message.reason, message.detail)
-                if holding is not None and message.reason == "corrupt" and message.chunk is not None:
-                    self._corruption_checks.ask(part, holding, message.chunk)
+                lease = self._readers.failed(part, message.lease, message.reason, message.detail)
+                if lease is not None and message.reason == "corrupt" and message.chunk is not None:
+                    self._corruption_checks.ask(part, lease.holding, message.chunk, lease.need)
                 self._cluster.wants_source(operation)
             case _:
                 assert_never(message)

@@ -53,8 +53,7 @@ class Publishes:
         if conflict is not None:
             return Blame(conflict)
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
-        version.layout_id = operation.group.layout
-        version.holdings.lay_out(version.info.world_size)
+        version.lay_out(operation.group.layout)
         nbytes = sum(part.member.nbytes for part in operation.parts.values())
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
@@ -84,11 +83,11 @@ class Publishes:
         cluster, version = self._cluster, operation.bound
         replica = self._readers.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
         for part in operation.parts.values():
-            cluster.learn(version, part.shard, part.member.manifest, part.member.parts)
+            cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
         for part in operation.parts.values():
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)
-                holding = Holding(replica, part.member, part.call.generation, True, True)
+                holding = Holding(replica, part.member, part.call.generation, True, True, version.holdings)
                 holding.chunks_verified = part.member.chunks
                 self._readers.add_holding(holding)
                 self._testimonies.of(version, part.shard).publisher = holding

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from tensorhub.coordinator import limits
+from tensorhub.coordinator import bridges, limits
+from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Fenced, Flow, Grant, ReaderCut, Revoked
+from tensorhub.messages import AddSource, CutReader, DropSource, Fenced, Flow, Grant, Need, ReaderCut, Revoked
 from tensorhub.scheduler.choice import Wanted, finish_s
 from tensorhub.scheduler.links import SECONDS_MIN, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
@@ -34,25 +36,36 @@ class Readers:
 
     # -- granting
 
-    def grant(self, part: RankPart, *, other_than: Holding | None = None) -> Grant | None:
-        """A new lease on the best source for this reader, or None if there is no candidate now."""
-        holding = self.choose(part, part.operation.bound, other_than=other_than)
-        return self.lend(part, holding) if holding is not None else None
+    def grant(self, part: RankPart) -> list[Grant]:
+        """New leases on the best sources for this reader, as far as there are candidates now."""
+        return [self.lend(part, *source) for source in self.sources(part)]
 
-    def lend(self, part: RankPart, holding: Holding) -> Grant:
-        """A new lease on a source that was chosen for this reader, and through which everything comes."""
+    def sources(
+        self, part: RankPart, needs: Sequence[Need] | None = None, *, other_than: Holding | None = None
+    ) -> list[Source]:
+        """From whom it reads best; if it bridges, as far as it needs that (None: all). Empty: there is no candidate now."""
+        version = part.operation.bound
+        if part.bridges:
+            wanted = part.needs or () if needs is None else needs
+            return bridges.choose(part, wanted, lambda need: self.choose(part, version, need, other_than=other_than))
+        holding = self.choose(part, version, other_than=other_than)
+        return [] if holding is None else [(None, holding)]
+
+    def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
+        """A new lease on a source that was chosen for this reader. Everything comes through it, or all of this need."""
         if part.holding is not None:
             part.holding.depth = holding.depth + 1
-        return self._lend(part, holding, partial=False)
+        return self._lend(part, holding, partial=False, need=need)
 
-    def _lend(self, part: RankPart, holding: Holding, *, partial: bool) -> Grant:
+    def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
         ident = self._cluster.new_id()
-        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=Flow(ident, 0, 0.0))
+        flow = Flow(ident, 0, 0.0)
+        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, need=need)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
-        holding.version.holdings[holding.shard].patches += partial
+        holding.peers.patches += partial
         if part.member.worker.read_only:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
@@ -60,7 +73,7 @@ class Readers:
         self._cluster.reckon(holding)
         if part.holding is not None:
             self._cluster.reckon(part.holding)
-            if holding.is_fed:
+            if holding.is_fed and (need is None or part.holding.is_filled_by(_is_fed)):
                 self._spread(part.holding)
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
@@ -110,31 +123,51 @@ class Readers:
         version = part.operation.version
         if version is None or not part.needs_source:
             return []
+        if part.bridges:
+            return self._bridge(part, version)
         if not version.holdings.is_whole(part.shard):
-            return [self._lend(part, holding, partial=True) for holding in self._partial_holdings(part, version)]
+            patches = self._partial_holdings(part, version, version.holdings[part.shard])
+            return [self._lend(part, holding, partial=True) for holding in patches]
         is_fed = any(lease.holding.is_fed for lease in part.leases.values() if not lease.dropping)
-        grant = None if is_fed else self.grant(part)
-        return [] if grant is None else [grant]
+        return [] if is_fed else self.grant(part)
 
-    def _partial_holdings(self, part: RankPart, version: Version) -> list[Holding]:
+    def _bridge(self, part: RankPart, version: Version) -> list[Grant]:
+        """The same for a reader that bridges: what it lacks of each class, and of its own layout."""
+        fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
+        lacking = [] if None in fed else [need for need in part.lacking() if need not in fed]
+        grants = [self.lend(part, *source) for source in self.sources(part, lacking)] if lacking else []
+        own, published = part.layout.of(part.shard), version.holdings
+        if grants or version.abandoned or own.complete or not part.needs_source:
+            return grants
+        grants += [self._lend(part, each, partial=True) for each in self._partial_holdings(part, version, own)]
+        for need in lacking:
+            if not version.is_class_whole(need.shard):
+                for shard in published.classes[need.shard]:
+                    patches = self._partial_holdings(part, version, version.holdings[shard], need)
+                    grants += [self._lend(part, each, partial=True, need=need) for each in patches]
+        return grants
+
+    def _partial_holdings(
+        self, part: RankPart, version: Version, there: Holders[Holding], need: Need | None = None
+    ) -> list[Holding]:
         """Partial copies that it may read and does not read yet. Every reader reads from the next one in the list, so that a
         chunk that one of them has comes to all of them; the others are the best ones.
         """
         if version.abandoned:
             return []  # its last holder left on purpose: nobody waits for it (R12)
-        there, mine = version.holdings[part.shard], part.holding
-        read = [lease.holding for lease in part.leases.values() if not lease.dropping]
+        mine = part.holding if need is None else None
+        read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need == need]
         neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
         found = [neighbour] if neighbour is not None and neighbour not in read else []
         rates = self._cluster.links.rates(self._cluster.now)
         while len(read) + len(found) < PATCHES_MAX:
             passed = [neighbour, mine, *read, *found]
             refuses = lambda h, passed=passed: h in passed or not self._reachable(h, part)  # noqa: E731
-            best = [self._best(part, version, refuses, stranded=stranded) for stranded in (False, True)]
+            best = [self._best(part, there, refuses, need, stranded=stranded) for stranded in (False, True)]
             candidates = [h for h in best if h is not None]
             if not candidates:
                 break
-            found.append(min(candidates, key=lambda h: _estimate(h, part, version, rates)))
+            found.append(min(candidates, key=lambda h: _estimate(h, part, _wanted(there, need), rates)))
         return found
 
     @staticmethod
@@ -151,9 +184,13 @@ class Readers:
             endpoints=worker.endpoints,
             location=worker.location,
             complete=holding.complete,
+            selection="" if lease.need is None else lease.need.selection,
+            shard=0 if lease.need is None else lease.need.shard,
         )
 
-    def choose(self, part: RankPart, version: Version, *, other_than: Holding | None = None) -> Holding | None:
+    def choose(
+        self, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
+    ) -> Holding | None:
         """The source from which it would have everything first, or None if there is none now. What has failed it comes after
         all that have failed less.
 
@@ -161,26 +198,34 @@ class Readers:
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
         below: dict[Holding, None] | None = None
-        there = version.holdings.of(part.shard)
+        holders = _holders(part, version, need)
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
             if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
-            if holding.complete or part.holding is None or not part.holding.readers:
+            if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
-            if not (part.holding.is_fed or there.patches or self._dry):
+            if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._dry):
                 return False  # each is filled from one other: what is filled from this reader is no more fed than it is
             below = self._below(part.holding) if below is None else below
             return holding in below
 
-        found = self._best(part, version, lambda h: h.member.worker.incarnation in part.failures or refuses(h))
+        untried: Callable[[Holding], bool] = lambda h: h.member.worker.incarnation in part.failures or refuses(h)  # noqa: E731
+        best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
+        found = best[0] if best else None
+        if len(best) > 1:
+            rates = self._cluster.links.rates(self._cluster.now)
+            found = min(best, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
         if found is None and part.failures:
             workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
-            failed = [h for h in theirs if h in there and not (h.is_stranded or refuses(h))]
+            failed = [h for h in theirs if any(h in there for there in holders) and not (h.is_stranded or refuses(h))]
             rates = self._cluster.links.rates(self._cluster.now)
-            order = lambda h: (part.failures[h.member.worker.incarnation], _estimate(h, part, version, rates))  # noqa: E731
+            order = lambda h: (  # noqa: E731
+                part.failures[h.member.worker.incarnation],
+                _estimate(h, part, _wanted(h.peers, need), rates),
+            )
             found = min(failed, key=order, default=None)
         return found
 
@@ -190,22 +235,33 @@ class Readers:
         return _filled_by(holding)
 
     def _best(
-        self, part: RankPart, version: Version, refuses: Callable[[Holding], bool], *, stranded: bool = False
+        self,
+        part: RankPart,
+        there: Holders[Holding],
+        refuses: Callable[[Holding], bool],
+        need: Need | None = None,
+        *,
+        stranded: bool = False,
     ) -> Holding | None:
         """That one of these from which it would have everything first."""
-        there, reader = version.holdings.of(part.shard), part.member.worker
-        rates = self._cluster.links.rates(self._cluster.now)
-        return there.best(reader.location, reader.transports, _wanted(there), rates, refuses, stranded=stranded)
+        reader, rates = part.member.worker, self._cluster.links.rates(self._cluster.now)
+        return there.best(reader.location, reader.transports, _wanted(there, need), rates, refuses, stranded=stranded)
 
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those."""
-        reader, sources = part.member.worker, (h for h in version.holdings[part.shard] if h.is_source)
-        holds = part.member.holding is not None and part.member.holding.version is version
-        if holds or any(reader.reaches(h.member.worker) for h in sources if h.member is not part.member):
+        layout, reader = version.layout_of(part.member), part.member.worker
+        if part.member.holding is not None and part.member.holding.version is version:
             return []
-        theirs = (h.member.worker.transports for h in version.holdings[part.shard] if h.is_source)
-        return sorted(set().union(*theirs))
+        of_own = () if layout is None else layout[part.shard]
+        ways = [[h for h in of_own if h.is_source]]
+        if layout is not version.holdings:  # it needs one for each class then
+            classes = version.holdings.classes.values()
+            ways = [[*ways[0], *(h for shard in each for h in version.holdings[shard] if h.is_source)] for each in classes]
+        for sources in ways:
+            if not any(reader.reaches(h.member.worker) for h in sources if h.member is not part.member):
+                return sorted(set().union(*(h.member.worker.transports for h in sources)))
+        return []
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
         reader, source = part.member.worker, holding.member.worker
@@ -232,16 +288,18 @@ class Readers:
         if holding is None:
             return
         self._cluster.reckon(holding)
-        lasting = [lease.holding for lease in holding.fillers if not lease.dropping]
-        has_patches = bool(holding.version.holdings[holding.shard].patches)
-        if holding.verified or any(each.verified or (each.is_fed and not has_patches) for each in lasting):
+        if holding.verified or holding.is_filled_by(_is_surely_fed):
             self._spread(holding)
         elif holding.is_fed:
             self._dry[holding] = None
             self._become_fed(holding, is_so=False)
 
-    def settle(self) -> None:
-        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either."""
+    def settle(self) -> bool:
+        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either.
+        Whether somebody was fed no more.
+        """
+        if not self._dry:
+            return False
         while self._dry:
             holding, _ = self._dry.popitem()
             if holding.is_fed:
@@ -250,10 +308,10 @@ class Readers:
             for each in dry:
                 if each.is_fed:
                     self._become_fed(each, is_so=False)
-            if holding.version.holdings[holding.shard].patches:  # else each was filled from one of the others
-                for each in dry:
-                    if any(lease.holding.is_fed for lease in each.fillers if not lease.dropping):
-                        self._spread(each)
+            for each in dry:  # as it was published, and without patches, each was filled from one of the others
+                if (each.peers.patches or each.bridges) and each.is_filled_by(_is_fed):
+                    self._spread(each)
+        return True
 
     def _spread(self, holding: Holding) -> None:
         """It is fed: so is all that is filled from it."""
@@ -262,7 +320,7 @@ class Readers:
             each = todo.pop()
             if not each.is_fed:
                 self._become_fed(each, is_so=True)
-                todo.extend(each.filled)
+                todo += [reader for reader in each.filled if not reader.bridges or reader.is_filled_by(_is_fed)]
 
     def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
         """Who reads there needs another source from now on, or needs none any more."""
@@ -283,15 +341,15 @@ class Readers:
         for lease in list(part.leases.values()):
             self.release(lease, why)
 
-    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> Holding | None:
-        """The reader gave this source up. It gets another one, or after a while the same. Returns the source's holding."""
+    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> ReadLease | None:
+        """The reader gave this source up. It gets another one, or after a while the same. Returns the lease that is over."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
             return None
         self.release(lease, reason)
         if reason != "dropped":
             self.avoid(part, lease.holding, reason, detail)
-        return lease.holding
+        return lease
 
     def left(self, member: Member, lease_id: str) -> None:
         """This reader reads no more under a lease of an operation that is over."""
@@ -371,10 +429,12 @@ class Readers:
         """From now on it may be read."""
         holding.replica.holdings[holding.rank] = holding
         holding.verified = holding.is_fed = holding.complete
-        holding.version.holdings.add(holding, holding.member.nbytes, holding.member.chunks)
+        holding.layout.add(holding, holding.member.nbytes, holding.member.chunks)
         self._cluster.reckon(holding)
-        self._cluster.learn(holding.version, holding.shard, holding.member.manifest, holding.member.parts)
+        self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.manifest, holding.member.parts)
         holding.member.holding = holding
+        if holding.bridges:
+            self._feed(holding)  # it may need nothing
         self._cluster.note(holding.member, holding.replica)
         self._cluster.touch(holding.member.group.model)
 
@@ -444,11 +504,12 @@ class Readers:
             return
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
-        version.holdings.remove(holding)
+        holding.layout.remove(holding)
         member.group.model.unaware.pop(member.registration, None)
-        if on_purpose and version.visible and not version.has_live_source():
+        layout = holding.layout
+        if on_purpose and not holding.bridges and version.visible and not version.has_live_source():
             version.abandoned = True
-        if version.abandoned or (holding.complete and not all(map(version.holdings.is_whole, version.holdings))):
+        if version.abandoned or (holding.complete and not all(map(layout.is_whole, layout))):
             self._reconsider_readers(version)
         if member.holding is holding:
             member.holding = None
@@ -476,13 +537,17 @@ class Readers:
         if lease.state is not LeaseState.ACTIVE or lease.dropping:
             return
         part = lease.part
-        grant = self.grant(part, other_than=lease.holding)
-        if grant is not None:
+        needs = part.lacking(without=lease) if part.bridges else []
+        is_spare = part.bridges and not needs and not lease.partial
+        sources = [] if is_spare else self.sources(part, needs, other_than=lease.holding)
+        if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
+            grants = [self.lend(part, *source) for source in sources]
             lease.dropping = True
             self._feed(part.holding)
             self._cluster.changed(part.operation)
             self._cluster.note(lease)
-            self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
+            for grant in grants:
+                self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
             self.tell_to_drop(lease, "the source leaves")
 
     def tell_to_drop(self, lease: ReadLease, why: str) -> None:
@@ -550,7 +615,7 @@ class Readers:
         holding, guest = lease.holding, lease.part.member.worker
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
             holding.active_readers -= 1
-            holding.version.holdings[holding.shard].patches -= lease.partial
+            holding.peers.patches -= lease.partial
             if guest.read_only:
                 if holding.guests.is_used_up:  # there is room for one more
                     self._cluster.wake_all(holding.version.starving)
@@ -561,17 +626,27 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def _wanted(there: Holders[Holding]) -> Wanted:
+def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
+    """Those of whom it reads this: of the shards of a class, or of its own shard in its own layout."""
+    if need is not None:
+        return [version.holdings.of(shard) for shard in version.holdings.classes[need.shard]]
+    layout = part.layout if part.bridges else version.holdings
+    return [layout.of(part.shard)]
+
+
+def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
     """What a reader of that shard reads. (The grid is the publisher's; others count their own, and a copy none.)"""
+    if need is not None:
+        return Wanted(need.nbytes, need.nbytes / need.chunks)
     return Wanted(there.nbytes, there.nbytes / max(1, there.chunks))
 
 
-def _estimate(holding: Holding, part: RankPart, version: Version, rates: Sequence[float]) -> tuple[float, int]:
+def _estimate(holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float]) -> tuple[float, int]:
     """When it would have everything from there; the newest comes first of equals."""
     reader, worker = part.member.worker, holding.member.worker
     # Who copies out of its memory shares nothing of it with its other readers.
     readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
-    apart, wanted = distance(reader.location, worker.location), _wanted(version.holdings[part.shard])
+    apart = distance(reader.location, worker.location)
     return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
 
 
@@ -584,3 +659,11 @@ def _filled_by(holding: Holding) -> dict[Holding, None]:
                 seen[reader] = None
                 todo.append(reader)
     return seen
+
+
+_is_fed = attrgetter("is_fed")
+
+
+def _is_surely_fed(holding: Holding) -> bool:
+    """Patches may form cycles: what is fed through them may be fed by what is asked about."""
+    return holding.verified or (holding.is_fed and not holding.peers.patches)

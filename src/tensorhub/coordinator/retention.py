@@ -53,7 +53,13 @@ class Retentions:
         nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group
-        if group.spot or not holding.is_source or version.number not in group.model.retained() or self.is_lost(version):
+        if (
+            group.spot
+            or holding.bridges
+            or not holding.is_source
+            or version.number not in group.model.retained()
+            or self.is_lost(version)
+        ):
             return
         for ours in replica.holdings.values():
             steady = version.holdings.of(ours.shard).steady
@@ -95,6 +101,8 @@ class Retentions:
         holding = member.holding
         if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
             return None
+        if holding.bridges:
+            return None  # nobody counts on it
         keep = holding.version.number in member.group.model.retained()
         if keep is not holding.told:
             member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
@@ -127,7 +135,7 @@ class Retentions:
 
     def _tell(self, holding: Holding) -> None:
         member, version = holding.member, holding.version
-        keep = version.retained and not member.group.spot
+        keep = version.retained and not member.group.spot and not holding.bridges
         if holding.committed and holding.told is not keep:
             self._to_be_told(holding, keep=keep)
             member.retained_seq += 1

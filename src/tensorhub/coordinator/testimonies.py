@@ -23,10 +23,11 @@ from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.digests import ROOT_BYTES, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
-from tensorhub.messages import Compare, Compared, Digests, TellDigests, digests_bytes_max
+from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
 from tensorhub.types import OpKind
 
 ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless only the publisher's word can decide
@@ -44,14 +45,26 @@ class Testimonies:
 
     # -- votes
 
-    def claim(self, part: RankPart, root: bytes) -> None:
-        """This rank has every chunk; `root` is that of its digests. It reads no more. Its vote counts once they agree."""
-        part.claim, part.moved_at = root, self._cluster.now
+    def expect(self, part: RankPart) -> None:
+        """This rank, which bridges, has said what it needs: it will name roots of that."""
+        for need in part.needs or ():
+            self.of_need(part.operation.bound, need)
+
+    def claim(self, part: RankPart, message: Prepared) -> None:
+        """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
+        part.claim, part.moved_at = {}, self._cluster.now
+        if part.bridges:
+            said = {(each.shard, each.selection): each.root for each in message.roots}
+            for need in part.needs or ():
+                part.claim[need] = said.get((need.shard, need.selection), b"")
+        else:
+            part.claim[None] = message.root
         if part.page_session != part.member.worker.session:  # else the page that it was sent reaches it, or has reached it
             part.page = None
-        self._of(part).answered.discard(part.member.registration)  # it has more to tell now
+        for each in part.claim:
+            self._of(part, each).answered.discard(part.member.registration)  # it has more to tell now
         if part.holding is not None:
-            part.holding.chunks_verified = part.member.chunks
+            part.holding.chunks_verified = part.chunks
             self._readers.verified(part.holding, is_so=True)
         self._readers.release_all(part, "verified")
         self._cluster.changed(part.operation)
@@ -61,30 +74,52 @@ class Testimonies:
         for part in operation.parts.values():
             if part.claim is None or part.voted:
                 continue
-            testimony = self._of(part)
-            if (testimony.root and part.claim == testimony.root) or not (testimony.width or testimony.root or part.claim):
+            for need, root in list(part.claim.items()):
+                blame = self._settle_claim(part, need, root)
+                if blame is not None:
+                    return blame
+            if not part.claim:
                 self._accept(part)
-            elif not testimony.width:
-                continue  # nobody has said yet whether its chunks have digests
-            elif testimony.turned_away:
-                self._cluster.forget_list(testimony)  # perhaps there is room the next time
-                testimony.answered.clear()
-                return Blame(_no_room(testimony), part.rank)
-            elif not testimony.root or not testimony.is_there:
-                self._ask(testimony)
-            elif part.comparisons >= COMPARISONS_MAX:
-                return Blame(_unlike(operation, part), part.rank)
-            elif part.page is None:
-                self._send_page(part, testimony, 0)
         return None
+
+    def _settle_claim(self, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
+        """The same for one of the roots that it names."""
+        testimony = self._of(part, need)
+        if (testimony.root and root == testimony.root) or not (testimony.width or testimony.root or root):
+            self._agree(part, need)
+        elif not testimony.width:
+            pass  # nobody has said yet whether its chunks have digests
+        elif testimony.turned_away:
+            self._cluster.forget_list(testimony)  # perhaps there is room the next time
+            testimony.answered.clear()
+            return Blame(_no_room(testimony), part.rank)
+        elif not testimony.root or not testimony.is_there:
+            self._ask(testimony)
+        elif part.comparisons >= COMPARISONS_MAX:
+            return Blame(_unlike(part.operation, part), part.rank)
+        elif part.page is None:
+            part.compares = need
+            self._send_page(part, testimony, 0)
+        return None
+
+    @staticmethod
+    def _agree(part: RankPart, need: Need | None) -> None:
+        """What it has of this is what was published."""
+        assert part.claim is not None
+        del part.claim[need]
+        if part.page is not None and part.compares == need:
+            part.page = None
 
     def compared(self, part: RankPart, answer: Compared) -> None:
         """The rank has compared a page of the publisher's digests with its own."""
         if part.claim is None or (part.page is None and not answer.rereads):
             return
+        need = part.compares
+        if need not in part.claim or (need is not None and (need.shard, need.selection) != (answer.shard, answer.selection)):
+            return  # it is agreed since, or about something else
         for stray in answer.strays:
-            self._corruption_checks.trace(part, stray)
-        testimony = self._of(part)
+            self._corruption_checks.trace(part, stray, need)
+        testimony = self._of(part, need)
         if answer.rereads:
             part.claim, part.page = None, None
             part.comparisons += 1
@@ -94,8 +129,9 @@ class Testimonies:
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
             part.page = None
             self._cluster.changed(part.operation)
-        elif answer.following >= testimony.chunks and not part.claim:
-            self._accept(part)
+        elif answer.following >= testimony.chunks and not part.claim[need]:
+            self._agree(part, need)
+            self._cluster.changed(part.operation)
         elif answer.following >= testimony.chunks:  # it finds nothing wrong in a list that has another root
             part.page = None
             part.comparisons += 1
@@ -105,7 +141,7 @@ class Testimonies:
 
     def _accept(self, part: RankPart) -> None:
         """Count its vote: from now on the rank cannot time out or be cancelled alone."""
-        self._record(self._of(part).version)
+        self._record(part.operation.bound)
         part.voted, part.claim, part.page = True, None, None
         if part.holding is not None:
             self._readers.completed(part.holding)
@@ -115,11 +151,12 @@ class Testimonies:
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
         part.page, part.page_session = page, part.member.worker.session
         first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
-        self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last))
+        of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
+        self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
 
     def root_for(self, part: RankPart) -> bytes:
         """The root that a fetch compares by itself. It is nobody's source, so nobody else depends on its word."""
-        return self._of(part).root if part.operation.kind is OpKind.FETCH else b""
+        return self._of(part, None).root if part.operation.kind is OpKind.FETCH and not part.bridges else b""
 
     # -- what is told
 
@@ -132,10 +169,12 @@ class Testimonies:
         if found is None:
             self._told_nothing(member, message)
             return
-        holding, version, shard = found
-        testimony = self.of(version, shard, member.manifest)
+        holding, version, layout = found
+        testimony = self._told_of(member, version, layout, message)
+        if testimony is None:
+            return
         asked = member.registration in testimony.asked
-        is_publishers = holding is not None and holding is testimony.publisher
+        is_publishers = holding is not None and holding is self._publisher(testimony)
         if not testimony.width or not (asked or (is_publishers and not testimony.root)):
             return  # once a root is known, one worker tells all: mixed words of several would accuse whoever tells the last
         testimony.silent.discard(member.registration)
@@ -150,7 +189,7 @@ class Testimonies:
     def _told_nothing(self, member: Member, message: Digests) -> None:
         """It does not hold that any more."""
         for version in member.group.model.versions.values():
-            for testimony in version.testimonies.values():
+            for testimony in _all_of(version):
                 asked = testimony.asked.get(member.registration)
                 if asked is not None and asked[1] == message.generation:
                     del testimony.asked[member.registration]
@@ -168,6 +207,16 @@ class Testimonies:
             return  # another worker has the publisher's place now, and has read what it holds
         testimony.publisher = holding
         testimony.answered.discard(holding.member.registration)
+
+    def _told_of(
+        self, member: Member, version: Version, layout: LayoutHoldings[Holding], message: Digests
+    ) -> Testimony | None:
+        """What these digests are of; None: nobody needs that."""
+        is_published = layout is version.holdings
+        if not message.selection:
+            return self.of(version, member.shard, member.manifest) if is_published else None
+        first = layout.class_of(member.shard) if is_published else message.shard
+        return version.selections.get((first, message.selection))
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
@@ -205,7 +254,7 @@ class Testimonies:
         root, version = root_of(testimony.values), testimony.version
         if testimony.root and root != testimony.root:  # who told this does not hold what it says
             self._cluster.forget_list(testimony)
-            if teller is not None and teller.committed and teller is not testimony.publisher:
+            if teller is not None and teller.committed and not self._is_publisher(teller):
                 self._corruption_checks.condemn(teller)
             return
         testimony.root = root
@@ -241,7 +290,7 @@ class Testimonies:
             member = self._cluster.members.get(registration)
             if member is None or (member.worker.session not in (session, None)):
                 del testimony.asked[registration]  # it is gone, or has not heard the question
-        publisher = testimony.publisher
+        publisher = self._publisher(testimony)
         if not testimony.root and publisher is not None:
             if self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
                 self._ask_one(testimony, publisher.member, publisher.generation, "")
@@ -256,8 +305,30 @@ class Testimonies:
         if not testimony.asked:
             self._ask_next(testimony)
 
+    def _publisher(self, testimony: Testimony) -> Holding | None:
+        """Whose word decides. Of a class, that is the publisher of the first shard that is left, if one is."""
+        if testimony.need is None:
+            return testimony.publisher
+        version = testimony.version
+        known = [version.testimonies.get(shard) for shard in version.holdings.classes.get(testimony.shard, ())]
+        publishers = [each.publisher for each in known if each is not None and each.publisher is not None]
+        publisher = next(filter(self._can_tell, publishers), testimony.publisher)
+        if publisher is not testimony.publisher:
+            if testimony.publisher is not None and not testimony.root:  # of one who tells it, all or nothing
+                self._cluster.forget_list(testimony)
+                testimony.asked.clear()
+                testimony.answered.clear()
+                testimony.second_hand = False
+            testimony.publisher = publisher
+        return publisher
+
+    @staticmethod
+    def _is_publisher(holding: Holding) -> bool:
+        testimony = holding.version.testimonies.get(holding.shard)
+        return not holding.bridges and testimony is not None and testimony.publisher is holding
+
     def _ask_next(self, testimony: Testimony) -> None:
-        publisher = testimony.publisher
+        publisher = self._publisher(testimony)
         first = [publisher] if publisher is not None and self._can_tell(publisher) else []
         for member, generation in [*((h.member, h.generation) for h in first), *self._witnesses(testimony)]:
             if member.registration not in testimony.answered and member.worker.session is not None:
@@ -272,7 +343,7 @@ class Testimonies:
         if model is None:
             return
         for version in model.versions.values():
-            for testimony in version.testimonies.values():
+            for testimony in _all_of(version):
                 publisher = testimony.publisher
                 if testimony.is_there or (
                     not testimony.root and publisher is not None and publisher.member.registration in testimony.asked
@@ -290,7 +361,8 @@ class Testimonies:
         registration, session = member.registration, member.worker.session
         if registration not in testimony.asked and registration not in testimony.answered and session is not None:
             testimony.asked[registration] = session, generation
-            self._cluster.tell(member, TellDigests(registration, generation, origin))
+            of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
+            self._cluster.tell(member, TellDigests(registration, generation, origin, *of))
 
     def _witnesses(self, testimony: Testimony) -> Iterator[tuple[Member, int]]:
         """Who has chunks of that shard, and under which generation; first those who claim to have all chunks. Once a root is
@@ -298,11 +370,11 @@ class Testimonies:
         """
         version, seen = testimony.version, set[str]()
         running = [] if testimony.root else version.bound.values()  # no guests': there may be very many
-        parts = [p for o in running for p in o.parts.values() if p.shard == testimony.shard and p.reading]
+        parts = [p for o in running for p in o.parts.values() if p.reading and _reads(p, testimony)]
         for part in sorted(parts, key=lambda p: p.claim is None):
             seen.add(part.member.registration)
             yield part.member, part.call.generation
-        for holding in version.holdings.get(testimony.shard, ()):
+        for holding in _holders(testimony):
             if holding.member.registration not in seen and (holding.committed or not testimony.root):
                 yield holding.member, holding.generation
 
@@ -313,20 +385,33 @@ class Testimonies:
         return here and (member.holding is holding or holding in member.leaving)
 
     @staticmethod
-    def _about(member: Member, generation: int) -> tuple[Holding | None, Version, int] | None:
+    def _about(member: Member, generation: int) -> tuple[Holding | None, Version, LayoutHoldings[Holding]] | None:
         """What this registration holds, or fills, under that generation."""
         for holding in member.holdings:
             if holding.generation == generation:
-                return holding, holding.version, holding.shard
+                return holding, holding.version, holding.layout
         part = member.part
         if part is None or not part.operation.running or part.operation.kind is OpKind.PUBLISH:
             return None
-        return (part.holding, part.operation.bound, part.shard) if part.call.generation == generation else None
+        return (part.holding, part.operation.bound, part.layout) if part.call.generation == generation else None
 
     # -- looking up
 
-    def _of(self, part: RankPart) -> Testimony:
-        return self.of(part.operation.bound, part.shard, part.member.begun)
+    def _of(self, part: RankPart, need: Need | None) -> Testimony:
+        version = part.operation.bound
+        return self.of(version, part.shard, part.member.begun) if need is None else self.of_need(version, need)
+
+    def of_need(self, version: Version, need: Need) -> Testimony:
+        """What is known of that selection."""
+        testimony = version.selections.get((need.shard, need.selection))
+        if testimony is None:
+            page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
+            testimony = Testimony(version, need.shard, need, page_bytes=page_bytes)
+            version.selections[need.shard, need.selection] = testimony
+            self._cluster.selections += 1
+        if not testimony.width:
+            testimony.width = width_in(version.manifests.get(need.shard, b""))
+        return testimony
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
         """What is known of that shard. `manifest`: as the asker knows it, in case that nobody else has told it."""
@@ -337,6 +422,32 @@ class Testimonies:
         if not testimony.width:
             testimony.width = width_in(version.manifests.get(shard) or manifest)
         return testimony
+
+
+def _all_of(version: Version) -> Iterator[Testimony]:
+    yield from version.testimonies.values()
+    yield from version.selections.values()
+
+
+def _reads(part: RankPart, testimony: Testimony) -> bool:
+    """Whether that rank fills what the testimony is of."""
+    if testimony.need is not None:
+        return part.needs is not None and testimony.need in part.needs
+    return part.shard == testimony.shard and not part.bridges
+
+
+def _holders(testimony: Testimony) -> Iterator[Holding]:
+    """Who may hold what it is of. Of a selection those come first who have read just that."""
+    version, need = testimony.version, testimony.need
+    if need is None:
+        yield from version.holdings.get(testimony.shard, ())
+        return
+    for layout in version.others.values():
+        for shard, needs in layout.needs.items():
+            if need in needs:
+                yield from layout[shard]
+    for shard in version.holdings.classes.get(testimony.shard, ()):
+        yield from version.holdings[shard]
 
 
 def _no_room(testimony: Testimony) -> StateError:

@@ -94,7 +94,7 @@ class Versions:
 
     def recover(self, version: Version, model: Model) -> None:
         """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
-        version.holdings.lay_out(version.info.world_size)
+        version.lay_out(version.layout_id)
         self._cluster.become(version, VersionState.AVAILABLE, "recovered")
         self._cluster.become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
@@ -164,6 +164,7 @@ class Versions:
     def refresh(self, model: Model) -> None:
         """Work out which versions are available or retired. Tell the watchers if another version is the newest."""
         before = [(version, version.state) for version in model.versions.values()]
+        others_changed = self._refresh_others(model)
         for version, _ in before:
             live = version.visible and version.has_live_source()
             if live and (version.abandoned or version.outlived):
@@ -184,13 +185,28 @@ class Versions:
                     model.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
-        if info != model.announced or any(version.state is not state for version, state in before):
+        if others_changed or info != model.announced or any(version.state is not state for version, state in before):
             self._cluster.wake_all(model.unbound)
             self._cluster.wake_all(model.guests_unbound)
         if info != model.announced:  # after a rollback it is an older one, or none
             model.announced = info
             for session in sorted(self._cluster.watchers.get(model.name, ())):
                 self._cluster.send(session, Announce(model.name, info))
+
+    def _refresh_others(self, model: Model) -> bool:
+        """Forget layouts in which nobody holds anything any more. Whether others can read what they could not, or the other
+        way round.
+        """
+        changed = False
+        for version in model.versions.values():
+            if version.others:
+                self._cluster.forget_layouts(version)
+            can_read = {layout_id for layout_id, layout in version.others.items() if layout.have_sources()}
+            if version.visible and version.is_described and version.has_each_class():
+                can_read.add("")
+            changed = changed or can_read != version.readable_in
+            version.readable_in = can_read
+        return changed
 
     def _outlive(self, version: Version, model: Model) -> None:
         """Guests that neither read nor answer would keep it for as long as they like: they are looked at once it is old."""
@@ -202,7 +218,8 @@ class Versions:
 
     def _is_left(self, version: Version) -> bool:
         """Whether nobody but guests holds, fills or is about to announce any of it."""
-        return not (self._cluster.is_recovering or version.bound or any(version.holdings.values()))
+        held = any(layout.has_holders for layout in version.layouts)
+        return not (self._cluster.is_recovering or version.bound or held)
 
     @staticmethod
     def _is_old(model: Model, version: Version) -> bool:

@@ -158,7 +158,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
             worker=holding.member.worker.name,
             state=_shard_state(holding),
             chunks_verified=holding.chunks_verified,
-            chunks=holding.member.chunks,
+            chunks=holding.chunks,
             readers=holding.active_readers,
         )
         for holding in sorted(holdings, key=lambda holding: holding.rank)
@@ -169,7 +169,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
         state=replica.state.value,
         medium=replica.medium.value,
         purpose=replica.purpose.value,
-        layout_id=group.layout_id or "",
+        layout_id=next((h.layout.layout_id for h in replica.holdings.values()), group.layout_id or ""),
         spot=group.spot,
         shards=shards,
         replica=replica.id,

@@ -225,6 +225,7 @@ class DigestAgain:
     generation: U64
     chunk: U64
     selection: Id = ""  # of which the chunk is
+    shard: Rank = 0  # of which class it is that selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,7 @@ class TellDigests:
     generation: U64
     origin: Id
     selection: Id = ""
+    shard: Rank = 0  # of which class it is that selection
 
 
 @dataclass(frozen=True, slots=True)

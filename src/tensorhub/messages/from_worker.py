@@ -232,6 +232,7 @@ class Digests:
     digests: DigestList
     last: bool
     selection: Id = ""
+    shard: Rank = 0  # as in TellDigests; whoever holds what was published need not know it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,77 @@
+"""Readers whose layout is not the published one: what they need, and from whom they have it.
+
+Theory of operation. Such a rank either *follows* a holder of its own layout, chunk by chunk of its own grid, or it
+*bridges*: it reads a selection of one shard of each class that it needs (`Need`). Who finds a holder of its own layout
+within its site follows that one, also while that is filled itself. So one group of a layout bridges in a site, and the
+others follow it. The ranks of a group choose each for itself.
+
+A holder of what was published never reads from another layout. So nobody waits in a circle across layouts.
+
+Responsible for checking what a rank says that it needs, and for that choice. Not responsible for leases (`readers`), nor for
+plans, which the readers make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tensorhub.coordinator import limits
+from tensorhub.coordinator.entities import Group, Holding, RankPart, Version
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
+from tensorhub.messages import Need
+
+Source = tuple[Need | None, Holding]  # for which need; None: for everything
+OF_ITS_OWN = ("own/", "ranks/", "world/1")  # how the ids of layouts begin whose ranks know which part of the model they have
+
+
+def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], Holding | None]) -> list[Source]:
+    """From whom it has these, as far as somebody has them. `best`: the best source for a need, or of its own layout."""
+    own = best(None)
+    if own is not None and own.member.worker.location.site == part.member.worker.location.site:
+        return [(None, own)]
+    bridged = [(need, found) for need in needs if (found := best(need)) is not None]
+    return [(None, own)] if own is not None and len(bridged) < len(needs) else list[Source](bridged)
+
+
+def are_enough(sources: Iterable[Source], needs: Sequence[Need]) -> bool:
+    """Whether these bring all that is needed."""
+    found = list(sources)
+    return any(need is None for need, _ in found) or len(found) == len(needs)
+
+
+def misfit(group: Group, version: Version) -> ManifestMismatch | None:
+    """Why that group can never read a version that has another layout, if it cannot. Whether names and shapes fit, its ranks
+    find out.
+    """
+    info = version.info
+    theirs = f"version {info.version} of {info.model!r} (layout {version.layout_id!r} over {info.world_size} rank(s))"
+    mine = f"group {group.name!r} (layout {group.layout!r} over {group.world_size})"
+    parts, unsaid = version.holdings.parts, "has plain tensors, and nobody has said which part of the model each rank has"
+    if not group.layout.startswith(OF_ITS_OWN):
+        text = f"{mine} {unsaid}; {theirs} has another layout"
+    elif version.info.world_size > 1 and version.is_described and not any(parts.values()):
+        text = f"{theirs} {unsaid}; {mine} has another layout"
+    else:
+        return None
+    text += ": say so with register(..., sources=...), use DTensors, or take equal ranks on both sides"
+    return ManifestMismatch(text, differences=(text,))
+
+
+def check(part: RankPart, needs: tuple[Need, ...], selections: int) -> TensorHubError | None:
+    """Why this rank cannot need that, if it cannot. `selections`: how many there are in all."""
+    version, known = part.operation.bound, part.layout.needs.get(part.shard)
+    who = f"rank {part.rank} of group {part.member.group.name!r}"
+    shards = [need.shard for need in needs]
+    strange = [shard for shard in shards if shard not in version.holdings.classes]
+    if strange:
+        return StateError(f"{who} reads shard {strange[0]} of version {version.number}: no class of shards is named so")
+    if len(set(shards)) < len(shards):
+        return StateError(f"{who} names a class of shards twice")
+    if known is not None and known != needs:
+        return StateError(f"{who} needs other chunks than others of the layout {part.layout.layout_id}, which fill it too")
+    new = sum((need.shard, need.selection) not in version.selections for need in needs)
+    if selections + new > limits.SELECTIONS_MAX:
+        return StateError(
+            f"{who}: there are {selections} selections of other layouts already (SELECTIONS_MAX)", retryable=True
+        )
+    return None

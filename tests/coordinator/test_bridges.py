@@ -1,0 +1,284 @@
+"""Readers of another layout: when they begin, what they read of whom, and what becomes of them when a source goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tensorhub.coordinator import limits
+from tensorhub.digests import root_of
+from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.layouts.published import Published
+from tensorhub.manifest import id_of
+from tensorhub.messages import (
+    AddSource,
+    DropSource,
+    GetPart,
+    LeaveGranted,
+    ManifestReply,
+    Need,
+    Outcome,
+    Start,
+    Write,
+)
+from tensorhub.testing import CHUNKS
+from tensorhub.types import OpKind
+from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root
+
+A, B = Need(0, "half of it", 2, 20), Need(1, "half of it", 3, 30)
+
+
+def cut(rank: int) -> tuple[str, tuple[bytes, ...]]:
+    """A publisher's rank that has its own part of the model."""
+    return f"own/t{rank}", (*PARTS, f"coordinates {rank}".encode())
+
+
+def wide(rank: int) -> tuple[str, tuple[bytes, ...]]:
+    """A reader's rank of another layout."""
+    return f"own/r{rank}", ()
+
+
+def published(ranks: int = 2) -> tuple[World, list[Rank]]:
+    world = World()
+    trainers = world.group("t", [cut(rank) for rank in range(ranks)])
+    world.publish(trainers, 1)
+    return world, trainers
+
+
+def filling(
+    world: World, name: str = "r", *, ranks: int = 1, site: str = "here", needs: Sequence[Need] = (A, B)
+) -> list[Rank]:
+    """A group of another layout that has begun to read."""
+    readers = world.group(name, [wide(rank) for rank in range(ranks)], site=site)
+    world.fill(readers)
+    for reader in readers:
+        world.ready(reader, *needs)
+    return readers
+
+
+def finish(world: World, readers: Sequence[Rank], trainers: Sequence[Rank] = (), needs: Sequence[Need] = (A, B)) -> None:
+    """The publisher says its digests, and the readers have them."""
+    for trainer, need in zip(trainers, needs, strict=False):
+        world.tell(trainer, need)
+    for reader in readers:
+        world.vote(reader, *(root(need) for need in needs))
+    for reader in readers:
+        assert [outcome.committed for outcome in reader.take(Outcome)] == [True]
+
+
+def test_it_is_told_what_was_published_and_overwrites_nothing_before_it_has_said_what_it_needs() -> None:
+    world, _ = published()
+    (reader,) = world.group("r", [wide(0)])
+    world.fill([reader])
+    (start,) = reader.take(Start)
+    assert (start.write, start.grants, start.manifest_id, start.part_ids) == (False, (), id_of(MANIFEST), ())
+    world.say(reader, GetPart(7, start.publication))
+    (reply,) = reader.take(ManifestReply)
+    parts = [tuple(map(id_of, cut(rank)[1])) for rank in range(2)]
+    assert Published.decode(reply.manifest) == Published("xxh3-64", 2**28, tuple(parts))
+    world.ready(reader, A, B)
+    (write,) = reader.take(Write)
+    assert [(each.source, each.selection, each.shard) for each in write.grants] == [
+        ("t0", "half of it", 0),
+        ("t1", "half of it", 1),
+    ]
+
+
+def test_it_commits_and_its_own_layout_follows_it() -> None:
+    world, trainers = published()
+    readers = filling(world)
+    finish(world, readers, trainers)
+    (layout,) = world.version.others.values()
+    assert not layout.sourceless
+    followers = filling(world, "f")
+    assert world.sources(followers[0]) == [("r0", "", 0)]
+    finish(world, followers)
+
+
+def test_who_finds_a_holder_of_its_layout_in_its_site_follows_it_while_it_is_filled() -> None:
+    world, _ = published()
+    filling(world, "first")
+    assert world.sources(filling(world, "second")[0]) == [("first0", "", 0)]
+    assert len(world.sources(filling(world, "far", site="there")[0])) == 2
+    assert world.sources(filling(world, "next", site="there")[0]) == [("far0", "", 0)]
+
+
+def test_where_the_published_layout_has_gone_it_follows_its_own_from_anywhere() -> None:
+    world, trainers = published()
+    finish(world, filling(world), trainers)
+    world.lose(*trainers)
+    assert not any(world.version.holdings.values())
+    followers = filling(world, "f", site="there")
+    assert world.sources(followers[0]) == [("r0", "", 0)]
+    finish(world, followers)
+
+
+def test_it_waits_until_each_class_has_a_source() -> None:
+    """One of two replicas of each part is enough (HSDP)."""
+    world = World()
+    trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
+    world.publish(trainers, 1)
+    assert world.version.holdings.classes == {0: (0, 2), 1: (1, 3)}
+    world.lose(trainers[0], trainers[2])
+    (reader,) = world.group("r", [wide(0)])
+    world.fill([reader])
+    assert not reader.take(Start)
+    other = world.group("t2", [cut(rank % 2) for rank in range(4)])
+    world.publish(other, 2)
+    assert reader.take(Start)
+    world.lose(other[0])
+    world.ready(reader, A, B)
+    assert {source for source, _, _ in world.sources(reader)} < {"t22", "t21", "t23"}
+
+
+def test_a_lost_source_is_replaced_by_another_of_its_class() -> None:
+    world = World()
+    trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
+    world.publish(trainers, 1)
+    (reader,) = filling(world)
+    before = world.sources(reader)
+    (gone,) = [source for source, _, shard in before if shard == 0]
+    world.lose_source(reader, world.lease(reader, gone))
+    (added,) = reader.take(AddSource)
+    assert (added.grant.selection, added.grant.shard) == ("half of it", 0)
+    assert {gone, added.grant.source} == {"t0", "t2"}
+    assert len(world.sources(reader)) == 2
+
+
+def test_a_source_that_leaves_waits_for_its_readers_of_other_layouts_and_they_are_moved() -> None:
+    world, trainers = published()
+    copies = world.group("c", [cut(rank) for rank in range(2)])
+    world.fill(copies)
+    for trainer, copy in zip(trainers, copies, strict=True):
+        world.tell(trainer)
+        world.vote(copy, root=root_of(list_of(CHUNKS)))
+    assert all(copy.take(Outcome)[0].committed for copy in copies)
+    (reader,) = filling(world)
+    (source,) = [source for source, _, shard in world.sources(reader) if shard == 1]
+    leaving = world.ranks[source]
+    world.leave(leaving)
+    assert not leaving.take(LeaveGranted)
+    added, (dropped,) = reader.take(AddSource), reader.take(DropSource)
+    assert [each.grant.shard for each in added] == [1]
+    world.lose_source(reader, world.lease(reader, source), "dropped")
+    assert leaving.take(LeaveGranted)
+    assert dropped.lease not in world.core.cluster.leases
+
+
+def test_a_follower_whose_source_is_lost_bridges() -> None:
+    world, trainers = published()
+    (first,) = filling(world, "first")
+    (second,) = filling(world, "second")
+    world.lose(first)
+    assert [grant.grant.shard for grant in second.take(AddSource)] == [0, 1]
+    finish(world, [second], trainers)
+
+
+def test_a_follower_waits_with_the_one_that_it_follows() -> None:
+    """The bridging group loses one of its two sources: nobody is fed until that class has a source again."""
+    world, trainers = published()
+    (first,) = filling(world, "first")
+    (second,) = filling(world, "second")
+    before = world.is_fed(first)
+    world.lose(trainers[1])
+    world.lose_source(first, world.lease(first, "t1"))
+    assert (before, world.is_fed(first)) == (True, False)
+    assert world.part(second).wants_source
+
+
+@pytest.mark.parametrize(
+    ("needs", "text"),
+    [
+        ((A, Need(2, "x", 1, 1)), "no class of shards is named so"),
+        ((A, A), "names a class of shards twice"),
+    ],
+)
+def test_what_it_needs_is_checked(needs: tuple[Need, ...], text: str) -> None:
+    world, _ = published()
+    (reader,) = filling(world, needs=needs)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.error(), StateError)
+    assert text in outcome.error.message
+    assert not world.version.selections
+    assert not world.version.others
+
+
+def test_groups_of_one_layout_need_the_same() -> None:
+    world, _ = published()
+    filling(world)
+    (other,) = filling(world, "o", needs=[A])
+    (outcome,) = other.take(Outcome)
+    assert outcome.error is not None
+    assert "needs other chunks than others of the layout" in outcome.error.message
+
+
+def test_there_are_only_so_many_selections(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _ = published()
+    monkeypatch.setattr(limits, "SELECTIONS_MAX", 1)
+    (reader,) = filling(world)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert "SELECTIONS_MAX" in outcome.error.message
+
+
+def test_who_needs_nothing_has_everything() -> None:
+    world, _ = published()
+    (reader,) = filling(world, needs=())
+    (write,) = reader.take(Write)
+    assert write.grants == ()
+    finish(world, [reader], needs=())
+
+
+@pytest.mark.parametrize("is_reader_plain", [False, True])
+def test_plain_tensors_of_several_ranks_are_refused(is_reader_plain: bool) -> None:
+    world = World()
+    trainers = world.group("t", [("world/2", ())] * 2 if not is_reader_plain else [cut(0)])
+    world.publish(trainers, 1)
+    readers = world.group("r", [("world/2", ())] * 2 if is_reader_plain else [wide(0)])
+    world.fill(readers)
+    (outcome,) = readers[0].take(Outcome)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.error(), ManifestMismatch)
+    assert "sources=" in outcome.error.message
+
+
+def test_a_group_of_several_ranks_bridges_and_commits_together() -> None:
+    world, trainers = published()
+    readers = filling(world, ranks=2)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    world.vote(readers[0], root(A), root(B))
+    assert not readers[0].take(Outcome)
+    world.vote(readers[1], root(A), root(B))
+    assert [rank.take(Outcome)[0].committed for rank in readers] == [True, True]
+    (layout,) = world.version.others.values()
+    assert layout.layout_id.startswith("ranks/")
+
+
+def test_a_fetch_of_another_layout() -> None:
+    world, trainers = published()
+    reader = world.arrive("f", 0, 1, "own/f", serves=False)
+    world.fill([reader], kind=OpKind.FETCH)
+    (start,) = reader.take(Start)
+    assert start.publication
+    world.ready(reader, A, B)
+    assert len(world.sources(reader)) == 2
+    finish(world, [reader], trainers)
+    world.step_to_rest()
+    assert not world.version.others
+    assert not world.version.selections
+
+
+def test_what_only_others_needed_is_forgotten_with_the_last_of_them() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    finish(world, [reader], trainers)
+    assert set(world.version.selections) == {(0, "half of it"), (1, "half of it")}
+    world.leave(reader)
+    assert reader.take(LeaveGranted)
+    world.fenced(reader)
+    assert not world.version.others
+    assert not world.version.selections
+    assert world.core.cluster.selections == 0
