@@ -225,6 +225,7 @@ def _is_fed(holding: Holding) -> bool:
 
 
 def _held(member: Member, holding: Holding) -> None:
+    _demand(holding.version.info.model == member.group.model.name, "a model's versions are its own", holding)
     _demand(holding.verified or not holding.complete, "what is complete is verified", holding)
     _demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
     _demand(holding.member is member, "a holding is one member's", holding)

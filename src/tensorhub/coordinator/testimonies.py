@@ -312,7 +312,8 @@ class Testimonies:
         version = testimony.version
         known = [version.testimonies.get(shard) for shard in version.holdings.classes.get(testimony.shard, ())]
         publishers = [each.publisher for each in known if each is not None and each.publisher is not None]
-        publisher = next(filter(self._can_tell, publishers), testimony.publisher)
+        last = testimony.publisher or next(iter(publishers), None)  # others may have read from it
+        publisher = next(filter(self._can_tell, publishers), last)
         if publisher is not testimony.publisher:
             if testimony.publisher is not None and not testimony.root:  # of one who tells it, all or nothing
                 self._cluster.forget_list(testimony)
