@@ -1,12 +1,15 @@
 """`tensorhub status`: its tables, and what it says when it cannot ask."""
 
+import contextlib
 import io
 import json
+import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy
 import pytest
 from rich.console import Console
 
@@ -14,6 +17,7 @@ from tensorhub import sync
 from tensorhub.cli import status
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.cli.status import _Question
+from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.model_summary import CallsSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import (
     Endpoint,
@@ -278,3 +282,40 @@ def test_an_empty_coordinator() -> None:
         assert (done.returncode, done.stderr) == (1, text)
         with started("status", "--address", address, "--watch", "--interval-s", "0.1", "--json") as watching:
             assert [line_with("", watching.stdout) for _ in range(3)] == ["[]\n"] * 3
+        with started("status", "--address", address, "--watch", "--interval-s", "0.1") as watching:
+            for _ in range(2):
+                assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", line_with("", watching.stdout))
+                assert line_with("", watching.stdout) == "no model is registered\n"
+
+
+def test_watching_goes_on_after_a_coordinator_that_was_away() -> None:
+    pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+    with started("serve") as coordinator:
+        address = line_with("tcp://", coordinator.stdout).strip()
+        with started("status", "--address", address, "--watch", "--interval-s", "0.1", "--json") as watching:
+            assert line_with("", watching.stdout) == "[]\n"
+            coordinator.kill()
+            coordinator.wait()
+            assert line_with("coordinator_unreachable", watching.stderr)
+            with sync.serve(port=int(address.rpartition(":")[2])), sync.connect(address) as hub:
+                hub.register("actor", {"w": numpy.zeros(1)})
+                assert line_with('"actor"', watching.stdout)
+
+
+async def test_a_question_that_gets_no_answer_is_asked_again_where_one_watches(capsys: pytest.CaptureFixture[str]) -> None:
+    answers: Iterator[tuple[()] | Exception] = iter([CoordinatorUnavailable("away"), (), StateError("enough")])
+
+    async def ask(_: object) -> tuple[()]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    connect = lambda: contextlib.nullcontext(None)  # noqa: E731
+    with pytest.raises(StateError, match="enough"):
+        await status._status(connect, ask, 0.001, as_json=True)  # type: ignore[arg-type]
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("[]\n", "error: CoordinatorUnavailable: away\n")
+    answers = iter([CoordinatorUnavailable("away")])
+    with pytest.raises(CoordinatorUnavailable, match="away"):
+        await status._status(connect, ask, None, as_json=True)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ def publish(
     with common.checking():
         check_name("model", model)
     publisher = Publisher(path, model, version, common.connecting(address, token_file), as_json, quiet)
-    common.run(publisher.run, sigterm_is_ordinary=lambda: publisher.is_visible)
+    logs = logging.ERROR if quiet else logging.WARNING
+    common.run(publisher.run, logs=logs, sigterm_is_ordinary=lambda: publisher.is_visible)
 
 
 @dataclass

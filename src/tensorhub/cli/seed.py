@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -46,7 +47,8 @@ def seed(
         check_name("model", model)
         here = Location() if site is None else replace(Location(), site=check_name("site", site))
     seeder = Seeder(model, _ranks(rank), host_memory, here, common.connecting(address, token_file), as_json, quiet)
-    common.run(seeder.run, sigterm_is_ordinary=lambda: seeder.has_seeded)
+    logs = logging.ERROR if quiet else logging.WARNING
+    common.run(seeder.run, logs=logs, sigterm_is_ordinary=lambda: seeder.has_seeded)
 
 
 def _ranks(given: list[str] | None) -> tuple[int, ...] | None:

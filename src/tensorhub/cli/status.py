@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from rich.live import Live
 import tensorhub
 from tensorhub.cli import common
 from tensorhub.cli.sheets import sheets, tables
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
 from tensorhub.hub import WORKERS_OF_PAGE_MAX
 from tensorhub.model_summary import ModelSummary
 from tensorhub.types import VERSION_MAX, ModelInfo, check_name
@@ -47,13 +50,15 @@ def status(
     On a terminal, more than 40 rows are counted instead: versions with their replicas, the calls that are under way with
     what they wait for, and the workers that are not heard. --summary and --details choose. A replica is doubtful while its
     worker is not heard: it may be dead. In a file or a pipe, each row is one plain line. With --json: a list of models on
-    one line; with --watch too, one such line each time.
+    one line; with --watch too, one such line each time. --watch goes on while the coordinator is away, and says so on
+    stderr; in a file or a pipe it begins each answer with the time.
     """
     question = _Question(model, summary, details, version, after, limit)
     question.check()
     may_count = sys.stdout.isatty() and not as_json
     asks = partial(question.ask, may_count=may_count)
-    common.run(partial(_status, common.connecting(address, token_file), asks, interval_s if watch else None, as_json))
+    body = partial(_status, common.connecting(address, token_file), asks, interval_s if watch else None, as_json)
+    common.run(body, logs=logging.WARNING if watch else logging.ERROR)
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,18 @@ async def _status(
             elif interval_s is not None and sys.stdout.isatty():
                 live = stack.enter_context(Live(auto_refresh=False, vertical_overflow="visible"))
                 show = lambda models: live.update(tables(models), refresh=True)  # noqa: E731
-            while True:
+            if interval_s is None:
                 show(await asks(hub))
-                if interval_s is None:
-                    return 0
+                return 0
+            while True:
+                try:
+                    models = await asks(hub)
+                except (CoordinatorUnavailable, OperationTimeout) as error:
+                    common.report(error)
+                else:
+                    if not as_json and not sys.stdout.isatty():
+                        print(time.strftime("%Y-%m-%d %H:%M:%S"))
+                    show(models)
                 await anyio.sleep(interval_s)
 
 
