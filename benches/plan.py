@@ -21,7 +21,6 @@ from tensorhub.layouts import (
     Arrangement,
     Catalogue,
     Coordinates,
-    Grid,
     Kind,
     Piece,
     Plan,
@@ -200,9 +199,8 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
             sources = [each.coordinates for each in publication.classes]
 
             def planned(reader: Coordinates = reader, sources: Sequence[Coordinates] = sources) -> Plan:
-                return plan(reader, sources, turn=rank, grid=Grid(reader, CHUNK_BYTES))
+                return plan(reader, sources, turn=rank)
 
-            first_s, made = timed(planned)
             plan_s, made = timed(planned)
             cells_s, cells = timed(lambda made=made: cells_made(made))  # type: ignore[misc]
             assert cells == made.cell_count
@@ -217,7 +215,6 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
                 "decode_s": round(decode_s, 3),
                 "check_s": round(merge_s, 3),
                 "arrange_reader_s": round(arrange_s, 3),
-                "first_plan_s": round(first_s, 3),
                 "plan_s": round(plan_s, 3),
                 "plan_peak_mb": round(most / 1e6, 1),
                 "plan_kept_mb": round(kept / 1e6, 1),

@@ -22,6 +22,7 @@ class Access:
     chunks: tuple[int, ...]
     digests: tuple[int | None, ...]
     rest: tuple[int, ...]  # what was asked for beyond `chunks`, in the order of asking
+    selection: str = ""  # of which the chunks are; "": of the memory's own grid
 
 
 @dataclass(frozen=True, slots=True)

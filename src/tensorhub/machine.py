@@ -160,11 +160,11 @@ class Timers:
 
     def _first(self) -> list[tuple[float, tuple[str, str]]]:
         """The heap that has the earliest deadline, if there is one, at its top."""
-        for heap in (self._heap, self._swept):
+        first, swept = self._heap, self._swept
+        for heap in (first, swept) if swept else (first,):
             while heap and self._when.get(heap[0][1]) != heap[0][0]:
                 heapq.heappop(heap)
-        is_swept = self._swept and (not self._heap or self._swept[0] < self._heap[0])
-        return self._swept if is_swept else self._heap
+        return swept if swept and (not first or swept[0] < first[0]) else first
 
     def next(self) -> float | None:
         """When the earliest deadline is, or None."""

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import xxhash
 
 from tensorhub.errors import ProtocolError
+from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
@@ -27,6 +28,8 @@ from tensorhub.messages import (
     Origin,
     Read,
     ReadRefused,
+    Select,
+    Selected,
     StillWaiting,
     TransportReply,
     TransportRequest,
@@ -39,6 +42,7 @@ from tensorhub.runtime.data.acceptor import _next_read
 from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.scheduler.requests import Requests
+from tensorhub.strips import Strip, straight
 from tensorhub.transport import read_server
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import messages as cma_messages, process as cma
@@ -284,14 +288,41 @@ def _question(source: Source, kind: int) -> bytes:
         "generation": [GENERATION, GENERATION, 5],
         "content_id": [CONTENT, CONTENT, "other"],
         "transport": [*NAMES, "other"],
+        "selection": ["", "", "", SELECTED.selection_id, SELECTED.selection_id, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
     if 30 <= kind < 90:
         dialect = DIALECTS[source.choice(NAMES)]
         said = source.value(source.choice(list(dialect.from_reader.forms)), pools)
         return frame(codec.encode(dialect.request(source.below(2**16), said)), FRAME_BYTES_MAX)
+    if 185 <= kind < 200:
+        selection = source.choice((SELECTED, SELECTED, SELECTED, BEYOND, OTHER))
+        blob, at = selection.encode(), source.choice((0, 0, 0, 9))
+        piece = blob[at : source.choice((10_000, 10_000, 0, 9, at + source.below(100)))]
+        name, total = source.choice((selection.selection_id,) * 6 + ("other",)), source.choice((len(blob),) * 8 + (9, 0))
+        generation = source.choice((GENERATION,) * 6 + (5,))
+        said = Select(source.below(2**16), REGISTRATION, generation, name, total, at, piece)
+        return frame(codec.encode(said), FRAME_BYTES_MAX)
     asked: type[FromReader] = TransportRequest if kind < 100 else Locate if kind > 200 else Read
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
+
+
+SELECTED = Selection(
+    (
+        (straight(0, 2, 5),),
+        (Strip(4, 10, 0, 0, 1, ((4, 50),), 20),),
+        (Strip(0, 0, 1, 0, 2, (), 4), straight(5, 1, 3)),
+    )
+)
+OF = ((0,), (3,), (0, 1, 4))  # which chunks those of that selection have bytes of
+BEYOND = Selection(((Strip(4, 10, 0, 0, 1, ((4, 50),), 141),),))
+OTHER = Selection(((straight(4, 0, 7),),))
+
+
+@functools.cache
+def _selected_chunk(index: int) -> bytes:
+    places = [(strip.run, *place) for strip in SELECTED.chunks[index] for place in strip.places()]
+    return b"".join([_honest(region, SIZES[region])[at : at + run] for run, region, at in places])
 
 
 def _asked(said: bytes) -> FromReader | None:
@@ -313,6 +344,7 @@ def _serve(
     memory: ChunkMemory,
 ) -> bool:
     """Let the lane answer one question, and check the answer. `held`: None once it is fenced. False: it is over."""
+    is_selected = SELECTED.selection_id in owner.selections(REGISTRATION)
     try:
         read = _next_read(lane, connection)
         if read is None:
@@ -329,15 +361,31 @@ def _serve(
             return True
     except (ProtocolError, ConnectionLost):
         return False
+    if isinstance(read, Select):
+        with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+            told = hears.receive(codec.FROM_OWNER)
+        assert isinstance(told, Selected | ReadRefused)
+        if isinstance(told, Selected) and told.following == read.total:
+            assert held is not None
+            assert read.selection in owner.selections(REGISTRATION)
+        return True
     wanted = [chunk for first, count in read.runs for chunk in range(first, first + count)]
     right = (read.registration, read.generation, read.content_id)
+    chunk_of = _selected_chunk if read.selection else _chunk
+    count, of = (len(OF), OF) if read.selection else (CHUNKS, [(chunk,) for chunk in range(CHUNKS)])
     is_away = isinstance(read, Locate) and not (lane.is_local and read.transport in NAMES[:3])
-    if held is None or right != (REGISTRATION, GENERATION, CONTENT) or max(wanted) >= CHUNKS or is_away:
-        expected: list[int] = []
-        is_known = not isinstance(read, Locate) or read.transport in NAMES
-        last: type | None = ReadRefused if is_known else NotThisWay
-    else:
-        expected = [chunk for chunk in wanted if chunk in held]
+    expected: list[int] = []
+    last: type | None = ReadRefused
+    if isinstance(read, Locate) and (read.transport not in NAMES or (read.selection and not is_away)):
+        last = NotThisWay
+    elif (
+        held is not None
+        and right == (REGISTRATION, GENERATION, CONTENT)
+        and max(wanted, default=count) < count
+        and not is_away
+        and (not read.selection or (is_selected and read.selection == SELECTED.selection_id))
+    ):
+        expected = [chunk for chunk in wanted if held.issuperset(of[chunk])]
         last = None if len(expected) == len(wanted) else StillWaiting
     got: list[int] = []
     with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
@@ -353,10 +401,12 @@ def _serve(
                 continue
             if isinstance(message, ChunkFollows):
                 assert isinstance(read, Read)
-                payload = bytearray(len(_chunk(message.chunk)))
+                payload = bytearray(len(chunk_of(message.chunk)))
                 hears.receive_into([memoryview(payload)])
-                assert payload == _chunk(message.chunk)
-                assert hears.receive(codec.FROM_OWNER) == ChunkDigest(read.request, _digest(message.chunk))
+                assert payload == chunk_of(message.chunk)
+                assert hears.receive(codec.FROM_OWNER) == ChunkDigest(
+                    read.request, xxhash.xxh3_64_intdigest(chunk_of(message.chunk))
+                )
                 got.append(message.chunk)
                 continue
             if not isinstance(message, ChunksFollow):
@@ -364,10 +414,10 @@ def _serve(
                 break
             assert isinstance(read, Read)
             for chunk, digest in message.chunks:
-                payload = bytearray(len(_chunk(chunk)))
+                payload = bytearray(len(chunk_of(chunk)))
                 hears.receive_into([memoryview(payload)])
-                assert payload == _chunk(chunk)
-                assert digest == _digest(chunk)
+                assert payload == chunk_of(chunk)
+                assert digest == xxhash.xxh3_64_intdigest(chunk_of(chunk))
                 got.append(chunk)
     assert sorted(got) == sorted(expected)
     return True

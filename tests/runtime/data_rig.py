@@ -15,6 +15,7 @@ from types import FrameType
 
 import anyio
 
+from tensorhub.layouts.reading import Part
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
@@ -119,6 +120,7 @@ class Node:
     ) -> PullRunner:
         """A pull into this node's memory."""
         options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
+        parts: Mapping[str, Part] = more.get("selections", {})  # type: ignore[assignment]
         way = KINDS[transport](Local(self.incarnation, (secret,), options))
         self.ways.append(way)
 
@@ -129,6 +131,7 @@ class Node:
                 RegistrationId(grant.registration),
                 grant.generation,
                 CONTENT,
+                parts[grant.selection].selection if grant.selection else None,
             )
             return Opened(way.name, way.open(grant.endpoints[0], right, destination, cutter), lanes or way.lanes)
 

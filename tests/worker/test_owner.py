@@ -231,6 +231,98 @@ def test_only_closed_and_quiet_memory_is_forgotten() -> None:
     assert isinstance(owner.begin(R, 1, C, (0,), 100), Refusal)
 
 
+S = "selection"
+COVERS = ((0,), (1, 2), (0, 3))
+SELECTED = (5, 6, 7)
+
+
+def select(owner: Owner, generation: int = 1, name: str = S) -> bool:
+    return owner.select(R, generation, name, SELECTED, COVERS.__getitem__)
+
+
+def test_a_selections_chunk_may_be_read_once_all_that_it_has_bytes_of_is_there() -> None:
+    owner = opened(complete=False)
+    assert isinstance(owner.begin(R, 1, C, (0,), 100, S), Refusal)
+    assert select(owner)
+    assert owner.begin(R, 1, C, (0, 1, 2), 100, S) == Wait()
+    owner.mark_available(R, 1, [(0, 10), (1, 11)])
+    access = owner.begin(R, 1, C, (0, 1, 2), 100, S)
+    assert isinstance(access, Access)
+    assert (access.chunks, access.rest, access.selection, access.digests) == ((0,), (1, 2), S, (None,))
+    owner.mark_available(R, 1, [(2, 12)])
+    assert owner.has(R, 1, 9, S) == ((0, 2),)
+    owner.complete(R, 1)
+    assert owner.has(R, 1, 9, S) == ((0, 3),)
+    owner.close(R)
+    assert not owner.is_quiet(R)
+    owner.end(access)
+    assert owner.is_quiet(R)
+
+
+def test_a_selections_digests_are_its_own() -> None:
+    owner = Owner()
+    owner.open(R, 1, C, SIZES, complete=True, tells=True)
+    assert select(owner)
+    assert owner.set_digest(R, 1, 0, 50, S) == 50
+    assert owner.set_digest(R, 1, 0, 60, S) == 50
+    assert owner.is_news(R, S)
+    assert owner.set_digest(R, 1, 1, 51, S) == 51
+    assert owner.take_made(R, S, if_all=True) == ([], False)
+    assert owner.take_made(R, S) == ([(0, 50), (1, 51)], False)
+    assert owner.set_digest(R, 1, 2, 52, S) == 52
+    assert owner.take_made(R, S) == ([(2, 52)], True)
+    assert (owner.digests(R, 1), owner.digests(R, 1, S)) == ((None,) * 4, (50, 51, 52))
+    assert owner.take_made(R) == ([], False)
+    assert owner.digests(R, 1, "another") is None
+    assert select(owner)  # again: what is known of it stays
+    assert owner.digests(R, 1, S) == (50, 51, 52)
+
+
+def test_a_selection_ends_with_the_opening_of_its_memory_and_outlives_a_fence_that_was_given_up() -> None:
+    owner = opened()
+    assert select(owner)
+    owner.close(R)
+    assert not select(owner)
+    owner.reopen(R, 2)
+    assert isinstance(owner.begin(R, 2, C, (0,), 100, S), Access)
+    owner = opened()
+    assert select(owner)
+    owner.close(R)
+    owner.open(R, 2, C, SIZES, complete=True)
+    assert isinstance(owner.begin(R, 2, C, (0,), 100, S), Refusal)
+    assert not select(owner, generation=1)
+
+
+def test_what_is_revoked_is_revoked_in_each_selection() -> None:
+    owner = opened(complete=False)
+    assert select(owner)
+    owner.mark_available(R, 1, [(chunk, chunk) for chunk in range(3)])
+    for chunk in (0, 1):
+        owner.set_digest(R, 1, chunk, 50 + chunk, S)
+    one, other = (owner.begin(R, 1, C, (chunk,), 100, S) for chunk in (0, 1))
+    assert isinstance(one, Access)
+    assert isinstance(other, Access)
+    assert owner.revoke(R, 1, [2]) == {other.number}
+    assert owner.digests(R, 1, S) == (50, None, None)
+    assert owner.has(R, 1, 9, S) == ((0, 1),)
+    owner.check_invariants()
+
+
+def test_a_selection_is_forgotten_although_it_is_read() -> None:
+    owner = opened(complete=False)
+    owner.mark_available(R, 1, [(0, 10)])
+    assert select(owner)
+    assert select(owner, name="another")
+    access = owner.begin(R, 1, C, (0,), 1, S)
+    assert isinstance(access, Access)
+    owner.deselect(S)
+    assert owner.selections(R) == ("another",)
+    assert owner.set_digest(R, 1, 0, 5, S) is None
+    assert owner.revoke(R, 1, [3]) == {access.number}  # nobody knows any more what it touches
+    owner.end(access)
+    assert owner.is_quiet(R)
+
+
 class OwnerMachine(RuleBasedStateMachine):
     """Against a model of what was opened: no access ever covers a chunk that was not verified under its
     generation.
@@ -283,6 +375,35 @@ class OwnerMachine(RuleBasedStateMachine):
             assert set(answer.chunks) <= self.available
             assert sorted(answer.chunks + answer.rest) == [0, 1, 2, 3]
             self.running.append(answer)
+
+    @rule(lag=st.integers(0, 1))
+    def select(self, lag: int) -> None:
+        assert select(self.owner, self.generation - lag) == (self.is_open and lag == 0)
+
+    @rule(wanted=st.permutations(range(3)), bytes_max=st.integers(1, 20))
+    def begin_selected(self, wanted: list[int], bytes_max: int) -> None:
+        answer = self.owner.begin(R, self.generation, C, wanted, bytes_max, S)
+        there = {chunk for chunk in range(3) if self.available.issuperset(COVERS[chunk])}
+        if not self.is_open or S not in self.owner.selections(R):
+            assert isinstance(answer, Refusal)
+        elif not there:
+            assert answer == Wait()
+        else:
+            assert isinstance(answer, Access)
+            assert set(answer.chunks) <= there
+            self.running.append(answer)
+
+    @precondition(lambda self: self.is_open)
+    @rule(chunk=st.integers(0, 3))
+    def revoke(self, chunk: int) -> None:
+        found = self.owner.revoke(R, self.generation, [chunk])
+        touched = [
+            access.number
+            for access in self.running
+            if chunk in [own for each in access.chunks for own in (COVERS[each] if access.selection else (each,))]
+        ]
+        assert found == set(touched)
+        self.available.discard(chunk)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -181,7 +181,8 @@ class Coordinator(Stateful[CoordinatorState]):
             self._run_timers()
         self._handle(event)
         self._settle()
-        self._settle_woken(is_their_turn=isinstance(event, Tick))
+        if cluster.woken or cluster.woken_guests:
+            self._settle_woken(is_their_turn=isinstance(event, Tick))
         return cluster.take_actions()
 
     def next_deadline(self) -> float | None:
@@ -243,12 +244,12 @@ class Coordinator(Stateful[CoordinatorState]):
     def _handle(self, event: Event) -> None:
         sessions = self.cluster.sessions
         match event:
-            case Connected():
-                self._visitors.connect(event)
-            case Received():
+            case Received():  # what happens most often comes first
                 session = sessions.get(event.session)
                 if session is not None:
                     self._receive(session, event.message)
+            case Connected():
+                self._visitors.connect(event)
             case Disconnected():
                 session = sessions.get(event.session)
                 if session is not None:
@@ -277,19 +278,20 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _receive(self, session: Session, message: messages.FromWorker) -> None:
         self._visitors.heard(session, message)
-        if session.worker is not None:
+        worker = session.worker
+        if worker is not None:
             answers = message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
-            self._membership.heard(session.worker, answers)
+            self._membership.heard(worker, answers)
         if session.read_only and not access.admits(self.cluster, session, message):
             return
         if isinstance(message, messages.FromAnybody):
             self._receive_from_anybody(session, message)
-        elif session.worker is None:
+        elif worker is None:
             self.cluster.close_session(session.number, f"{type(message).__name__} before Join")
         elif isinstance(message, messages.Fill) and message.kind is OpKind.PUBLISH:
             self.cluster.close_session(session.number, "a publication is not a Fill")
         else:
-            self._receive_from_worker(session.worker, message)
+            self._receive_from_worker(worker, message)
 
     def _receive_from_anybody(self, session: Session, message: messages.FromAnybody) -> None:
         match message:
@@ -361,12 +363,13 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _settle(self) -> None:
         cluster = self.cluster
-        while self._readers.settle() or cluster.changed_operations or cluster.uncounted or cluster.changed_models:
+        while cluster.changed_operations or cluster.uncounted or cluster.changed_models:
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:
                     cluster.note(operation)
                     self._operations.settle(operation)
+            self._readers.settle()
             cluster.count()
             if cluster.changed_models:
                 name, wakes = next(iter(cluster.changed_models.items()))

@@ -133,7 +133,7 @@ class Membership:
         `answers`: when that was said; later than now, it is taken for now.
         """
         cluster = self._cluster
-        cluster.note(worker)
+        cluster.noted[worker] = None
         worker.heard_at = cluster.now
         if answers <= worker.answers and worker.state is WorkerState.LIVE:
             return

@@ -59,16 +59,17 @@ class Operations:
 
     def hear(self, worker: Worker, message: AboutOperation) -> None:
         """A rank says something about its group's operation. Only the rank's present registration is heard (G9)."""
-        model = self._cluster.models.get(message.key.model)
-        group = model.groups.get(message.key.group) if model is not None else None
+        key = message.key
+        model = self._cluster.models.get(key.model)
+        group = model.groups.get(key.group) if model is not None else None
         member = group.members.get(message.rank) if group is not None else None
         if member is None or member.worker is not worker:
             return
-        self._cluster.note(member)
+        self._cluster.noted[member] = None
         match message:
             case Progress() | ReadyToWrite() | Prepared() | ReadFailed() | Compared():
                 part = member.part
-                if part is not None and part.operation.key == message.key:
+                if part is not None and part.operation.key == key:
                     self._hear_of(part, message)
                 elif isinstance(message, ReadFailed):
                     self._readers.left(member, message.lease)

@@ -294,12 +294,8 @@ class Readers:
             self._dry[holding] = None
             self._become_fed(holding, is_so=False)
 
-    def settle(self) -> bool:
-        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either.
-        Whether somebody was fed no more.
-        """
-        if not self._dry:
-            return False
+    def settle(self) -> None:
+        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either."""
         while self._dry:
             holding, _ = self._dry.popitem()
             if holding.is_fed:
@@ -311,7 +307,6 @@ class Readers:
             for each in dry:  # as it was published, and without patches, each was filled from one of the others
                 if (each.peers.patches or each.bridges) and each.is_filled_by(_is_fed):
                     self._spread(each)
-        return True
 
     def _spread(self, holding: Holding) -> None:
         """It is fed: so is all that is filled from it."""

@@ -7,7 +7,6 @@
     catalogue     names, dtypes and shapes of a version's tensors, once for all ranks
     arrangement   a rank's pieces as its peers hear them: arrangement and coordinates
     columns       how all three are encoded
-    chunks        how a rank's pieces are cut into chunks
     publication   what the ranks of a group hold together, and the checks of it
     cells         bytes that a source has and a reader wants, and families of them
     plan          what a reader takes from whom
@@ -23,7 +22,6 @@ docs/layouts.md has the picture. Not responsible for moving a byte, nor for when
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue, Kind
 from tensorhub.layouts.cells import Cell, Family, Loop
-from tensorhub.layouts.chunks import Chunk, Grid
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for
 from tensorhub.layouts.pieces import LocalTensor, Piece, pieces_of
@@ -39,11 +37,9 @@ __all__ = [
     "Arrangement",
     "Catalogue",
     "Cell",
-    "Chunk",
     "Coordinates",
     "Declaration",
     "Family",
-    "Grid",
     "Kind",
     "LocalTensor",
     "Loop",

@@ -91,16 +91,12 @@ class Step(NamedTuple):
 
 
 class Family(NamedTuple):
-    """`length` cells of source number `source`: `first`, and then each a `step` further. `chunk`: the number of the reader's
-    chunk that the first one lies in, and those of the others are `chunk_step` apart; 0 where the plan has no grid.
-    """
+    """`length` cells of source number `source`: `first`, and then each a `step` further."""
 
     source: int
     length: int
     first: Cell
     step: Step
-    chunk: int = 0
-    chunk_step: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -119,10 +115,6 @@ class Family(NamedTuple):
             _along(first.reader_region, step.reader_region, length),
             _along(first.reader_offset, step.reader_offset, length),
         )
-
-    def chunks(self) -> Iterable[int]:
-        """The number of the reader's chunk that each cell lies in."""
-        return _along(self.chunk, self.chunk_step, self.length)
 
     def cells(self) -> Iterator[Cell]:
         return map(Cell, *self.columns(), repeat(self.first.loops), repeat(self.first.run))
@@ -151,13 +143,11 @@ def folded(loops: Iterable[Loop], run: int) -> tuple[Loops, int]:
 
 
 def joined(family: Family) -> Family:
-    """As one cell, where all lie in one region at either end, each behind the one before, and in one chunk: neighbours
-    coalesce.
-    """
+    """As one cell, where all lie in one region at either end, each behind the one before: neighbours coalesce."""
     step, first = family.step, family.first
-    if family.length == 1 or step.source_region or step.reader_region or family.chunk_step:
+    if family.length == 1 or step.source_region or step.reader_region:
         return family
     if step.source_offset < 1 or step.reader_offset < 1:
         return family
     loops, run = folded([*first.loops, Loop(family.length, step.source_offset, step.reader_offset)], first.run)
-    return Family(family.source, 1, first._replace(loops=loops, run=run), Step(0, 0, 0, 0), family.chunk)
+    return Family(family.source, 1, first._replace(loops=loops, run=run), Step(0, 0, 0, 0))

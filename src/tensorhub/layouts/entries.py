@@ -6,7 +6,7 @@ nor for whether it fits its place (`pieces`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from tensorhub import errors
@@ -49,3 +49,12 @@ def without_shape(entries: Mapping[str, object]) -> dict[str, str]:
             if view.shape is None:
                 found.setdefault(name, view.name)
     return found
+
+
+def names_in(sources: Sources | None, tensors: Iterable[str]) -> Iterator[str]:
+    """The names of the global tensors that the entries of these tensors speak of. None of the entries is at fault."""
+    entry_of = sources if callable(sources) else (sources or {}).get
+    for name in tensors:
+        if (entry := entry_of(name)) is not None:
+            pairs, views = parts(name, entry)
+            yield from (view.name for view in (*views, *(view for _, view in pairs)))

@@ -10,24 +10,22 @@ parts, nor for when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgpack
 
-from tensorhub.errors import ProtocolError
+from tensorhub.errors import ManifestMismatch, ProtocolError
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue
-from tensorhub.layouts.pieces import LocalTensor, ShapeOf, packed, pieces_of
-from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.entries import Sources, names_in
+from tensorhub.layouts.pieces import LocalTensor, packed, pieces_and_faults, pieces_of
+from tensorhub.layouts.publication import Publication, refuse
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import reading_of
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.layouts.sharding import Sharding
 from tensorhub.manifest import Manifest, id_of, itemsize
-
-Sources: TypeAlias = Mapping[str, object] | Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -61,28 +59,17 @@ def local_tensors(manifest: Manifest) -> list[LocalTensor]:
     ]
 
 
-def coordinates_of(manifest: Manifest, declared: Declaration, catalogue: Catalogue | None = None) -> Coordinates:
-    """What the tensors of this manifest hold, or are to be filled with.
-
-    `catalogue`: the publication's, for a reader; None: a publisher, whose `sources=` say all shapes. RegistrationError and
-    ManifestMismatch, with every fault: as `pieces_of` and `arrange`.
-    """
-    shape_of: ShapeOf | None = None
-    if catalogue is not None:
-
-        def shape_of(name: str) -> tuple[int, ...] | None:
-            number = catalogue.find(name)
-            return None if number is None else catalogue.kind(number).shape
-
-    pieces = pieces_of(
-        local_tensors(manifest),
-        rank=declared.rank,
-        world_size=declared.world_size,
-        shardings=declared.shardings,
-        sources=declared.sources,
-        shape_of=shape_of,
+def coordinates_of(manifest: Manifest, declared: Declaration) -> Coordinates:
+    """What the tensors of this manifest hold, whose `sources=` say all shapes. RegistrationError, with every fault."""
+    return arrange(
+        pieces_of(
+            local_tensors(manifest),
+            rank=declared.rank,
+            world_size=declared.world_size,
+            shardings=declared.shardings,
+            sources=declared.sources,
+        )
     )
-    return arrange(pieces, catalogue)
 
 
 def parts_of(coordinates: Coordinates) -> dict[str, bytes]:
@@ -132,12 +119,41 @@ def reading_for(
     """What this rank reads of that publication, which is `publication_of(published, ...)`.
 
     `manifest`: the rank's own, or that of the first group of its layout, which then fits the rank's own
-    (`check_compatible`). ManifestMismatch and RegistrationError, with everything that is wrong: its tensors are not in
-    the publication, or others there; it ties what is not tied there; it is alone, and leaves bytes unread that it may
-    not.
+    (`check_compatible`). ManifestMismatch, with everything that is wrong: its tensors are not in the publication, or are
+    others there; it ties what is not tied there; it is alone, and leaves unread what it may not. RegistrationError: it is
+    cut into too many chunks.
     """
-    reader = coordinates_of(manifest, declared, publication.catalogue)
-    publication.check_readers([reader], partial=declared.partial or declared.world_size > 1)
+    reader = _reader(publication, manifest, declared)
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
     key = msgpack.packb([published.publication_id, reader.coordinates_id, declared.rank])
     return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key))
+
+
+def _reader(publication: Publication, manifest: Manifest, declared: Declaration) -> Coordinates:
+    catalogue, leaves = publication.catalogue, declared.partial or declared.world_size > 1
+
+    def shape_of(name: str) -> tuple[int, ...] | None:
+        number = catalogue.find(name)
+        return None if number is None else catalogue.kind(number).shape
+
+    pieces, faults = pieces_and_faults(
+        local_tensors(manifest),
+        rank=declared.rank,
+        world_size=declared.world_size,
+        shardings=declared.shardings,
+        sources=declared.sources,
+        shape_of=shape_of,
+    )
+    differences = list(faults.values())
+    try:
+        reader = arrange(pieces, catalogue)
+    except ManifestMismatch as error:
+        differences += error.differences
+    if not differences:
+        publication.check_readers([reader], partial=leaves)
+        return reader
+    if not leaves:  # what is wrong is named, and is not unread as well
+        wanted = {*(piece.name for piece in pieces), *faults, *names_in(declared.sources, faults)}
+        differences += publication.unread(wanted)
+    refuse(differences, "difference(s) between the published and the registered tensors")
+    raise AssertionError("there are differences")

@@ -104,8 +104,27 @@ def pieces_of(
 
     `shardings`: what `sharding_of` says. RegistrationError, with every fault.
     """
+    found, faults = pieces_and_faults(
+        tensors, rank=rank, world_size=world_size, shardings=shardings, sources=sources, shape_of=shape_of
+    )
+    if faults:
+        text = "\n  ".join(faults.values())
+        raise RegistrationError(f"{len(faults)} fault(s) in what the tensors are made of:\n  {text}")
+    return found
+
+
+def pieces_and_faults(
+    tensors: Iterable[LocalTensor],
+    *,
+    rank: int,
+    world_size: int,
+    shardings: Mapping[str, Sharding | None] | None,
+    sources: Mapping[str, object] | Callable[[str], object] | None,
+    shape_of: ShapeOf | None,
+) -> tuple[list[Piece], dict[str, str]]:
+    """As `pieces_of`; what is wrong with the other tensors, by their names."""
     found: list[Piece] = []
-    faults: list[str] = []
+    faults: dict[str, str] = {}
     entry_of = sources if callable(sources) else (sources or {}).get
     unknown = {} if sources is None or callable(sources) else dict.fromkeys(sources)
     for tensor in tensors:
@@ -120,11 +139,10 @@ def pieces_of(
             else:
                 found.append(_as_it_is(tensor, rank, world_size))
         except RegistrationError as error:
-            faults.append(str(error))
-    faults += [f"sources names {errors.shown(name)}, and no tensor of that name is registered" for name in unknown]
-    if faults:
-        raise RegistrationError(f"{len(faults)} fault(s) in what the tensors are made of:\n  " + "\n  ".join(faults))
-    return [piece for piece in found if piece.nbytes]
+            faults[tensor.name] = str(error)
+    for name in unknown:
+        faults[name] = f"sources names {errors.shown(name)}, and no tensor of that name is registered"
+    return [piece for piece in found if piece.nbytes], faults
 
 
 def _as_it_is(tensor: LocalTensor, rank: int, world_size: int) -> Piece:

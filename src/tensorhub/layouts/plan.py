@@ -31,7 +31,6 @@ from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, left_over, meet, shown, taken_out, volume
 from tensorhub.layouts.catalogue import numbers_in
 from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joined
-from tensorhub.layouts.chunks import Grid
 from tensorhub.layouts.pieces import within
 
 NAMES_MAX = 10  # in one error
@@ -92,14 +91,12 @@ def plan(
     preferred: Iterable[int] = (),
     turn: int = 0,
     partial: bool = False,
-    grid: Grid | None = None,
 ) -> Plan:
-    """What the reader takes from each of these sources. `preferred`: sources that are read anyway. `grid`: the reader's, of
-    which no cell then lies in two chunks.
+    """What the reader takes from each of these sources. `preferred`: sources that are read anyway.
 
     ManifestMismatch, with everything that no source has, unless `partial`.
     """
-    made = _Planning(reader, sources, preferred, turn, grid).made()
+    made = _Planning(reader, sources, preferred, turn).made()
     if made.unheld and not partial:
         sentences = tuple([f"no source holds {each}" for each in made.unheld])
         more = len(sentences) - NAMES_MAX
@@ -126,8 +123,8 @@ class _Likeness(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Like pieces of the reader. `places`: region, offset and number of the first chunk of the first of them; then region
-    and offset of each of the sources' pieces of its tensor. `steps`: how far apart those of the following pieces are.
+    """Like pieces of the reader. `places`: region and offset of the first of them; then those of each of the sources' pieces
+    of its tensor. `steps`: how far apart those of the following pieces are.
     """
 
     likeness: _Likeness
@@ -144,8 +141,8 @@ class _Stretch(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one source gives of a likeness, counted from the beginnings of the pieces, and from the first chunk of the
-    reader's. `column`: which of the source's pieces.
+    """What one source gives of a likeness, counted from the beginnings of the pieces. `column`: which of the source's
+    pieces.
     """
 
     source: int
@@ -155,7 +152,6 @@ class _Part(NamedTuple):
     loops: Loops
     run: int
     nbytes: int
-    chunk: int
 
 
 class _Candidate(NamedTuple):
@@ -175,10 +171,8 @@ class _Planning:
         sources: Sequence[Coordinates],
         preferred: Iterable[int],
         turn: int,
-        grid: Grid | None,
     ) -> None:
         self._reader = reader
-        self._grid = grid
         self._sources = sources
         self._turn = turn
         self._in_use = set(preferred)
@@ -261,8 +255,7 @@ class _Planning:
     def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> Iterator[_Stretch]:
         """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
         mine = self._reader.arrangement
-        chunks = [0 if self._grid is None else self._grid.firsts[piece] for piece in pieces]
-        columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces], chunks]
+        columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
         theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
         for column, (number, _) in enumerate(likeness.held):
             arrangement = self._arrangements[number]
@@ -298,7 +291,7 @@ class _Planning:
             taken, left = taken_out(left, candidate.common)
             if sum(map(volume, taken)) < volume(candidate.common):
                 return None
-        return [part for candidate in candidates for part in self._parts(likeness, candidate, candidate.common)]
+        return [self._part(likeness, candidate, candidate.common) for candidate in candidates]
 
     def _chosen_parts(self, likeness: _Likeness) -> list[_Part]:
         def rank(candidate: _Candidate) -> tuple[bool, int, int]:
@@ -312,17 +305,10 @@ class _Planning:
             if not left:
                 break
             taken, left = taken_out(left, candidate.common)
-            parts += [part for common in taken for part in self._parts(likeness, candidate, common)]
+            parts += [self._part(likeness, candidate, common) for common in taken]
         return parts
 
-    def _parts(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> Iterator[_Part]:
-        """One; or one for each chunk of the reader's that has something of it."""
-        cuts = [common] if self._grid is None else self._grid.cuts[likeness.form]
-        for chunk, box in enumerate(cuts):
-            if (part := meet(common, box)) is not None:
-                yield self._part(likeness, candidate, part, chunk)
-
-    def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box, chunk: int) -> _Part:
+    def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> _Part:
         kind, mine, to = self._reader.geometry[likeness.form]
         _, form = likeness.held[candidate.column]
         _, theirs, by = self._sources[candidate.source].geometry[form]
@@ -333,17 +319,17 @@ class _Planning:
             [Loop(times, at_source, at_reader) for (times, at_source), (_, at_reader) in steps], kind.itemsize
         )
         nbytes = volume(common) * kind.itemsize
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, loops, run, nbytes, chunk)
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, loops, run, nbytes)
 
     def _take(self, stretch: _Stretch, parts: list[_Part]) -> None:
-        region, offset, chunk, *held = stretch.places
-        region_step, offset_step, chunk_step, *held_steps = stretch.steps
+        region, offset, *held = stretch.places
+        region_step, offset_step, *held_steps = stretch.steps
         for part in parts:
             at = 2 * part.column
             places = held[at], held[at + 1] + part.source_offset, region, offset + part.reader_offset
             step = Step(held_steps[at], held_steps[at + 1], region_step, offset_step)
             first, length = Cell(*places, part.loops, part.run), len(stretch.pieces)
-            self._families.append(joined(Family(part.source, length, first, step, chunk + part.chunk, chunk_step)))
+            self._families.append(joined(Family(part.source, length, first, step)))
             self._given[part.source] += part.nbytes * len(stretch.pieces)
             self._in_use.add(part.source)
         kind, box, _ = self._reader.geometry[stretch.likeness.form]

@@ -7,7 +7,7 @@ nothing unread. Every fault is named, in one error. Not responsible for who read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,7 +66,7 @@ class Publication:
         faults = [*_unheld(self.catalogue, [each.coordinates for each in self.classes], "is held by no rank")]
         for each in self.classes:
             faults += _held_twice(each)
-        _refuse(faults, "fault(s) in what the ranks publish together")
+        refuse(faults, "fault(s) in what the ranks publish together")
         return self
 
     def check_readers(self, readers: Sequence[Coordinates], *, partial: bool = False) -> None:
@@ -79,7 +79,14 @@ class Publication:
         for reader in distinct:
             faults += self._tie_faults(reader)
         hint = "" if partial else " (register(..., partial=True) allows to leave tensors unread)"
-        _refuse(faults, f"difference(s) between the published and the registered tensors{hint}")
+        refuse(faults, f"difference(s) between the published and the registered tensors{hint}")
+
+    def unread(self, names: Container[str]) -> Iterator[str]:
+        """Of the tensors with none of these names, a sentence each: nobody reads them."""
+        for name, number in zip(self.catalogue.names, self.catalogue.kind_of, strict=True):
+            kind = self.catalogue.kinds[number]
+            if name not in names and not kind.ranks and volume(whole(kind.shape)):
+                yield _missing(name, kind, [whole(kind.shape)], "is read by no rank of the group")
 
     def _unread_locals(self, readers: Sequence[Coordinates]) -> Iterator[str]:
         """Rank-local tensors that a rank holds and no reader has the like of."""
@@ -105,7 +112,8 @@ class Publication:
                 yield f"tensors {names[one]!r} and {names[tensor]!r} share memory at the reader only"
 
 
-def _refuse(faults: Iterable[str], what: str) -> None:
+def refuse(faults: Iterable[str], what: str) -> None:
+    """ManifestMismatch, if there are any."""
     found = list(dict.fromkeys(faults))
     if not found:
         return

@@ -7,8 +7,10 @@ another layout has, is made of strips: then the memory `is_strided`, and has no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from functools import cache
 from typing import TypeAlias
 
 import xxhash
@@ -112,6 +114,11 @@ class ChunkMemory:
         """Why there is no such selection of this memory; None: there is."""
         return selection.fault([region.nbytes for region in self._regions])
 
+    def covers(self, selection: Selection) -> Callable[[int], tuple[int, ...]]:
+        """Of which of this memory's chunks, which must be contiguous, each of a selection has bytes; perhaps of fewer."""
+        starts = [(chunk.region, chunk.offset) for chunk in self._chunks]
+        return cache(lambda chunk: _covered(starts, selection.chunks[chunk]))
+
     @property
     def is_strided(self) -> bool:
         """Whether its chunks are of strips, and have neither `buffer` nor `address`."""
@@ -206,6 +213,21 @@ class ChunkMemory:
 
 def _flat(region: Bytes) -> Bytes:
     return region if isinstance(region, DeviceBytes) or not region.nbytes else region.cast("B")
+
+
+def _covered(starts: Sequence[tuple[int, int]], strips: Sequence[Strip]) -> tuple[int, ...]:
+    """`starts`: (region, offset) of each chunk, ascending."""
+    found: set[int] = set()
+    for strip in strips:
+        region, offset, region_step, offset_step, length, _, _ = strip
+        if region_step:
+            ends = [(of, at, at + strip.extent) for of, at in strip.cells()]
+        else:
+            last = offset + (length - 1) * offset_step
+            ends = [(region, min(offset, last), max(offset, last) + strip.extent)]
+        for of, first, end in ends:
+            found.update(range(bisect_right(starts, (of, first)) - 1, bisect_left(starts, (of, end))))
+    return tuple(sorted(found))
 
 
 def _strips_of(memory: ChunkMemory) -> Strips:

@@ -84,7 +84,11 @@ class MessageStream(Generic[M]):
             while not handshake.done:
                 await self._step(handshake)
         if scope.cancelled_caught:
-            silence = "" if handshake.has_heard else ", and nothing was said at all: it may be another program's port"
+            silence = (
+                ""
+                if handshake.has_heard
+                else ", and nothing was said at all: it has very much to do, or this is another program's port"
+            )
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s{silence}")
         mine, theirs = handshake.frame_keys
         self._encoder.authenticate(mine)

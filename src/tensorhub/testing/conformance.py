@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import xxhash
@@ -76,6 +76,7 @@ class Target:
 
     def __init__(self, device: Device | None = None) -> None:
         self.is_digested = True
+        self.is_strided = False
         self.sizes: Sequence[int] = SIZES
         self.device = device
         self._buffers = [_new(device, size + 2) for size in SIZES]
@@ -85,6 +86,9 @@ class Target:
         if isinstance(part, DeviceBytes):
             raise ConformanceBroken("a destination on a device has no views")
         return part
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        raise ConformanceBroken("each chunk of this destination is one piece")
 
     def address(self, chunk: int) -> int:
         return address_of(self._buffers[chunk]) + 1

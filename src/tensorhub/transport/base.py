@@ -32,11 +32,12 @@ Responsible for the contract only. Not responsible for choosing a source, for di
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.cuda.device import Device
+from tensorhub.layouts.reading import Selection
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
 
@@ -77,10 +78,14 @@ class ReadRight:
     registration: RegistrationId
     generation: int
     content_id: ContentId
+    selection: Selection | None = None  # of which the chunks are; None: of the content's own grid
 
 
 class Destination(Protocol):
-    """Where chunks go."""
+    """Where chunks go.
+
+    A *strided* one has chunks of several pieces of memory. Only transports with `strides` are given it.
+    """
 
     is_digested: bool  # their digests are XXH3-64, and will be compared
 
@@ -91,6 +96,15 @@ class Destination(Protocol):
     @property
     def device(self) -> Device | None:
         """The device that the chunks are on, which the transport must be able to fill (`fills`). None: host memory."""
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether chunks have neither `buffer` nor `address`, but `incoming`."""
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        """Room for the bytes of a chunk of a strided destination, in order, in lists of writable views. When the next list
+        is asked for, the last one has been filled. Nothing is written once the generator is closed.
+        """
 
     def buffer(self, chunk: int) -> memoryview:
         """The writable bytes of one chunk, exactly its size."""
@@ -147,6 +161,7 @@ class Transport(Protocol):
     lanes: int = 1  # threads of one reader that read faster from one source than one thread does
     batch_bytes: int = BATCH_BYTES  # of one request
     fills: frozenset[Place] = HOST  # where its channels' destinations may be
+    strides: bool = False  # its channels read selections, and fill strided destinations
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Whether a worker at `here` can read one at `there` this way, judging by their locations."""
@@ -160,6 +175,11 @@ class Transport(Protocol):
 
 
 def can_fill(transport: Transport, destination: Destination) -> bool:
+    """Whether a transport reads into it. What is read into a strided one is of several pieces at the source as well, or of a
+    selection.
+    """
+    if destination.is_strided and not transport.strides:
+        return False
     return ("host" if destination.device is None else "device") in transport.fills
 
 

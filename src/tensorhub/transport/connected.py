@@ -26,6 +26,8 @@ class ConnectedTransport(Transport):
         """Connect, prove who is who, and set up a channel; see `Transport.open`. If that fails, the connection ends."""
         client = ReadClient(self._peers, self._peers.open(endpoint.address, right, cutter), right, cutter)
         try:
+            if right.selection is not None:
+                client.select(right.selection)
             with client.failures():
                 return self.channel(client, destination)
         except BaseException:

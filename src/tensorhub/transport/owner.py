@@ -106,7 +106,19 @@ class OwnedMemory(Protocol):
     def word_of(self, access: Access) -> int:
         """Where the generation word of this access' registration is."""
 
-    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
+    def select(self, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
+        """Have this memory read in the chunks of the selection of that name from now on. False: the selection is not
+        known.
+        """
+
+    def upload(self, reader: Lane, name: str, total: int, offset: int, piece: bytes) -> int:
+        """A piece of a selection's encoding. Returns how much of it is there; all of it: the selection is known.
+        ProtocolError: it is none.
+        """
+
+    def has(
+        self, registration: RegistrationId, generation: int, runs_max: int, selection: str = ""
+    ) -> tuple[tuple[int, int], ...]:
         """Ascending (first, count) runs of chunks that may be read."""
 
     def access(
@@ -118,8 +130,11 @@ class OwnedMemory(Protocol):
         wanted: Sequence[int],
         bytes_max: int,
         patience_s: float,
+        selection: str = "",
     ) -> AbstractContextManager[tuple[Access, ChunkMemory] | Wait | Refusal]:
-        """Some of the wanted chunks, to be read within the block. Waits at most `patience_s` for the first one."""
+        """Some of the wanted chunks, to be read within the block. Waits at most `patience_s` for the first one. `selection`:
+        of which they are. Its memory is strided.
+        """
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
         """The access' chunks with their digests (0: the manifest wants none). Missing digests are made and kept."""
@@ -180,6 +195,7 @@ class OwnerSide(Protocol):
 
     dialect: Dialect
     is_one_sided: bool = False  # its readers look at generation words
+    strides: bool = False  # its sessions serve strided memory, and so selections
     shares_memory: bool = False  # the words must be in memory that can be shared, and readers come by a Unix socket
 
     @property

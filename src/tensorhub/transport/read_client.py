@@ -13,13 +13,17 @@ from functools import partial
 from typing import TypeVar
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
+from tensorhub.layouts.reading import Selection
 from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
+    TRANSPORT_BYTES_MAX,
     FromOwner,
     Locate,
     NotThisWay,
     Read,
     ReadRefused,
+    Select,
+    Selected,
     StillWaiting,
 )
 from tensorhub.protocol.codec import FROM_OWNER
@@ -28,6 +32,8 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport.base import Cutter, Lacking, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.dialect import Find
 from tensorhub.transport.peers import Peer, Peers
+
+RESTARTS_MAX = 8  # of saying one selection
 
 R = TypeVar("R")
 
@@ -75,6 +81,26 @@ class ReadClient:
         """Ask for these chunks to be served as the transport's owner side serves them."""
         self._ask(partial(Locate, transport=self.dialect.transport), chunks)
 
+    def select(self, selection: Selection) -> None:
+        """Have the owner know that selection of the right's memory, before its chunks are asked for. Raises as `hear`."""
+        name, blob, right = selection.selection_id, selection.encode(), self.right
+        at, restarts = 0, 0
+        piece = b""
+        with self.failures():
+            while True:
+                self.connection.send(Select(0, right.registration, right.generation, name, len(blob), at, piece))
+                said = self.hear()
+                if not isinstance(said, Selected) or said.following > len(blob):
+                    raise ProtocolError(f"a Select is answered with {said}")
+                if said.following == len(blob):
+                    return
+                if piece and said.following <= at:  # others have come first, or it lies
+                    restarts += 1
+                    if restarts > RESTARTS_MAX:
+                        raise ReadFailure("refused", "the source does not keep what it is told")
+                at = said.following
+                piece = blob[at : at + TRANSPORT_BYTES_MAX]
+
     def ask(self, asked: object, reply: type[R]) -> R:
         """Ask something of the transport's dialect, before chunks are asked for. Raises as `hear`; NotShared, Unusable: the
         owner is not read this way.
@@ -104,8 +130,10 @@ class ReadClient:
             request = self._next_request
             self._next_request += 1
             self._asked[request] = set(chunks)
-            runs = tuple(_runs(chunks))
-            self.connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
+            runs = tuple(runs_of(chunks))
+            named = (right.lease, right.registration, right.generation, right.content_id)
+            selection = "" if right.selection is None else right.selection.selection_id
+            self.connection.send(kind(request, *named, runs, selection=selection))
 
     def hear(self) -> FromOwner:
         """The owner's next message; call it within `failures`. ReadFailure: "refused" by the owner, or "lost"."""
@@ -140,8 +168,8 @@ class ReadClient:
         return Lacking(sorted(chunks), message.has)
 
 
-def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending chunk numbers as (first, count) runs."""
+def runs_of(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending chunk numbers, one at least, as (first, count) runs."""
     first = previous = chunks[0]
     for chunk in chunks[1:]:
         if chunk != previous + 1:

@@ -22,6 +22,7 @@ from tensorhub.messages import (
     Read,
     ReadRefused,
     Select,
+    Selected,
     StillWaiting,
     TransportRequest,
 )
@@ -36,6 +37,7 @@ FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the r
 PENDING_MAX = 16  # requests that are put aside for one reader
 REASON_CHARS_MAX = 1000  # of a refusal's reason
 NOT_OFFERED = "this worker's memory is not to be read this way: its transports are others"
+NOT_STRIDED = "chunks of several pieces of memory are not served this way: tcp serves them"
 
 not_served = Tally(get_logger("tensorhub.owner").warning, "read_not_served")
 
@@ -62,10 +64,10 @@ class ReadServer:
     def answer(self, asked: FromReader) -> None:
         """Answer this request in full. Errors as of `BlockingConnection`; ProtocolError."""
         if isinstance(asked, Read):
-            self._serve(asked, self._sender)
+            self._serve(asked, self._sender, strides=True)
             return
         if isinstance(asked, Select):
-            self.connection.send(ReadRefused(asked.request, "no selections are served here"))
+            self._select(asked)
             return
         session = self._session(asked.transport)
         if session is None:
@@ -74,8 +76,22 @@ class ReadServer:
             self._answer(asked, session)
         elif session.refusal:
             self.connection.send(ReadRefused(asked.request, session.refusal))
+        elif asked.selection and not self._sides[asked.transport].strides:
+            self.connection.send(NotThisWay(asked.request, NOT_STRIDED, is_usual=True))
         else:
-            self._serve(asked, session)
+            self._serve(asked, session, strides=self._sides[asked.transport].strides)
+
+    def _select(self, asked: Select) -> None:
+        if asked.blob or asked.offset:
+            following = self.memory.upload(self.lane, asked.selection, asked.total, asked.offset, asked.blob)
+            if following < asked.total:
+                self.connection.send(Selected(asked.request, following))
+                return
+        match self.memory.select(RegistrationId(asked.registration), asked.generation, asked.selection):
+            case Refusal() as refusal:
+                self.connection.send(ReadRefused(asked.request, refusal.reason))
+            case is_known:
+                self.connection.send(Selected(asked.request, asked.total if is_known else 0))
 
     def _answer(self, asked: TransportRequest, session: OwnerSession) -> None:
         try:
@@ -136,27 +152,30 @@ class ReadServer:
 
     # ------------------------------------------------------------------------------------------------------- chunks
 
-    def _serve(self, read: Read | Locate, session: OwnerSession) -> None:
+    def _serve(self, read: Read | Locate, session: OwnerSession, *, strides: bool) -> None:
         """Serve the chunks that are available, or become so within the patience; or refuse the request."""
         try:
-            self._serve_all(read, session)
+            self._serve_all(read, session, strides=strides)
         except CannotServe as error:
             not_served.count(reader=self.lane.reader, reason=str(error))
             self.connection.send(ReadRefused(read.request, str(error)))
 
-    def _serve_all(self, read: Read | Locate, session: OwnerSession) -> None:
+    def _serve_all(self, read: Read | Locate, session: OwnerSession, *, strides: bool) -> None:
         waited_until = time.monotonic() + self._patience_s
         wanted: Sequence[int] = _chunks_of(read)
         registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
         right = (self.lane, registration, read.generation, content_id)
         while wanted:
             bytes_max = self._bytes_max(read, session)
-            with self.memory.access(*right, wanted, bytes_max, waited_until - time.monotonic()) as answer:
+            patience_s = waited_until - time.monotonic()
+            with self.memory.access(*right, wanted, bytes_max, patience_s, read.selection) as answer:
                 if isinstance(answer, tuple):
+                    if answer[1].is_strided and not strides:
+                        raise CannotServe(NOT_STRIDED)
                     session.serve(read.request, *answer)
                     wanted = answer[0].rest
             if isinstance(answer, Wait):
-                has = self.memory.has(registration, read.generation, HAS_RUNS_MAX)
+                has = self.memory.has(registration, read.generation, HAS_RUNS_MAX, read.selection)
                 self.connection.send(StillWaiting(read.request, has))
                 return
             if isinstance(answer, Refusal):

@@ -39,6 +39,26 @@ class GilWatch:
         return self._slow > 1
 
 
+class PiecewiseDigest:
+    """That of one chunk, made of its bytes piece by piece, wherever they are."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._hash = xxhash.xxh3_64()
+
+    def go_on(self, views: Iterable[memoryview]) -> None:
+        """These are the next bytes."""
+        started = time.perf_counter()
+        for view in views:
+            self._hash.update(view)
+        self.seconds += time.perf_counter() - started
+
+    @property
+    def made(self) -> int:
+        """Of the bytes up to now."""
+        return self._hash.intdigest()
+
+
 class StreamingDigests:
     """Digests of chunks, made piece by piece."""
 

@@ -113,7 +113,7 @@ class MemberMemory(Stateful[HandleState]):
         s = self._context.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation, published=True, part_ids=tuple(s.parts))
+        self.voted = Content(info, s.manifest, generation, published=True, part_ids=s.part_ids)
         self._context.act(calls.OpenGeneration(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -300,7 +300,16 @@ class MemberMemory(Stateful[HandleState]):
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
         if held is not None and undecided:
             held = replace(held, voted=True)
-        self._context.say(self._context.session.register(held, told=told, parts=parts))
+        self._context.say(self._context.session.register(held, told=told, parts=self._parts(content, parts)))
+
+    def _parts(self, content: Content | None, asked: Sequence[str]) -> list[bytes]:
+        """What was asked for of the parts of what is registered, and of what is held."""
+        shard, found = self._context.shard, dict[str, bytes]()
+        held = (content.base, content.manifest) if content is not None else ()
+        for manifest in (shard.manifest, *held):
+            if manifest is not None and not found.keys() >= set(asked):
+                found |= shard.parts(manifest)
+        return [found[each] for each in asked if each in found]
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""

@@ -14,6 +14,10 @@ caller mints each only once). A fence that is given up ends with `reopen`: the b
 that still run harm nobody; they are counted by registration, so that the next fence waits for them, too.
 Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
 
+A memory may be read in several *grids* at a time: its own, and one for each selection, which are chunks of other sizes over
+the same bytes. A chunk of a selection may be read once all chunks of the memory's own grid that it has bytes of are
+available. Everything else is the memory's, and holds for all its grids: generation, accesses, fence.
+
 Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time:
 `runtime.data.serving` wraps this in a condition variable. Every entry point costs at most the size of its request;
 `open` costs one pass over the chunks.
@@ -28,6 +32,7 @@ from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
+from tensorhub.worker.grids import Covers, Grid, SelectedGrid
 
 
 @dataclass(slots=True)
@@ -36,17 +41,28 @@ class _OwnedMemory:
 
     generation: int
     content_id: ContentId
-    sizes: Sequence[int]  # bytes of each chunk
-    available: bytearray  # 1 for each chunk that may be read
-    digests: list[int | None]  # of each chunk; None until it is made or has arrived
+    own: Grid
+    available: bytearray  # 1 for each chunk of its own grid that may be read
     missing: int  # always available.count(0)
+    selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
     origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
-    made: list[int] | None = None  # chunks whose digests were made here, and not told yet; None: nobody wants to know
-    undigested: int = 0  # always digests.count(None), where `made` is kept
     serves: bool = True
     is_open: bool = True
     accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
     story: Story = field(default_factory=Story)
+
+    def grid(self, selection: str) -> Grid | None:
+        """That of this selection ("": its own); None: it is not known."""
+        return self.selections.get(selection) if selection else self.own
+
+    def may_read(self, grid: Grid, chunk: int) -> bool:
+        if not isinstance(grid, SelectedGrid):
+            return self.available[chunk] == 1
+        if not self.missing:
+            return True
+        if not grid.ready[chunk]:
+            grid.ready[chunk] = all(self.available[own] for own in grid.covers(chunk))
+        return grid.ready[chunk] == 1
 
 
 _WAIT = Wait()
@@ -87,21 +103,19 @@ class Owner:
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
         origins: list[Origin | None] | None = None
-        if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.sizes):
-            digests, origins = old.digests, old.origins
+        if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.own.sizes):
+            digests, origins = old.own.digests, old.origins
         memory = _OwnedMemory(
             generation=generation,
             content_id=content_id,
-            sizes=sizes,
+            own=Grid(sizes, [None] * len(sizes) if digests is None else list(digests)),
             available=bytearray([complete]) * len(sizes),
-            digests=[None] * len(sizes) if digests is None else list(digests),
             missing=0 if complete else len(sizes),
             origins=origins,
             serves=serves,
         )
         if tells:
-            memory.made = [chunk for chunk, digest in enumerate(memory.digests) if digest is not None]
-            memory.undigested = len(memory.digests) - len(memory.made)
+            memory.own.tell()
         if old is not None:
             memory.story = old.story
         memory.story.tell("opened", generation, content_id, "complete" if complete else "filling")
@@ -141,6 +155,30 @@ class Owner:
             raise IllegalStep(f"{registration} is open or in use", memory.story)
         del self._memories[registration]
 
+    def select(
+        self, registration: RegistrationId, generation: int, selection: str, sizes: Sequence[int], covers: Covers
+    ) -> bool:
+        """Let this memory be read in the chunks of that selection as well. False: it is not open under that generation."""
+        memory = self._at(registration, generation)
+        if memory is None:
+            return False
+        if selection not in memory.selections:
+            found = SelectedGrid(sizes, [None] * len(sizes), covers=covers, ready=bytearray(len(sizes)))
+            if memory.own.made is not None:
+                found.tell()
+            memory.selections[selection] = found
+        return True
+
+    def deselect(self, selection: str) -> None:
+        """Forget that selection of every memory; accesses that run go on."""
+        for memory in self._memories.values():
+            memory.selections.pop(selection, None)
+
+    def selections(self, registration: RegistrationId) -> tuple[str, ...]:
+        """Those of this memory that are known."""
+        memory = self._memories.get(registration)
+        return () if memory is None else tuple(memory.selections)
+
     # ------------------------------------------------------------------------------------------ what is there
 
     def mark_available(
@@ -157,12 +195,12 @@ class Owner:
         if memory is None:
             return False
         if origin is not None and memory.origins is None:
-            memory.origins = [None] * len(memory.sizes)
+            memory.origins = [None] * len(memory.own.sizes)
         for chunk, digest in arrived:
             if not memory.available[chunk]:
                 memory.available[chunk] = 1
                 memory.missing -= 1
-                memory.digests[chunk] = digest
+                memory.own.digests[chunk] = digest
                 if memory.origins is not None and origin is not None:
                     memory.origins[chunk] = origin
         return True
@@ -175,28 +213,50 @@ class Owner:
         wrong = set(chunks)
         for chunk in wrong:
             memory.missing += memory.available[chunk]
-            memory.available[chunk], memory.digests[chunk] = 0, None
+            memory.available[chunk], memory.own.digests[chunk] = 0, None
         memory.story.tell("revoked", generation, "chunks", len(wrong))
-        running = self._running.items()
-        return frozenset(n for n, a in running if a.registration == registration and not wrong.isdisjoint(a.chunks))
+        running = frozenset(
+            number
+            for number, access in self._running.items()
+            if access.registration == registration and not wrong.isdisjoint(self._touched(memory, access))
+        )
+        for grid in memory.selections.values():
+            grid.revoke(wrong)
+        return running
 
-    def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
-        """The digests that were made since the last time, ascending; and whether all of the content's are known. `if_all`:
+    @staticmethod
+    def _touched(memory: _OwnedMemory, access: Access) -> Iterable[int]:
+        """The chunks of the memory's own grid that an access touches; all of them, where that is not known any more."""
+        if not access.selection:
+            return access.chunks
+        grid = memory.selections.get(access.selection)
+        if grid is None:
+            return range(len(memory.available))
+        return [own for chunk in access.chunks for own in grid.covers(chunk)]
+
+    def take_made(
+        self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """The digests that were made since the last time, ascending; and whether all of that grid's are known. `if_all`:
         take them only then.
         """
-        memory = self._memories.get(registration)
-        if memory is None or memory.made is None:
+        grid = self._grid(registration, selection)
+        if grid is None or grid.made is None:
             return [], False
-        if if_all and memory.undigested:
+        if if_all and grid.undigested:
             return [], False
-        taken, memory.made = sorted(memory.made), []
-        found = [(chunk, digest) for chunk in taken if (digest := memory.digests[chunk]) is not None]
-        return found, not memory.undigested
+        taken, grid.made = sorted(grid.made), []
+        found = [(chunk, digest) for chunk in taken if (digest := grid.digests[chunk]) is not None]
+        return found, not grid.undigested
 
-    def is_news(self, registration: RegistrationId) -> bool:
+    def is_news(self, registration: RegistrationId, selection: str = "") -> bool:
         """Whether somebody should take what was made: it is the first since the last time, or the last one of all."""
+        grid = self._grid(registration, selection)
+        return grid is not None and grid.made is not None and (len(grid.made) == 1 or not grid.undigested)
+
+    def _grid(self, registration: RegistrationId, selection: str) -> Grid | None:
         memory = self._memories.get(registration)
-        return memory is not None and memory.made is not None and (len(memory.made) == 1 or not memory.undigested)
+        return None if memory is None else memory.grid(selection)
 
     def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
         """Where that chunk was read, if that is known."""
@@ -205,7 +265,7 @@ class Owner:
 
     def origins(self, access: Access) -> list[Origin | None]:
         """Where the chunks of a running access were read."""
-        origins = self._memories[access.registration].origins
+        origins = None if access.selection else self._memories[access.registration].origins
         return [None if origins is None else origins[chunk] for chunk in access.chunks]
 
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
@@ -219,14 +279,16 @@ class Owner:
         memory = self._at(registration, generation)
         if memory is None:
             return False
-        memory.available = bytearray(b"\1") * len(memory.sizes)
+        memory.available = bytearray(b"\1") * len(memory.own.sizes)
         memory.missing = 0
         memory.story.tell("completed", generation)
         return True
 
-    def set_digest(self, registration: RegistrationId, generation: int, chunk: int, digest: int) -> int | None:
+    def set_digest(
+        self, registration: RegistrationId, generation: int, chunk: int, digest: int, selection: str = ""
+    ) -> int | None:
         """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older
-        generation.
+        generation, and for a selection that was forgotten.
 
         Who reads it still, although it was closed or reopened meanwhile, hears that one too: the bytes may have changed
         since it was made.
@@ -234,22 +296,29 @@ class Owner:
         memory = self._memories.get(registration)
         if memory is None or (memory.generation != generation and not memory.accesses):
             return None
-        known = memory.digests[chunk]
+        grid = memory.grid(selection)
+        if grid is None:
+            return None
+        known = grid.digests[chunk]
         if known is None:
-            memory.digests[chunk] = known = digest
-            if memory.made is not None:
-                memory.made.append(chunk)
-                memory.undigested -= 1
+            grid.digests[chunk] = known = digest
+            if grid.made is not None:
+                grid.made.append(chunk)
+                grid.undigested -= 1
         return known
 
-    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
+    def has(
+        self, registration: RegistrationId, generation: int, runs_max: int, selection: str = ""
+    ) -> tuple[tuple[int, int], ...]:
         """The first (first, count) runs of chunks that may be read under this generation."""
         memory = self._at(registration, generation)
+        if memory is not None and selection:
+            return _runs_of(memory, memory.selections.get(selection), runs_max)
         runs: list[tuple[int, int]] = []
         first = memory.available.find(1) if memory is not None else -1
         while memory is not None and first >= 0 and len(runs) < runs_max:
             end = memory.available.find(0, first)
-            end = len(memory.sizes) if end < 0 else end
+            end = len(memory.available) if end < 0 else end
             runs.append((first, end - first))
             first = memory.available.find(1, end)
         return tuple(runs)
@@ -259,7 +328,7 @@ class Owner:
         this generation. (0, b"") for an older one, and of more chunks than `chunks_max`. One pass over the chunks.
         """
         memory = self._at(registration, generation)
-        count = len(memory.sizes) if memory is not None else 0
+        count = len(memory.available) if memory is not None else 0
         if memory is None or not 0 < count <= chunks_max:
             return 0, b""
         bits = int(bytes(memory.available).translate(_DIGITS)[::-1], 2)
@@ -268,12 +337,15 @@ class Owner:
     def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
         """The digest of a chunk, None if it is not known (or the generation is an older one)."""
         memory = self._at(registration, generation)
-        return None if memory is None else memory.digests[chunk]
+        return None if memory is None else memory.own.digests[chunk]
 
-    def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
-        """All digests, None for those that are not known; None altogether for an older generation."""
+    def digests(self, registration: RegistrationId, generation: int, selection: str = "") -> tuple[int | None, ...] | None:
+        """All digests, None for those that are not known; None altogether for an older generation, and for a selection
+        that is not known.
+        """
         memory = self._at(registration, generation)
-        return None if memory is None else tuple(memory.digests)
+        grid = None if memory is None else memory.grid(selection)
+        return None if grid is None else tuple(grid.digests)
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
         """Chunks that may not be read, with the digests that they had when this content was here before: what still has
@@ -282,7 +354,7 @@ class Owner:
         memory = self._at(registration, generation)
         if memory is None or not memory.missing:
             return []
-        known = enumerate(zip(memory.available, memory.digests, strict=True))
+        known = enumerate(zip(memory.available, memory.own.digests, strict=True))
         return [(chunk, digest) for chunk, (there, digest) in known if digest is not None and not there]
 
     def is_complete(self, registration: RegistrationId, generation: int) -> bool:
@@ -303,9 +375,10 @@ class Owner:
         content_id: ContentId,
         wanted: Sequence[int],
         bytes_max: int,
+        selection: str = "",
     ) -> Access | Wait | Refusal:
         """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to
-        `bytes_max`.
+        `bytes_max`. They are of that selection, or ("") of the memory's own grid.
         """
         memory = self._memories.get(registration)
         if memory is None:
@@ -315,16 +388,20 @@ class Owner:
         # A publisher opens before its content id is minted; its generation alone says what is meant.
         if memory.content_id and memory.content_id != content_id:
             return Refusal("the memory holds another content")
-        if not wanted or min(wanted) < 0 or max(wanted) >= len(memory.sizes):
-            return Refusal(f"the content has chunks 0 to {len(memory.sizes) - 1}, and others (or none) are asked for")
-        chunks, rest = _readable(memory, wanted, bytes_max)
+        grid = memory.grid(selection)
+        if grid is None:
+            return Refusal("that selection is not known here, or not any more")
+        if not wanted or min(wanted) < 0 or max(wanted) >= len(grid.sizes):
+            return Refusal(f"the content has chunks 0 to {len(grid.sizes) - 1}, and others (or none) are asked for")
+        chunks, rest = _readable(memory, grid, wanted, bytes_max)
         if not chunks:
             return _WAIT
         number, self._next_access = self._next_access, self._next_access + 1
         memory.accesses += 1
-        digests = tuple(memory.digests[chunk] for chunk in chunks)
-        access = self._running[number] = Access(number, registration, generation, tuple(chunks), digests, tuple(rest))
-        return access
+        digests = tuple(grid.digests[chunk] for chunk in chunks)
+        made = Access(number, registration, generation, tuple(chunks), digests, tuple(rest), selection)
+        self._running[number] = made
+        return made
 
     def end(self, access: Access) -> None:
         """The access no longer touches the memory."""
@@ -353,7 +430,9 @@ class Owner:
             sound = (
                 memory.accesses == counts.pop(registration, 0)
                 and memory.missing == memory.available.count(0)
-                and len(memory.available) == len(memory.digests) == len(memory.sizes)
+                and len(memory.available) == len(memory.own.sizes)
+                and all(grid.is_sound for grid in (memory.own, *memory.selections.values()))
+                and all(each.agrees(memory.available) for each in memory.selections.values())
             )
             if not sound:
                 raise IllegalStep(f"the books of {registration} disagree", memory.story)
@@ -365,17 +444,32 @@ class Owner:
         return f"<Owner {live} open of {len(self._memories)}, {len(self._running)} accesses>"
 
 
-def _readable(memory: _OwnedMemory, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
+def _runs_of(memory: _OwnedMemory, grid: SelectedGrid | None, runs_max: int) -> tuple[tuple[int, int], ...]:
+    """The first runs of a selection's chunks that may be read."""
+    runs: list[tuple[int, int]] = []
+    for chunk in range(len(grid.sizes)) if grid is not None else ():
+        if grid is None or not memory.may_read(grid, chunk):
+            continue
+        if runs and sum(runs[-1]) == chunk:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        elif len(runs) == runs_max:
+            break
+        else:
+            runs.append((chunk, 1))
+    return tuple(runs)
+
+
+def _readable(memory: _OwnedMemory, grid: Grid, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
     """Split `wanted` into what one access takes now, and the rest."""
     chunks: list[int] = []
     rest: list[int] = []
     taken_bytes = 0
     for position, chunk in enumerate(wanted):
-        nbytes = memory.sizes[chunk]
+        nbytes = grid.sizes[chunk]
         if len(chunks) == CHUNKS_PER_ACCESS_MAX or (chunks and taken_bytes + nbytes > bytes_max):
             rest.extend(wanted[position:])
             break
-        if memory.available[chunk]:
+        if memory.may_read(grid, chunk):
             chunks.append(chunk)
             taken_bytes += nbytes
         else:

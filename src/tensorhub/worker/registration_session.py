@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.joining import Declaration, parts_of
+from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import Medium, OpKey, Purpose
@@ -42,11 +42,18 @@ class Shard:
     coordinates: Coordinates | None = None  # of that, if it can be known before a publication is
 
     @property
-    def parts(self) -> dict[str, bytes]:
-        """The catalogue, the arrangement and the coordinates of what it publishes, by their ids. Empty: its manifest says
-        it, or nothing does.
+    def part_ids(self) -> tuple[str, ...]:
+        """Of what it publishes. Empty: its manifest says it, or nothing does."""
+        return () if self.coordinates is None else tuple(parts_of(self.coordinates))
+
+    def parts(self, manifest: Manifest) -> dict[str, bytes]:
+        """The catalogue, the arrangement and the coordinates of its tensors by their ids, where they lie as this manifest
+        says: its own, or one of equal tensors. Empty as `part_ids`.
         """
-        return {} if self.coordinates is None else parts_of(self.coordinates)
+        if self.coordinates is None or self.declared is None:
+            return {}
+        is_its = self.manifest is not None and manifest.manifest_id == self.manifest.manifest_id
+        return parts_of(self.coordinates if is_its else coordinates_of(manifest, self.declared))
 
     @property
     def serves(self) -> bool:
@@ -103,11 +110,11 @@ class RegistrationSession:
             self.lease_over = now + self._lease_s * (1 + LEASE_MARGIN)
         self.online = self.confirmed = False
 
-    def register(self, held: Held | None, *, told: bool, parts: Sequence[str] = ()) -> Register:
+    def register(self, held: Held | None, *, told: bool, parts: Sequence[bytes] = ()) -> Register:
         """Say who this is and what is held; what is not said is not held (the coordinator forgets it). `told`: it has asked
-        for the manifests themselves; and for these parts.
+        for the manifests themselves. `parts`: what it has asked for of those.
         """
-        s, manifest, its_parts = self.shard, self.shard.manifest, self.shard.parts
+        s, manifest = self.shard, self.shard.manifest
         self._register_request = self._requests()
         return Register(
             request=self._register_request,
@@ -127,8 +134,8 @@ class RegistrationSession:
             manifest=said_manifest(manifest, told=told) if manifest is not None else b"",
             held=held,
             manifest_id=manifest.manifest_id if manifest is not None else "",
-            part_ids=tuple(its_parts),
-            parts=tuple([its_parts[each] for each in parts if each in its_parts]),
+            part_ids=s.part_ids,
+            parts=tuple(parts),
             partial=s.declared is not None and s.declared.partial,
         )
 

@@ -113,12 +113,33 @@ def test_among_its_own_an_origins_oldest_goes_after_a_while() -> None:
     assert met(strangers, due) == [("a3", "a1")]
 
 
-def test_where_a_whole_crowd_waits_nobody_has_patience() -> None:
+def test_a_crowd_that_proves_itself_has_patience_however_many_wait() -> None:
     strangers = PendingHandshakes[str](99, 2, WAIT_S)
-    many = [f"a{number}" for number in range(2 + QUEUE_PER_PLACE * 2 + 3)]
-    speak(strangers, many)
-    gone = [for_it for _, for_it in met(strangers)]
-    assert gone == [None, None, "a0", "a1", "a2"]
+    speak(strangers, [f"a{number}" for number in range(60)])
+    assert met(strangers) == [("a0", None), ("a1", None)]
+    for number in range(40):
+        strangers.proved(f"a{number}")
+        assert met(strangers) == [(f"a{number + 2}", None)]
+    assert met(strangers, PATIENCE_S - 0.01) == []
+    assert met(strangers, PATIENCE_S)[0] == ("a42", "a40")
+
+
+def test_a_flood_of_which_nobody_proves_himself_has_none_once_that_has_shown() -> None:
+    strangers = PendingHandshakes[str](99, 2, WAIT_S)
+    speak(strangers, [f"a{number}" for number in range(4 + QUEUE_PER_PLACE * 2 + 3)])
+    assert met(strangers) == [("a0", None), ("a1", None)]
+    assert met(strangers, PATIENCE_S) == [("a2", "a0"), ("a3", "a1"), ("a4", "a2"), ("a5", "a3"), ("a6", "a4")]
+    assert met(strangers, PATIENCE_S) == []  # no more wait than have a turn soon
+    strangers.proved("a5")
+    speak(strangers, [f"b{number}" for number in range(9)], PATIENCE_S)
+    assert [name for name, _ in met(strangers, PATIENCE_S)].count("a7") == 1
+
+
+def test_who_is_met_stays_while_there_is_somebody_else_who_can_go() -> None:
+    strangers = PendingHandshakes[str](4, 2, WAIT_S)
+    speak(strangers, ["a0", "a1", "a2", "a3"])
+    assert met(strangers) == [("a0", None), ("a1", None)]
+    assert [strangers.came(name, "a", 0.0) for name in ("a4", "a5")] == ["a2", "a3"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("csmdxo"), st.integers(0, 9), st.integers(0, 3)), min_size=30, max_size=60))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -194,6 +194,10 @@ class Nowhere:
     is_digested = False
     sizes = (8,)
     device = None
+    is_strided = False
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        raise AssertionError("it is not strided")
 
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(b"")

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import anyio.to_thread
 import pytest
@@ -197,6 +197,10 @@ def test_neighbours_are_copied_as_one() -> None:
 class Target:
     is_digested = False
     sizes = (8,)
+    is_strided = False
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        raise AssertionError("it is not strided")
 
     def __init__(self, device: Double) -> None:
         self.device = device

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import anyio.to_thread
@@ -261,6 +261,10 @@ class Nowhere:
     is_digested = False
     sizes = (8,)
     device = None
+    is_strided = False
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        raise AssertionError("it is not strided")
 
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(bytearray(8))

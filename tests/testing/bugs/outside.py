@@ -94,8 +94,8 @@ def digests_kept_for_another_content() -> Iterator[None]:
         **kwargs: Any,
     ) -> None:
         old = self._memories.get(registration)
-        if old is not None and kwargs.get("digests") is None and len(old.sizes) == len(sizes):
-            kwargs["digests"] = old.digests
+        if old is not None and kwargs.get("digests") is None and len(old.own.sizes) == len(sizes):
+            kwargs["digests"] = old.own.digests
         open_(self, registration, generation, content_id, sizes, **kwargs)
 
     with replaced(Owner, "open", broken):

@@ -89,8 +89,14 @@ class Doorstep:
                 while (stranger := self._strangers.oldest_of_most()) is not None:
                     stranger.end()
 
+    def proved(self, stranger: Stranger) -> None:
+        """It has proved itself, and is none any more."""
+        with self._lock:
+            self._strangers.proved(stranger)
+        self._wakeup.set()
+
     def dismiss(self, stranger: Stranger) -> None:
-        """It has proved itself, or is gone."""
+        """It is gone."""
         with self._lock:
             self._strangers.dismiss(stranger)
         self._wakeup.set()
@@ -126,7 +132,7 @@ class Doorstep:
             with self._lock:
                 gone = self._strangers.came(stranger, stranger.origin, clock.now())
             if gone is not None:
-                self._throw_out(gone)
+                self._throw_out(gone, f"more than {self._strangers.most} connections have not proved themselves")
             if gone is not stranger:
                 self._words.register(connection, select.EPOLLIN | select.EPOLLRDHUP)  # if it fails, it expires like others
                 self._silent[connection.fileno()] = stranger
@@ -141,12 +147,12 @@ class Doorstep:
             going = max(len(self._strangers) // 4, int(somebody_waits))
             gone = [self._strangers.oldest_of_most() for _ in range(going)]
         for stranger in filter(None, gone):
-            self._throw_out(stranger)
+            self._throw_out(stranger, "descriptors are short")
         if somebody_waits:
             await anyio.sleep(ROOM_S if any(gone) else RETRY_S)
 
-    def _throw_out(self, stranger: Stranger) -> None:
-        self._crowding.count(strangers_max=self._strangers.most)
+    def _throw_out(self, stranger: Stranger, why: str) -> None:
+        self._crowding.count(reason=why)
         self._forget(stranger)
         stranger.end()
 
@@ -201,7 +207,9 @@ class Doorstep:
             return False
         stranger, gone = turn
         if gone is not None:
-            self._throw_out(gone)
+            self._throw_out(
+                gone, f"its handshake took long, or its origin had most of the {self._strangers.met_max} at a time"
+            )
         self._meet(stranger)
         return True
 

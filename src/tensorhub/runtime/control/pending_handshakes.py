@@ -3,9 +3,10 @@
 A connection that has said nothing yet costs a descriptor, and waits. One that has spoken is *met*: it gets a task or a
 thread, and its handshake goes on. Origins take turns, and quotas count only while others wait. If places are short, the
 origin that has most of them gives one up at once to an origin that has fewer. Within one origin the oldest connection gives
-its place up only after a while, in which an honest peer proves itself. If there are too many connections in all, the oldest
-one of the origin that has most is closed. So a flood throws itself out, others stay, and a thousand honest peers of one
-address are all met.
+its place up only after a while, in which an honest peer proves itself. There is no such patience with a flood: very many
+wait, and of those that were met last not one has proved itself. If there are too many connections in all, the oldest one of
+the origin that has most is closed, one that is not met if there is one. So a flood throws itself out, others stay, and
+thousands of honest peers of one address are all met.
 
 Pure: no sockets, clock or threads.
 """
@@ -24,8 +25,8 @@ STRANGERS_MAX = 4096  # at a coordinator
 MET_MAX = 256  # of them at a time
 READING_STRANGERS_MAX = 1024  # at each listener of an owner
 READERS_MET_MAX = 32  # of them at a time: each takes a thread
-PATIENCE_S = 0.5  # for a handshake, while others of its own origin wait
-QUEUE_PER_PLACE = 4  # that wait, for each that is met; if more wait, there is no patience
+PATIENCE_S = 2.0  # for a handshake, while others of its own origin wait; enough for a peer whose machine is busy
+QUEUE_PER_PLACE = 4  # that wait, for each that is met; if more wait, and nobody proves himself, there is no patience
 RESERVED_DESCRIPTORS = 128  # for whatever else the process has open
 IPV6_NETWORK_BITS = 64  # what one peer has for itself, so what counts as one address
 
@@ -40,12 +41,15 @@ class PendingHandshakes(Generic[S]):
         self.most = most
         self.met_max = met_max
         self._wait_s = wait_s
-        self._by_origin: dict[str, dict[S, None]] = {}  # all of them, oldest first; never empty; so below
+        self._by_origin: dict[
+            str, dict[S, None]
+        ] = {}  # all of them; the oldest first, as old as their meeting; none is empty
         self._origins: dict[S, str] = {}  # where each of them comes from
         self._came: dict[S, float] = {}  # those that are not met, oldest first
         self._spoken: dict[str, dict[S, None]] = {}  # those of them that have spoken; whose turn is next is first
         self._met: dict[str, dict[S, float]] = {}  # since when, oldest first
         self._counts: Counter[str] = Counter()  # of all that have spoken, and of all that are met
+        self._in_vain = 0  # how many were met and had to go since one of those that were met proved itself
 
     def __repr__(self) -> str:
         return f"<PendingHandshakes: {len(self)} of at most {self.most}, from {len(self._by_origin)} origins>"
@@ -81,6 +85,7 @@ class PendingHandshakes(Generic[S]):
             if self._met_from(origin) + 1 >= self._met_from(crowd) and now < self._patient_until(crowd):
                 return None
             self.dismiss(gone)
+            self._in_vain += 1
         waiting = self._spoken.pop(origin)  # its next turn is after the others'
         stranger = next(iter(waiting))
         del waiting[stranger]
@@ -88,6 +93,9 @@ class PendingHandshakes(Generic[S]):
             self._spoken[origin] = waiting
         self._counts["spoken"] -= 1
         del self._came[stranger]
+        ages = self._by_origin[origin]
+        del ages[stranger]
+        ages[stranger] = None
         self._met.setdefault(origin, {})[stranger] = now
         self._counts["met"] += 1
         return stranger, gone
@@ -100,7 +108,7 @@ class PendingHandshakes(Generic[S]):
 
     def _patient_until(self, crowd: str) -> float:
         """Until when the oldest of this origin, of which most are met, need not give way to those that wait."""
-        if self._counts["spoken"] > QUEUE_PER_PLACE * self.met_max:
+        if self._counts["spoken"] > QUEUE_PER_PLACE * self.met_max and self._in_vain >= self.met_max:
             return 0.0
         return next(iter(self._met[crowd].values())) + PATIENCE_S
 
@@ -123,7 +131,9 @@ class PendingHandshakes(Generic[S]):
         return min(deadlines, default=None)
 
     def oldest_of_most(self) -> S | None:
-        """Take out the oldest one of the origin that has the most; None if there is nobody. Of equals, who came first."""
+        """Take out the oldest one of the origin that has the most, who is met as late as may be; None if there is nobody. Of
+        equals, who came first.
+        """
         if not self._by_origin:
             return None
         crowd = max(self._by_origin.values(), key=len)
@@ -131,8 +141,13 @@ class PendingHandshakes(Generic[S]):
         self.dismiss(gone)
         return gone
 
+    def proved(self, stranger: S) -> None:
+        """It has proved itself."""
+        self._in_vain = 0
+        self.dismiss(stranger)
+
     def dismiss(self, stranger: S) -> None:
-        """It has proved itself, or is gone; one that is not counted is fine."""
+        """It is gone; one that is not counted is fine."""
         origin = self._origins.pop(stranger, None)
         if origin is None:
             return

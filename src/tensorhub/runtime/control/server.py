@@ -362,7 +362,7 @@ class CoordinatorServer:
                 except OSError:  # its peer has gone already
                     stranger.connection.close()
                     return
-                await self._serve(stream, stranger.origin, partial(doorstep.dismiss, stranger))
+                await self._serve(stream, stranger.origin, partial(doorstep.proved, stranger))
         finally:
             doorstep.dismiss(stranger)
 

@@ -99,7 +99,7 @@ class _Acceptor:
 
     def proved(self, stranger: Stranger, lane: Lane, reader: Incarnation) -> str:
         """The peer has shown who it is. Returns why it is not served; "": it is. Called by its lane's thread."""
-        self.doorstep.dismiss(stranger)
+        self.doorstep.proved(stranger)
         readers_max = self.settings.readers_max
         return self.owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
 

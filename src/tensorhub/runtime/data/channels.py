@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import TransportUnavailable
+from tensorhub.layouts.reading import Part
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.lanes import ChannelOpener, Opened
@@ -129,8 +130,10 @@ class Channels:
             if isinstance(transport, Keeping):
                 transport.close()
 
-    def opener(self, content_id: ContentId) -> ChannelOpener:
-        """What opens the best transport to a granted source; for one content."""
+    def opener(self, content_id: ContentId, selections: Mapping[str, Part] | None = None) -> ChannelOpener:
+        """What opens the best transport to a granted source; for one content. `selections`: by name, those that grants
+        name.
+        """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
             right = ReadRight(
@@ -139,6 +142,7 @@ class Channels:
                 RegistrationId(grant.registration),
                 grant.generation,
                 content_id,
+                (selections or {})[grant.selection].selection if grant.selection else None,
             )
             for transport, endpoint in self._common(grant, destination):
                 try:
@@ -159,6 +163,9 @@ class Channels:
             reasons = self._in_the_way(grant)
             what = "none of the transports can be used" if reasons else "no transport in common"
             text = f"{what}: {grant.source} offers {offered}, here are {self._names()}"
+            if destination.is_strided:
+                able = [transport.name for transport in self._transports if transport.strides]
+                text = f"{text}; of these, {', '.join(able) or 'none'} can read across layouts (tcp can)"
             raise ReadFailure("unreachable", "; ".join([text, *reasons]))
 
         return open_one

@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -33,8 +33,10 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from tensorhub.layouts.reading import Part
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
+from tensorhub.runtime.data.numbered import NumberedChannel
 from tensorhub.runtime.data.receive_sizer import ReceiveSizer
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
@@ -118,6 +120,7 @@ class _Lane:
     lease: LeaseId
     origin: Origin
     requests: Requests
+    brings: Sequence[int] | None = None  # its selection's chunks, in this reader's numbers; None: it reads no selection
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
@@ -175,13 +178,15 @@ class PullRunner:
         *,
         verified: Iterable[int] = (),
         published: Mapping[int, int] | None = None,
+        selections: Mapping[str, Part] | None = None,
         batch_bytes: int = BATCH_BYTES,
         patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says. `patience_s`: see `Requests`.
+        as digest, whatever their source says. `selections`: what grants bring that name one. `patience_s`: see `Requests`.
         """
         self._published = published or {}
+        self._selections = selections or {}
         self._memory = memory
         self._owner = owner
         self._registration = registration
@@ -231,10 +236,12 @@ class PullRunner:
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
         lane = _Lane(grant, lease, origin, Requests(self._pull, lease, self._patience_s), batch_bytes=self._batch_bytes)
+        if grant.selection:
+            lane.brings = self._selections[grant.selection].chunks
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
-            self._pull.add_source(lane.lease, grant.complete)
+            self._pull.add_source(lane.lease, grant.complete, lane.brings)
         self._lanes[lane.lease] = lane
         self._tasks.start_soon(self._run_lane, lane)
 
@@ -295,9 +302,11 @@ class PullRunner:
             self._enter(lane)
         failure: ReadFailure | None = None
         try:
-            lane.transport, channel, lanes, batch_bytes, lane.ended = self._open_channel(
-                lane.grant, self._memory, lane.cutter
-            )
+            destination = self._memory if lane.brings is None else self._memory.part(lane.brings)
+            opened = self._open_channel(lane.grant, destination, lane.cutter)
+            lane.transport, channel, lanes, batch_bytes, lane.ended = opened
+            if lane.brings is not None:
+                channel = NumberedChannel(channel, lane.brings)
             if batch_bytes != BATCH_BYTES:
                 lane.batch_bytes = batch_bytes
             with self._changed:

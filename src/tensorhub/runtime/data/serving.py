@@ -25,12 +25,14 @@ from tensorhub.errors import DrainTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Origin
+from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
 from tensorhub.transport.owner import Lane, OpenMemory, OwnerSide
 from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
 from tensorhub.worker.fencing import look
+from tensorhub.worker.grids import Covers
 from tensorhub.worker.owner import Owner
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
@@ -74,6 +76,8 @@ class SharedOwner:
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
+        self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
+        self._selections = Selections()
         self._lanes: set[Lane] = set()
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
@@ -93,6 +97,7 @@ class SharedOwner:
     origins = _locked(Owner.origins)
     read_from = _locked(Owner.read_from)
     take_made = _locked(Owner.take_made)
+    selections = _locked(Owner.selections)
 
     def open(
         self,
@@ -112,6 +117,7 @@ class SharedOwner:
         with self._changed:
             self._owner.open(registration, generation, content_id, sizes, complete=complete, digests=digests, tells=tells)
             self._memory[registration] = memory
+            self._selected.pop(registration, None)
             self._set_word(registration, generation)
             self._changed.notify_all()
 
@@ -150,19 +156,24 @@ class SharedOwner:
                 self._stop_those_inside(inside)
                 self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
 
-    def listed(self, registration: RegistrationId, generation: int) -> tuple[int, tuple[int | None, ...]] | None:
+    def listed(
+        self, registration: RegistrationId, generation: int, selection: str = ""
+    ) -> tuple[int, tuple[int | None, ...]] | None:
         """Bytes of one digest, and all digests; None for each that is not known, or altogether for an older generation."""
         with self._changed:
-            digests, memory = self._owner.digests(registration, generation), self._memory.get(registration)
+            digests, memory = self._owner.digests(registration, generation, selection), self._memory.get(registration)
             return None if digests is None or memory is None else (memory.width, digests)
 
-    def make_digests(self, registration: RegistrationId, generation: int, content_id: ContentId) -> None:
+    def make_digests(
+        self, registration: RegistrationId, generation: int, content_id: ContentId, selection: str = ""
+    ) -> None:
         """Make those that are missing. Blocks; ends early where the memory is taken back."""
-        digests = self.digests(registration, generation) or ()
+        digests = self.digests(registration, generation, selection) or ()
         missing = [chunk for chunk, digest in enumerate(digests) if digest is None]
         while missing:
             window = missing[:CHUNKS_PER_ACCESS_MAX]
-            with self.access(None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0) as answer:
+            terms = (None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0, selection)
+            with self.access(*terms) as answer:
                 if not isinstance(answer, tuple):
                     return
                 access, memory = answer
@@ -200,6 +211,7 @@ class SharedOwner:
         with self._changed:
             self._owner.forget(registration)
             memory = self._memory.pop(registration, None)
+            self._selected.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
         for side in self.sides:
@@ -229,6 +241,47 @@ class SharedOwner:
             if self._words is None:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
+
+    def select(self, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
+        """See `OwnedMemory.select`."""
+        selection = self._selections.find(name)
+        if selection is None:
+            return False
+        with self._changed:
+            memory = self._memory.get(registration)
+            is_known = name in self._selected.get(registration, ())
+            is_whole = self._owner.is_complete(registration, generation)
+        if memory is None:
+            return NOT_OPEN
+        covers: Covers | None = None
+        if not is_known:
+            if memory.is_strided:
+                return Refusal("this memory is of another layout than the published one: no selection is of it")
+            if fault := memory.fault(selection):
+                return Refusal(f"that selection is not of this memory: {fault}")
+            covers = memory.covers(selection)
+            for chunk in () if is_whole else range(len(selection.chunks)):
+                covers(chunk)  # before the lock is taken
+        with self._changed:
+            if self._memory.get(registration) is not memory:
+                return NOT_OPEN
+            covers = covers or memory.covers(selection)
+            if not self._owner.select(registration, generation, name, selection.sizes, covers):
+                return NOT_OPEN
+            selected = self._selected.setdefault(registration, {})
+            if name not in selected:
+                selected[name] = memory.selected(selection)
+        return True
+
+    def upload(self, reader: Lane, name: str, total: int, offset: int, piece: bytes) -> int:
+        """See `OwnedMemory.upload`."""
+        following, gone = self._selections.upload(reader, name, total, offset, piece)
+        with self._changed:
+            for each in gone:
+                self._owner.deselect(each)
+                for selected in self._selected.values():
+                    selected.pop(each, None)
+        return following
 
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
         """What one-sided readers may read there, and its word."""
@@ -273,21 +326,24 @@ class SharedOwner:
         wanted: Sequence[int],
         bytes_max: int,
         patience_s: float,
+        selection: str = "",
     ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
         """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
         for one.
         """
         until = time.monotonic() + patience_s
+        terms = (lane, registration, generation, content_id, wanted, bytes_max, selection)
         with self._changed:
-            answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
+            answer = self._begin(*terms)
             while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-                answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
+                answer = self._begin(*terms)
+            memory = self._selected[registration][selection] if selection and isinstance(answer, Access) else None
         if not isinstance(answer, Access):
             yield answer
             return
         try:
-            yield answer, self._memory[registration]
+            yield answer, memory or self._memory[registration]
         finally:
             with self._changed:
                 self._owner.end(answer)
@@ -302,10 +358,11 @@ class SharedOwner:
         content_id: ContentId,
         wanted: Sequence[int],
         bytes_max: int,
+        selection: str,
     ) -> Access | Wait | Refusal:
         if lane is not None and lane.is_stopped:
             return Refusal("this reader is served no more")
-        answer = self._owner.begin(registration, generation, content_id, wanted, bytes_max)
+        answer = self._owner.begin(registration, generation, content_id, wanted, bytes_max, selection)
         if isinstance(answer, Access):
             self._inside[answer.number] = lane
         return answer
@@ -320,8 +377,8 @@ class SharedOwner:
     def keep_digest(self, access: Access, chunk: int, made: int) -> int:
         """This digest was made of a chunk of the access. Returns the one that counts: the first."""
         with self._changed:
-            kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
-            is_news = self._owner.is_news(access.registration)
+            kept = self._owner.set_digest(access.registration, access.generation, chunk, made, access.selection)
+            is_news = self._owner.is_news(access.registration, access.selection)
         if is_news:
             self.on_made(access.registration)
         return made if kept is None else kept
@@ -407,6 +464,7 @@ class SharedOwner:
                 raise InvariantBroken(f"{lane!r} is inside an access")
             self._lanes.discard(lane)
             self._changed.notify_all()
+        self._selections.leave(lane)
 
     def cut(self, reader: Incarnation, timeout_s: float = FENCE_TIMEOUT_S) -> None:
         """End every connection of this reader; returns when none of them reads any more."""

@@ -203,14 +203,14 @@ class HandleShell:
         cell = f"{self.name}?{next(cluster.numbers)}.{chunk}"
         cluster.guarantees.contents.spoil(self, info.content_id, chunk, cell)
         cluster.guarantees.contents.lies.add(cell)
-        self.cells[chunk], held.digests[chunk] = cell, None
+        self.cells[chunk], held.own.digests[chunk] = cell, None
         return True
 
     def _chunk_to_spoil(self) -> int:
         """Often one that somebody has read, which others may notice."""
         number = next(self.cluster.numbers)
         held = self.worker.owner._memories.get(self.id)
-        known = [chunk for chunk, digest in enumerate(held.digests) if digest is not None] if held is not None else []
+        known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None] if held is not None else []
         return known[number % len(known)] if known and number % 2 else number % len(self.cells)
 
     # -- accesses of its own

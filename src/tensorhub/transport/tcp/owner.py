@@ -17,7 +17,7 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.staging import Place, Staging
-from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, StreamingDigests, cut
+from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, PiecewiseDigest, cut
 
 SEND_BYTES = 16 * 2**20  # of one send call, once digests are known; a fence may have to wait for that call
 LOCAL_SEND_BYTES = 64 * 2**20  # within a host, which takes some 20 ms; beside a busy Python thread a call costs 5 ms more
@@ -49,7 +49,12 @@ class TcpSession:
             self._send_one(request, access, memory)
             return
         chunks = self._reader.digests_of(access, memory)
-        if memory.device is not None:
+        if memory.is_strided:
+            self._connection.send(ChunksFollow(request, chunks))
+            for chunk in access.chunks:
+                for views in memory.outgoing(chunk):
+                    self._connection.send_payload(views)
+        elif memory.device is not None:
             staging = self._staging_for(memory.device)
             self._connection.send(ChunksFollow(request, chunks))
             self._send_staged(staging, [(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks])
@@ -89,21 +94,21 @@ class TcpSession:
     def _send_one(self, request: int, access: Access, memory: ChunkMemory) -> None:
         """Send a large chunk in pieces, and digest each right before it is sent, so that memory is read once."""
         (chunk,) = access.chunks
-        view = memory.buffer(chunk)
-        digests = StreamingDigests([(chunk, view)])
         self._connection.send(ChunkFollows(request, chunk))
-        for call in cut([view]):
-            digests.go_on([piece.nbytes for piece in call])
+        digest = PiecewiseDigest()
+        for call in memory.outgoing(chunk) if memory.is_strided else cut([memory.buffer(chunk)]):
+            digest.go_on(call)
             self._connection.send_payload(call)
-        digest = self._reader.memory.keep_digest(access, chunk, digests.made[chunk])
-        self._connection.send(ChunkDigest(request, digest))
-        self._reader.digested(view.nbytes, digests.seconds)
+        made = self._reader.memory.keep_digest(access, chunk, digest.made)
+        self._connection.send(ChunkDigest(request, made))
+        self._reader.digested(memory.sizes[chunk], digest.seconds)
 
 
 class TcpOwner(OwnerSide):
     """Any worker can be read this way."""
 
     dialect = DIALECT
+    strides = True
 
     def session(self, reader: ServedReader) -> OwnerSession:
         return TcpSession(reader)

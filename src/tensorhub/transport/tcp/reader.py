@@ -18,7 +18,7 @@ from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.staging import Staging
-from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests, cut
+from tensorhub.transport.streaming_digest import SMALL_BYTES, PiecewiseDigest, StreamingDigests, cut
 from tensorhub.transport.tcp.owner import DIALECT, TcpOwner
 from tensorhub.types import Location
 
@@ -29,6 +29,7 @@ class TcpTransport(ConnectedTransport):
     dialect = DIALECT
     lanes = 1
     fills = HOST | DEVICE
+    strides = True
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Always, as far as locations say."""
@@ -76,6 +77,8 @@ class TcpChannel:
                         raise ProtocolError(f"a read is answered with {type(message).__name__}")
             first_byte = time.perf_counter()
             group = self._next_group(bytes_max)
+            if self._destination.is_strided:
+                return self._receive_strided(group, first_byte - started)
             is_on_host = self._destination.device is None
             views = [self._destination.buffer(chunk) for chunk, _ in group] if is_on_host else []
             digests = StreamingDigests(zip([chunk for chunk, _ in group], views, strict=is_on_host))
@@ -92,6 +95,23 @@ class TcpChannel:
                 group = [(chunk, self._digest_behind())]
         seconds = time.perf_counter() - first_byte - digests.seconds
         return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
+
+    def _receive_strided(self, group: list[tuple[int, int | None]], wait_s: float) -> Arrival:
+        """Receive chunks of several pieces. Their digests are made while the bytes are still together."""
+        began, destination, made, digest_s = time.perf_counter(), self._destination, dict[int, int](), 0.0
+        for chunk, _ in group:
+            digest = PiecewiseDigest()
+            with closing(destination.incoming(chunk)) as calls:
+                for views in calls:
+                    self._connection.receive_into(views)
+                    if destination.is_digested:
+                        digest.go_on(views)
+            digest_s += digest.seconds
+            if destination.is_digested:
+                made[chunk] = digest.made
+        if group[0][1] is None:
+            group = [(group[0][0], self._digest_behind())]
+        return Arrival(group, wait_s, time.perf_counter() - began - digest_s, made, digest_s)
 
     def _receive_staged(self, group: Sequence[tuple[int, int | None]], device: Device) -> None:
         """Receive bytes for a GPU: one piece is copied there while the next one is received."""

@@ -45,7 +45,7 @@ class Contents:
         of which no digest has been made yet is what it is then.
         """
         held = handle.worker.owner._memories.get(handle.id)
-        if held is not None and held.digests[chunk] is None and handle.lied != content_id:
+        if held is not None and held.own.digests[chunk] is None and handle.lied != content_id:
             cells = list(self.truth[content_id][handle.shard.number])
             cells[chunk] = cell
             self.truth[content_id][handle.shard.number] = tuple(cells)

@@ -1,0 +1,223 @@
+"""From what travels to what is read: parts make a publication, and a rank's manifest and sources make its reading of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from random import Random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.layouts import (
+    Declaration,
+    Published,
+    Sharding,
+    arrange,
+    at,
+    coordinates_of,
+    parts_of,
+    publication_of,
+    reading_for,
+    reading_of,
+    source,
+)
+from tensorhub.layouts.entries import Sources
+from tensorhub.layouts.sharding import Cut, cut
+from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tests.layouts.worlds import world
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+WHOLE: Shapes = {"a": (12, 4), "b": (6, 2), "norm": (4,)}
+
+
+def manifest_of(shapes: Shapes, at_address: Mapping[str, int] | None = None) -> Manifest:
+    addresses = {name: 4096 * number for number, name in enumerate(shapes)} | dict(at_address or {})
+    described = [TensorDescription(name, "uint8", its, addresses[name], prod(its)) for name, its in shapes.items()]
+    return build_manifest(described, 4096, "xxh3-64", "some")
+
+
+def by_rows(rank: int, ranks: int, shapes: Shapes = WHOLE) -> tuple[Manifest, dict[str, Sharding | None]]:
+    shardings = {name: cut(shape, [Cut(0, ranks, rank)]) for name, shape in shapes.items()}
+    parts = {name: tuple(sum(run.size for run in runs) for runs in its.runs) for name, its in shardings.items()}
+    return manifest_of(parts), dict(shardings)
+
+
+def published_by_rows(ranks: int) -> tuple[Published, dict[str, bytes]]:
+    parts: dict[str, bytes] = {}
+    shards = []
+    for rank in range(ranks):
+        manifest, shardings = by_rows(rank, ranks)
+        its = parts_of(coordinates_of(manifest, Declaration(rank, ranks, shardings)))
+        shards.append(tuple(its))
+        parts |= its
+    return Published("xxh3-64", 4096, tuple(shards)), parts
+
+
+def published_plain(ranks: int) -> tuple[Published, dict[str, bytes]]:
+    manifest = manifest_of(WHOLE)
+    return Published("sha-256", 4096, ((manifest.manifest_id,),) * ranks), {manifest.manifest_id: manifest.encode()}
+
+
+# -------------------------------------------------------------------------------------------------- a publication
+
+
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False))
+def test_a_publication_is_what_its_parts_say(random: Random) -> None:
+    made = world(random).publication
+    parts: dict[str, bytes] = {}
+    shards = []
+    for rank in made.ranks:
+        its = parts_of(rank)
+        shards.append(tuple(its))
+        parts |= its
+    published = Published.decode(Published("none", 4096, tuple(shards)).encode())
+    again = publication_of(published, parts)
+    assert again == made
+    assert [each.ranks for each in again.classes] == [each.ranks for each in made.classes]
+
+
+def test_one_rank_of_plain_tensors_has_the_whole_of_each() -> None:
+    publication = publication_of(*published_plain(1))
+    assert [(piece.name, piece.kind.shape, piece.kind.ranks) for piece in publication.ranks[0].pieces()] == [
+        (name, shape, 0) for name, shape in WHOLE.items()
+    ]
+
+
+def test_several_ranks_of_plain_tensors_have_each_their_own() -> None:
+    publication = publication_of(*published_plain(2))
+    assert [{(piece.kind.ranks, piece.box[0].start) for piece in rank.pieces()} for rank in publication.ranks] == [
+        {(2, 0)},
+        {(2, 1)},
+    ]
+
+
+def test_parts_that_are_missing_or_others_are_refused() -> None:
+    published, parts = published_by_rows(2)
+    for part_id in parts:
+        with pytest.raises(ProtocolError, match=f"part {part_id} is missing"):
+            publication_of(published, {key: blob for key, blob in parts.items() if key != part_id})
+        with pytest.raises(ProtocolError, match="not what its id names"):
+            publication_of(published, parts | {part_id: b"other"})
+
+
+def test_an_arrangement_of_another_catalogue_is_refused() -> None:
+    published, parts = published_by_rows(2)
+    other = parts_of(coordinates_of(manifest_of({"z": (2,)}), Declaration()))
+    (catalogue, *_), (_, arrangement, coordinates) = tuple(other), published.shards[0]
+    shards = ((catalogue, arrangement, coordinates), published.shards[1])
+    with pytest.raises(ProtocolError, match="another catalogue"):
+        publication_of(Published("xxh3-64", 4096, shards), parts | other)
+    with pytest.raises(ProtocolError, match="another catalogue"):
+        publication_of(Published("xxh3-64", 4096, shards[::-1]), parts | other)
+
+
+def test_ranks_that_do_not_make_one_version_are_refused() -> None:
+    published, parts = published_by_rows(3)
+    with pytest.raises(ManifestMismatch, match="is held by no rank"):
+        publication_of(Published("xxh3-64", 4096, published.shards[:2]), parts)
+
+
+# ------------------------------------------------------------------------------------------------------ a reading
+
+
+def read(
+    published: tuple[Published, dict[str, bytes]], shapes: Shapes, sources: Sources | None = None, **declared: int
+) -> Sequence[int]:
+    """By shard, the bytes that are read of it."""
+    publication = publication_of(*published)
+    rank, world_size = declared.get("rank", 0), declared.get("world_size", 1)
+    declaration = Declaration(rank, world_size, None, sources, bool(declared.get("partial")))
+    made = reading_for(published[0], publication, manifest_of(shapes), declaration)
+    assert made.digest == published[0].digest
+    assert made.nbytes == sum(part.selection.nbytes for part in made.parts)
+    needs = {part.shard: part.selection.nbytes for part in made.parts}
+    return [needs.get(shard, 0) for shard in range(len(published[0].shards))]
+
+
+def test_a_rank_alone_reads_the_whole_of_what_others_hold_in_parts() -> None:
+    assert read(published_by_rows(2), WHOLE) == [24 + 6 + 2, 24 + 6 + 2]
+
+
+def test_a_tensor_parallel_rank_reads_its_part_of_one_who_holds_all() -> None:
+    shapes: Shapes = {"a": (12, 2), "b": (3, 2), "norm": (4,)}
+    sources = {"a": source("a")[:, 2:4], "b": source("b")[3:6], "norm": source("norm")}
+    assert read(published_plain(1), shapes, sources, rank=1, world_size=2) == [24 + 6 + 4]
+
+
+def test_the_regions_are_those_of_the_manifest_and_the_numbers_follow_from_it() -> None:
+    published, parts = published_by_rows(2)
+    publication = publication_of(published, parts)
+    manifest = manifest_of({name: WHOLE[name] for name in reversed(list(WHOLE))})
+    made = reading_for(published, publication, manifest, Declaration())
+    again = reading_for(published, publication, Manifest.decode(manifest.encode()), Declaration())
+    assert made == again
+    assert made.grid_id == again.grid_id
+    assert made.regions == manifest.regions
+    assert made.tensors_in(0) == ("norm", "b", "a")
+    other = reading_for(published, publication, manifest_of(WHOLE), Declaration())
+    assert other.grid_id != made.grid_id
+    assert reading_for(published, publication, manifest, Declaration(rank=1, world_size=1)).grid_id != made.grid_id
+
+
+def test_rank_local_tensors_are_refused_to_another_layout_with_advice() -> None:
+    with pytest.raises(ManifestMismatch) as caught:
+        read(published_plain(2), WHOLE)
+    advice = "only the same rank of an equal layout can read it: let the source say what its tensors hold, with sources="
+    assert [advice in difference for difference in caught.value.differences] == [True] * 3
+    with pytest.raises(ManifestMismatch, match="say so with sources="):
+        read(published_by_rows(2), WHOLE, rank=0, world_size=2)
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    shapes: Shapes = {"a": (12, 3), "mine": (6, 2), "norm": (2,), "z": (1,)}
+    sources = {"mine": source("a")[0:7, 0:2], "norm": source("norm")[0:9]}
+    with pytest.raises(ManifestMismatch) as caught:
+        read(published_by_rows(2), shapes, sources)
+    assert [difference[:61] for difference in caught.value.differences] == [
+        "sources of 'mine': source('a')[0:7, 0:2] has shape (7, 2), an",
+        "source('norm')[0:9]: slice 0:9 is not within the size there, ",
+        "tensor 'a' is uint8 (12, 4) at the source and uint8 (12, 3) a",
+        "tensor 'z' is unknown to the source",
+        "tensor 'b' (12 bytes) is read by no rank of the group",
+    ]
+
+
+def test_a_rank_alone_reads_everything_unless_it_may_leave_some() -> None:
+    shapes: Shapes = {"a": (12, 4), "norm": (4,)}
+    with pytest.raises(ManifestMismatch, match=r"tensor 'b' \(12 bytes\) is read by no rank") as caught:
+        read(published_by_rows(2), shapes)
+    assert "partial=True" in str(caught.value)
+    assert read(published_by_rows(2), shapes, partial=True) == [26, 26]
+    half = {"a": (6, 4), "b": (6, 2), "norm": (4,)}
+    with pytest.raises(ManifestMismatch, match="6:12, 0:4"):
+        read(published_by_rows(2), half, {"a": source("a")[0:6]})
+    assert read(published_by_rows(2), half, {"a": source("a")[0:6]}, partial=True) == [32, 8]
+
+
+def test_ties_at_the_reader_only_are_refused() -> None:
+    published, parts = published_by_rows(1)
+    tied = manifest_of({"a": (12, 4), "b": (6, 2), "norm": (4,), "more": (6, 2)}, at_address={"more": 4096})
+    sources = {"more": source("a")[0:6, 0:2]}
+    with pytest.raises(ManifestMismatch, match="share memory at the reader only"):
+        reading_for(published, publication_of(published, parts), tied, Declaration(sources=sources))
+
+
+def test_a_publisher_says_all_shapes() -> None:
+    with pytest.raises(RegistrationError, match=r"source\('a', shape=...\)"):
+        coordinates_of(manifest_of({"a": (2, 4)}), Declaration(sources={"a": source("a")[0:2]}))
+
+
+def test_a_reading_is_that_of_its_pieces() -> None:
+    published, parts = published_by_rows(3)
+    publication = publication_of(published, parts)
+    sources = {"stack": [(at[0], source("a")[0:6, 0:2]), (at[1], source("b"))]}
+    declared = Declaration(1, 2, None, sources)
+    made = reading_for(published, publication, manifest_of({"stack": (2, 6, 2)}), declared)
+    named = {"stack": [(at[0], source("a", shape=(12, 4))[0:6, 0:2]), (at[1], source("b", shape=(6, 2)))]}
+    pieces = coordinates_of(manifest_of({"stack": (2, 6, 2)}), Declaration(1, 2, None, named)).pieces()
+    reader = arrange(pieces, publication.catalogue)
+    assert made.reading == reading_of(publication, reader, chunk_bytes=4096, turn=1)

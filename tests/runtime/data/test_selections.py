@@ -1,0 +1,310 @@
+"""A reader of another layout: selections of several sources, read by real lanes into memory of strips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tensorhub.errors import ProtocolError
+from tensorhub.layouts.reading import Part, Reading, Selection
+from tensorhub.layouts.resharded import resharded
+from tensorhub.manifest import Digest, id_of
+from tensorhub.messages import Grant, Origin
+from tensorhub.runtime.data import selections as kept_selections
+from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
+from tensorhub.runtime.data.selections import Selections
+from tensorhub.strips import Strip, straight
+from tests.runtime.data_rig import CONTENT, Node, finish, manifest_of, next_event, serving
+
+ROWS, ROW_BYTES = 96, 3000  # of each of two published ranks, of which the reader takes some columns
+COLUMNS, FIRST = 700, 1500
+PITCH = 704  # of the reader's rows
+CHUNK_ROWS = 20
+
+
+@dataclass
+class Setting:
+    """Two published ranks that hold the rows of one tensor, and a reader of columns of it."""
+
+    a: Node
+    b: Node
+    reader: Node
+    parts: dict[str, Part]
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.parts)
+
+    def grant(self, node: Node, *, complete: bool = True) -> Grant:
+        return node.grant(selection=self.names[node is self.b], complete=complete)
+
+    def runner(self, transport: str = "tcp") -> PullRunner:
+        return self.reader.runner(batch_bytes=2 * CHUNK_ROWS * COLUMNS, transport=transport, selections=self.parts)
+
+    def check(self) -> None:
+        rows = [bytes(array[at : at + ROW_BYTES]) for node in (self.a, self.b) for array in node.arrays for at in starts()]
+        (mine,) = self.reader.arrays
+        for number, row in enumerate(rows):
+            assert mine[number * PITCH : number * PITCH + COLUMNS] == row[FIRST : FIRST + COLUMNS]
+            assert not any(mine[number * PITCH + COLUMNS : (number + 1) * PITCH]), "the padding was written"
+
+
+def starts() -> range:
+    return range(0, ROWS * ROW_BYTES, ROW_BYTES)
+
+
+made: list[Node] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_listeners() -> Iterator[None]:
+    yield
+    for node in made:
+        node.listener.close()
+    made.clear()
+
+
+def setting(digest: Digest = "xxh3-64", chunk_bytes: int = 4096) -> Setting:
+    published = manifest_of((ROWS * ROW_BYTES,), digest, chunk_bytes)
+    a, b = Node("a", published, filled=True), Node("b", published, filled=True)
+    b.arrays[0][:] = b.arrays[0][::-1]
+    places: list[tuple[Strip, ...]] = []
+    taken: list[tuple[Strip, ...]] = []
+    for first in range(0, ROWS, CHUNK_ROWS):
+        count = min(CHUNK_ROWS, ROWS - first)
+        taken.append((Strip(0, first * ROW_BYTES + FIRST, 0, 0, 1, ((count, ROW_BYTES),), COLUMNS),))
+        places.append((Strip(0, first * PITCH, 0, 0, 1, ((count, PITCH),), COLUMNS),))
+    lower = [tuple([place._replace(offset=place.offset + ROWS * PITCH) for place in strips]) for strips in places]
+    count = len(places)
+    one = Part(0, (0,), Selection(tuple(taken)), tuple(range(count)))
+    # The same columns, said in another way: else both parts would have one name.
+    halves = tuple([(strips[0]._replace(loops=()), *_rest(strips[0])) for strips in taken])
+    two = Part(1, (1,), Selection(halves), tuple(range(count, 2 * count)))
+    sizes = tuple([strips[0].nbytes for strips in taken] * 2)
+    mine = manifest_of((2 * ROWS * PITCH,), digest)
+    reading = Reading((*places, *lower), sizes, (one, two))
+    reader = Node("reader", resharded(mine, digest, 4096, reading, "grid"), filled=False)
+    made.extend([a, b, reader])
+    return Setting(a, b, reader, {part.selection.selection_id: part for part in (one, two)})
+
+
+def _rest(strip: Strip) -> Sequence[Strip]:
+    """All rows of a strip but the first."""
+    (times, apart), *_ = strip.loops
+    return (strip._replace(offset=strip.offset + apart, loops=((times - 1, apart),)),)
+
+
+@pytest.mark.parametrize("digest", ["xxh3-64", "sha-256", "none"])
+async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest) -> None:
+    its = setting(digest)
+    its.a.open(complete=True)
+    its.b.open(complete=True)
+    its.reader.open(complete=False)
+    async with serving(its.a, its.b, its.reader), its.runner() as runner:
+        runner.add_source(its.grant(its.a))
+        runner.add_source(its.grant(its.b))
+        await finish(runner)
+        report = runner.report()
+    its.check()
+    assert report.bytes_read == report.bytes_verified == 2 * ROWS * COLUMNS
+    assert sorted(source.bytes_read for source in report.sources) == [ROWS * COLUMNS] * 2
+    origins = {its.reader.owner.origin(its.reader.registration, 7, chunk) for chunk in (0, 9)}
+    assert origins == {Origin(its.a.registration, 7), Origin(its.b.registration, 7)}
+
+
+async def test_the_publishers_digests_of_a_selection_are_the_readers() -> None:
+    its = setting()
+    its.a.owner.open(its.a.registration, 7, CONTENT, its.a.memory, complete=True, tells=True)
+    its.b.open(complete=True)
+    news: list[str] = []
+    its.a.owner.on_made = news.append
+    its.reader.open(complete=False)
+    async with serving(its.a, its.b, its.reader), its.runner() as runner:
+        runner.add_source(its.grant(its.a))
+        runner.add_source(its.grant(its.b))
+        await finish(runner)
+    name, part = next(iter(its.parts.items()))
+    mine = its.reader.owner.digests(its.reader.registration, 7)
+    assert mine is not None
+    assert None not in mine
+    assert news == [its.a.registration] * len(news) != []
+    assert its.a.owner.selections(its.a.registration) == (name,)
+    told, are_all = its.a.owner.take_made(its.a.registration, name)
+    assert are_all
+    assert told == [(chunk, mine[number]) for chunk, number in enumerate(part.chunks)]
+    assert its.a.owner.listed(its.a.registration, 7, name) == (8, tuple(digest for _, digest in told))
+
+
+async def test_what_nobody_has_read_is_digested_for_who_asks() -> None:
+    its = setting()
+    its.a.open(complete=True)
+    name, part = next(iter(its.parts.items()))
+    blob = part.selection.encode()
+    assert its.a.owner.select(its.a.registration, 7, name) is False
+    assert its.a.owner.upload(None, name, len(blob), 0, blob) == len(blob)  # type: ignore[arg-type]
+    assert its.a.owner.select(its.a.registration, 7, name) is True
+    its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
+    digests = its.a.owner.digests(its.a.registration, 7, name)
+    assert digests == tuple(its.a.memory.selected(part.selection).digests(range(len(part.chunks))))
+
+
+async def test_a_reader_follows_a_holder_that_is_being_filled() -> None:
+    its = setting()
+    its.a.open(complete=False)
+    its.b.open(complete=True)
+    its.reader.open(complete=False)
+    async with serving(its.a, its.b, its.reader), its.runner() as runner:
+        runner.add_source(its.grant(its.a, complete=False))
+        runner.add_source(its.grant(its.b))
+        chunks = range(len(its.a.memory.sizes))
+        for chunk in chunks:
+            its.a.make_available(chunk)
+        await finish(runner)
+    its.check()
+
+
+async def test_a_holder_of_the_readers_layout_serves_its_chunks() -> None:
+    its, other = setting(), setting()
+    for node in (its.a, its.b):
+        node.open(complete=True)
+    its.reader.open(complete=False)
+    other.reader.name, other.reader.registration = "follower", other.reader.registration + "2"  # type: ignore[assignment]
+    other.reader.open(complete=False)
+    nodes = (its.a, its.b, its.reader, other.a, other.b, other.reader)
+    async with serving(*nodes), its.runner() as bridges, other.runner() as follows:
+        follows.add_source(its.reader.grant(complete=False))
+        bridges.add_source(its.grant(its.a))
+        bridges.add_source(its.grant(its.b))
+        await finish(bridges)
+        await finish(follows)
+    its.check()
+    assert other.reader.arrays == its.reader.arrays
+
+
+async def test_bytes_that_changed_after_they_were_digested_are_found() -> None:
+    its = setting()
+    for node in (its.a, its.b):
+        node.open(complete=True)
+    its.reader.open(complete=False)
+    name, part = next(iter(its.parts.items()))
+    blob = part.selection.encode()
+    its.a.owner.upload(None, name, len(blob), 0, blob)  # type: ignore[arg-type]
+    its.a.owner.select(its.a.registration, 7, name)
+    its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
+    its.a.arrays[0][(CHUNK_ROWS + 3) * ROW_BYTES + FIRST + 9] ^= 1  # of its second chunk
+    async with serving(its.a, its.b, its.reader), its.runner() as runner:
+        runner.add_source(its.grant(its.b))
+        runner.add_source(its.grant(its.a))
+        event = await next_event(runner)
+    assert isinstance(event, SourceFailed)
+    assert (event.reason, event.chunk) == ("corrupt", 1)
+
+
+async def test_a_selection_that_is_not_of_the_memory_is_refused() -> None:
+    its = setting()
+    its.a.open(complete=True)
+    its.reader.open(complete=False)
+    beyond = Selection(((straight(0, ROWS * ROW_BYTES - 1, 2),),))
+    part = Part(0, (0,), beyond, (0,))
+    async with serving(its.a, its.b, its.reader), its.reader.runner(selections={beyond.selection_id: part}) as runner:
+        runner.add_source(its.a.grant(selection=beyond.selection_id))
+        event = await next_event(runner)
+    assert isinstance(event, SourceFailed)
+    assert event.reason == "refused"
+    assert "not within the shard's memory" in event.detail
+
+
+async def test_memory_of_another_layout_has_no_selections() -> None:
+    its = setting()
+    its.reader.open(complete=True)
+    other = setting()
+    other.reader.open(complete=False)
+    async with serving(its.a, its.b, its.reader, other.a, other.b, other.reader), other.runner() as runner:
+        runner.add_source(its.reader.grant(selection=its.names[0]))
+        event = await next_event(runner)
+    assert isinstance(event, SourceFailed)
+    assert "of another layout" in event.detail
+
+
+# ------------------------------------------------------------------------------------------------ what an owner keeps
+
+
+def blob_of(number: int, count: int = 1) -> tuple[str, bytes]:
+    found = Selection(tuple([(straight(0, number + n, 1),) for n in range(count)]))
+    return found.selection_id, found.encode()
+
+
+def test_a_selection_is_said_in_pieces_and_may_be_said_again() -> None:
+    known, (name, blob) = Selections(), blob_of(1, 50)
+    assert known.find(name) is None
+    assert known.upload("r", name, len(blob), 0, blob[:9]) == (9, [])
+    assert known.upload("r", name, len(blob), 5, blob[5:9]) == (9, [])  # said already
+    assert known.upload("r", name, len(blob), 9, blob[9:]) == (len(blob), [])
+    found = known.find(name)
+    assert found is not None
+    assert found.encode() == blob
+    assert known.upload("r", name, len(blob), 0, blob) == (len(blob), [])
+
+
+@pytest.mark.parametrize("what", ["another name", "longer", "no selection"])
+def test_what_is_no_selection_costs_its_reader_the_connection(what: str) -> None:
+    known, (name, blob) = Selections(), blob_of(1)
+    if what == "another name":
+        name = blob_of(2)[0]
+    elif what == "no selection":
+        blob = b"\x93" * 40
+        name = id_of(blob)
+    with pytest.raises(ProtocolError):
+        known.upload("r", name, len(blob) - (what == "longer"), 0, blob)
+    assert known.find(name) is None
+    assert known.upload("r", "x", 10, 0, b"") == (0, [])
+    known.leave("r")
+    assert "0 under way" in repr(known)
+
+
+def test_uploads_and_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Selections()
+    for reader in range(kept_selections.UPLOADS_MAX + 3):
+        name, blob = blob_of(reader)
+        assert known.upload(reader, name, len(blob), 0, blob[:3]) == (3, [])
+    assert f"{kept_selections.UPLOADS_MAX} under way" in repr(known)
+    name, blob = blob_of(0)
+    assert known.upload(0, name, len(blob), 3, blob[3:]) == (0, [])  # it gave way, and begins again
+    monkeypatch.setattr(kept_selections, "KEPT_MAX", 3)
+    names = []
+    for number in range(5):
+        name, blob = blob_of(number)
+        names.append(name)
+        _, gone = known.upload("r", name, len(blob), 0, blob)
+        assert gone == ([names[number - 2]] if number > 2 else [])
+        known.find(names[0])  # the one that is used stays
+    assert [known.find(name) is not None for name in names] == [True, False, False, True, True]
+
+
+def test_what_gives_way_is_forgotten_by_every_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_selections, "KEPT_MAX", 1)
+    its = setting()
+    its.a.open(complete=True)
+    owner, registration = its.a.owner, its.a.registration
+    for name, part in its.parts.items():
+        blob = part.selection.encode()
+        owner.upload(None, name, len(blob), 0, blob)  # type: ignore[arg-type]
+        assert owner.select(registration, 7, name) is True
+        assert owner.selections(registration) == (name,)
+    assert owner.select(registration, 7, its.names[0]) is False
+
+
+def test_covering_chunks_are_found() -> None:
+    its = setting(chunk_bytes=4096)
+    part, _ = its.parts.values()
+    covers = its.a.memory.covers(part.selection)
+    for chunk, strips in enumerate(part.selection.chunks):
+        touched = {
+            number
+            for number, place in enumerate(its.a.manifest.chunks)
+            if any(strip.touches(place.region, place.offset, place.offset + place.nbytes) for strip in strips)
+        }
+        assert touched <= set(covers(chunk))
+        assert set(covers(chunk)) <= set(range(min(touched), max(touched) + 1))
