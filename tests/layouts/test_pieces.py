@@ -129,3 +129,47 @@ def test_every_fault_is_in_one_error() -> None:
     assert "sources of 'a'" in text
     assert "sources of 'b'" in text
     assert "sources names 'c', and no tensor of that name is registered" in text
+
+
+def test_what_is_said_of_many_like_tensors_is_what_is_said_of_each() -> None:
+    shapes = {"w": (4, 4), "v": (4, 4), "u": (6, 4), "n": (4,)}
+    w, v, u, n = (source(name) for name in shapes)
+    entries: list[object] = [
+        w,
+        v,
+        w.T,
+        v.T,
+        w[0:2],
+        v[0:2],
+        u[0:2],
+        u[2:4],
+        u[4:6, ::2],
+        n,
+        n[0:2],
+        w[1],
+        w[1, 0],
+        w.permute(1, 0),
+    ]
+    entries += [
+        [w[0:1], v[1:2]],
+        [w[0:1], u[1:2]],
+        [(at[0:1], w[0:1]), (at[1:2], v[0:1])],
+        [(at[1:2], w[0:1])],
+        [(at[1:2], v[0:1])],
+    ]
+    entries += [w[1:4][0:2], w[1:4][1:3]]
+    local = []
+    sources = {}
+    for number, entry in enumerate(entries * 2):
+        for shape in ((4, 4), (2, 4), (2, 2), (4,), (2,), ()):
+            name = f"{number}.{shape}"
+            tensor = LocalTensor(name, "uint8", shape, packed(shape, 1), number, 5 * number)
+            try:
+                pieces_of([tensor], sources={name: entry}, shape_of=shapes.get)
+            except RegistrationError:
+                continue
+            local.append(tensor)
+            sources[name] = entry
+    each = [pieces_of([tensor], sources={tensor.name: sources[tensor.name]}, shape_of=shapes.get) for tensor in local]
+    assert pieces_of(local, sources=sources, shape_of=shapes.get) == [piece for pieces in each for piece in pieces]
+    assert len(local) > 40

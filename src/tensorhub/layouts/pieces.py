@@ -18,7 +18,7 @@ caller has given. Not responsible for where DTensors keep their parts (`sharding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -125,6 +125,7 @@ def pieces_and_faults(
     """As `pieces_of`; what is wrong with the other tensors, by their names."""
     found: list[Piece] = []
     faults: dict[str, str] = {}
+    resolved = _Resolved(shape_of)
     entry_of = sources if callable(sources) else (sources or {}).get
     unknown = {} if sources is None or callable(sources) else dict.fromkeys(sources)
     for tensor in tensors:
@@ -132,7 +133,7 @@ def pieces_and_faults(
         try:
             entry = entry_of(tensor.name)
             if entry is not None:
-                found += _from_sources(tensor, entry, shape_of)
+                found += resolved.pieces(tensor, *parts(tensor.name, entry))
             elif shardings is not None and tensor.name in shardings:
                 sharding = shardings[tensor.name]
                 found += () if sharding is None else _from_sharding(tensor, sharding)
@@ -167,8 +168,35 @@ def _from_sharding(tensor: LocalTensor, sharding: Sharding) -> Iterator[Piece]:
 # -------------------------------------------------------------------------------------------------------- sources
 
 
-def _from_sources(tensor: LocalTensor, entry: object, shape_of: ShapeOf | None) -> list[Piece]:
-    pairs, views = parts(tensor.name, entry)
+class _Resolved:
+    """Entries of `sources=`. Of 100,000 tensors most are alike, and so is what is said of them: it is worked out for the
+    first of them only.
+    """
+
+    def __init__(self, shape_of: ShapeOf | None) -> None:
+        self._shape_of = shape_of
+        self._first: dict[Hashable, tuple[int, list[Piece]]] = {}  # of each form, a tensor's offset and its pieces
+
+    def pieces(self, tensor: LocalTensor, pairs: Sequence[tuple[Place, View]], views: Sequence[View]) -> Iterable[Piece]:
+        """One of these two is empty. RegistrationError."""
+        of = views or [view for _, view in pairs]
+        shapes = [view.shape if self._shape_of is None else self._shape_of(view.name) for view in of]
+        local = tensor.dtype, tensor.shape, tensor.strides, tensor.quantization
+        form = *local, *[place for place, _ in pairs], *[view.form for view in of], *shapes
+        if form not in self._first:
+            found = _from_sources(tensor, pairs, views, self._shape_of)
+            self._first[form] = tensor.offset, found
+            return found
+        offset, first = self._first[form]
+        return [
+            Piece(view.name, its.kind, its.box, tensor.region, its.offset - offset + tensor.offset, its.strides)
+            for view, its in zip(of, first, strict=True)
+        ]
+
+
+def _from_sources(
+    tensor: LocalTensor, pairs: Sequence[tuple[Place, View]], views: Sequence[View], shape_of: ShapeOf | None
+) -> list[Piece]:
     resolved = (
         [(place.select(tensor.shape), place, view) for place, view in pairs]
         if pairs

@@ -52,7 +52,8 @@ class _Index(NamedTuple):
         return f"[{', '.join('...' if item is ... else repr(item) for item in self.items)}]"
 
 
-class _Permutation(NamedTuple):
+@dataclass(frozen=True, slots=True)  # no tuple: it would equal an index of the same numbers
+class _Permutation:
     dimensions: tuple[int, ...] | None  # None: `.T`
 
     @property
@@ -104,6 +105,11 @@ class View:
         if self.shape is not None:
             made.select(self.shape)  # whoever wrote this hears of it here
         return made
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal where the same part is taken, of whatever tensor."""
+        return self.shape, self._steps
 
     @property
     def written(self) -> tuple[object, ...]:
