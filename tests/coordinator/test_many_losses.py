@@ -6,6 +6,7 @@ Work is counted in the interpreter's instructions, which depend on no clock.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,19 +15,21 @@ import pytest
 
 from benches.scale.core import Core
 from tensorhub.coordinator import (
+    DOOR,
     Action,
     CloseSession,
     Disconnected,
     Event,
     LookFor,
     Persist,
+    Received,
     Send,
     Silent,
     Tick,
     WorkerLost,
 )
 from tensorhub.coordinator.limits import NOTED_PER_STEP
-from tensorhub.messages import Dismissed
+from tensorhub.messages import Dismissed, EpochChanged, Heartbeat
 from tensorhub.runtime.control.server import SILENT_PER_STEP
 
 LEASE_S = 10.0
@@ -102,3 +105,25 @@ def test_a_loss_costs_no_more_among_many(lose: Callable[[Lost], None]) -> None:
         assert not cluster.coordinator.cluster.members
     assert many.work / 256 < 1.02 * few.work / 32
     assert max(many.work_of_step) < 3 * max(few.work_of_step)  # of which 33 are all that there are
+
+
+def test_ranks_of_one_group_that_are_lost_together_are_told_of_once() -> None:
+    """Else a group of a thousand ranks hears half a million words."""
+    core = Core(8, 8, 1000)
+    core.connect()
+    core.version(1, wait_first=False)
+    lost, left = core.readers[:5], core.readers[5:]
+    for worker in lost:
+        core.step(Disconnected(worker.number))
+    told = Counter[int]()
+    while len(core.coordinator.cluster.workers) > len(core.everybody) - len(lost):
+        core.now += TICKS_APART_S
+        beats = [Received(worker.number, Heartbeat(1, core.now)) for worker in (*core.publishers, *left)]
+        events: list[Event] = [*beats, Silent((DOOR,))]
+        for event in events:
+            for action in core.coordinator.step(event, core.now):
+                if isinstance(action, Send) and isinstance(action.message, EpochChanged):
+                    told[action.session] += 1
+    assert told.keys() == {worker.number for worker in left}
+    assert max(told.values()) <= 2 < len(lost)  # their deadlines are not all due in one step
+    core.coordinator.check_invariants()

@@ -97,6 +97,7 @@ class Cluster:
         self.woken: dict[OpKey, Operation] = {}
         self.woken_guests: dict[OpKey, Operation] = {}
         self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
+        self.renumbered: dict[Group, None] = {}  # whose ranks have not been told their new epoch yet; none between two steps
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0

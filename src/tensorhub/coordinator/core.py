@@ -364,6 +364,8 @@ class Coordinator(Stateful[CoordinatorState]):
     def _settle(self) -> None:
         cluster = self.cluster
         while cluster.changed_operations or cluster.uncounted or cluster.changed_models:
+            if cluster.renumbered:
+                self._membership.tell_epochs()
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:

@@ -301,6 +301,8 @@ def _version(cluster: Cluster, version: Version) -> None:
             for holding in there:
                 _candidate(cluster, version, layout, shard, holding)
             _counted(version, there)
+        broken = sum(not any(h.complete for h in there) for there in layout.values())
+        _demand(layout.broken == broken, "shards that nobody holds all of are counted", version)
         sourceless = sum(not any(h.is_source for h in there) for there in layout.values())
         _demand(layout.sourceless == sourceless, "shards without a source are counted", version)
     for layout_id, layout in version.others.items():
@@ -397,6 +399,7 @@ def _group(cluster: Cluster, group: Group) -> None:
         _demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
         if member.holding is not None:
             _told(member.holding)
+    _demand(group not in cluster.renumbered, "ranks are told their epoch", group.name)
     torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
     _demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
     for replica in group.replicas:

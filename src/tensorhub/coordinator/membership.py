@@ -326,6 +326,7 @@ class Membership:
         before = group.members.get(message.rank)
         if before is not None:
             self.remove(before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True)
+        self.tell_epochs()  # who comes hears it from `Registered`
         member = Member(
             message.registration,
             worker,
@@ -572,11 +573,17 @@ class Membership:
             group.model.steady.pop(group.name, None)
 
     def _change_epoch(self, group: Group) -> None:
+        """Its ranks hear of that once, however many of the others a step takes away."""
         self._cluster.note(group)
         group.epoch, group.sequence = self._cluster.mint_epoch(), 0
-        for member in group.members.values():
+        self._cluster.renumbered[group] = None
+
+    def tell_epochs(self) -> None:
+        for group in self._cluster.renumbered:
             changed = EpochChanged(group.model.name, group.name, group.epoch, group.sequence)
-            self._cluster.tell(member, changed)
+            for member in group.members.values():
+                self._cluster.tell(member, changed)
+        self._cluster.renumbered.clear()
 
     def _dissolve(self, group: Group) -> None:
         """Its last rank has gone: the next registration under its name begins a new group."""

@@ -504,7 +504,7 @@ class Readers:
         layout = holding.layout
         if on_purpose and not holding.bridges and version.visible and not version.has_live_source():
             version.abandoned = True
-        if version.abandoned or (holding.complete and not all(map(layout.is_whole, layout))):
+        if version.abandoned or (holding.complete and not layout.are_whole()):
             self._reconsider_readers(version)
         if member.holding is holding:
             member.holding = None

@@ -31,7 +31,8 @@ class Shards(dict[int, Holders[H]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sourceless = 0  # shards without a source, as of what is counted
+        # As of what is counted: shards without a source, and those that nobody holds all of.
+        self.sourceless = self.broken = 0
         # Holdings of which something has changed since they were counted; none between two steps.
         self.uncounted: dict[H, None] = {}
         self.has_grown = False  # what is counted since the last wake shows more to read from; never so between two steps
@@ -39,7 +40,7 @@ class Shards(dict[int, Holders[H]]):
     def lay_out(self, world_size: int) -> None:
         """Every rank has published: from now on the shards are held. (Who only says that there are many has said little.)"""
         self.update((shard, Holders()) for shard in range(world_size))
-        self.sourceless = world_size
+        self.sourceless = self.broken = world_size
 
     # -- changing
 
@@ -51,19 +52,24 @@ class Shards(dict[int, Holders[H]]):
     def remove(self, holding: H) -> None:
         """It takes no readers any more."""
         there = self[holding.shard]
-        before = there.sources
+        sources, complete = there.sources, there.complete
         self.uncounted.pop(holding, None)
         there.remove(holding)
-        self.sourceless += bool(before) - bool(there.sources)
+        self._changed(there, sources, complete)
 
     def count(self) -> None:
         """Count anew what has changed."""
         for holding in self.uncounted:
             there = self[holding.shard]
-            before = there.sources
+            sources, complete = there.sources, there.complete
             self.has_grown = there.count(holding, holding.counted) or self.has_grown
-            self.sourceless += bool(before) - bool(there.sources)
+            self._changed(there, sources, complete)
         self.uncounted.clear()
+
+    def _changed(self, there: Holders[H], sources: int, complete: int) -> None:
+        """A shard had so many sources, and complete holdings, before."""
+        self.sourceless += bool(sources) - bool(there.sources)
+        self.broken += bool(complete) - bool(there.complete)
 
     # -- questions
 
@@ -76,6 +82,12 @@ class Shards(dict[int, Holders[H]]):
     def is_whole(self, shard: int) -> bool:
         """Whether somebody holds all of this shard, committed or not."""
         return self.of(shard).complete > 0
+
+    def are_whole(self) -> bool:
+        """The same of every shard."""
+        if self.uncounted:
+            self.count()
+        return not self.broken
 
     def have_sources(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
