@@ -192,8 +192,9 @@ def test_more_strips_than_a_request_can_say_are_refused(monkeypatch: pytest.Monk
 def test_a_chunk_has_no_more_runs_than_its_source_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     publication, reader = stacked(4)
     monkeypatch.setattr(reading, "RUNS_MAX", 3)
-    found = reading_of(publication, reader, chunk_bytes=4096)
-    assert found.sizes == (96, 32)
+    assert reading_of(publication, reader, chunk_bytes=4096).sizes == (96, 32)
+    monkeypatch.setattr(reading, "CHUNK_CELLS_MAX", 2)
+    assert reading_of(publication, reader, chunk_bytes=4096).sizes == (64, 64)
 
 
 # ------------------------------------------------------------------------------------------------- worked examples
@@ -281,7 +282,8 @@ def test_the_columns_that_the_refused_ones_differ_from_are_a_selection() -> None
         ({"loops": [65], "times": [2] * 65, "apart": [8] * 65}, "more than 64 loops"),
         ({"runs": [2**30]}, "longer than 1073741824 bytes"),
         ({"times": [2**62], "apart": [0]}, "longer than 1073741824 bytes"),
-        ({"times": [2**25], "runs": [1]}, "more than 16777216 runs"),
+        ({"times": [2**23], "runs": [1]}, "more than 4194304 runs"),
+        ({"lengths": [2**14 + 1]}, "more than 16384 cells"),
     ],
 )
 def test_what_is_no_selection_is_refused(changed: dict[str, list[int]], says: str) -> None:

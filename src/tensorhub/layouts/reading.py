@@ -41,7 +41,8 @@ from tensorhub.strips import Strip, beyond, shortest
 FORM = 1
 STRIPS_MAX = 2**18  # of one selection; each chunk has one at least
 CELLS_MAX = 2**21  # of one selection, in all its strips
-RUNS_MAX = 2**24  # of one chunk
+CHUNK_CELLS_MAX = 2**14  # what a source does for each cell of a chunk, it does at once
+RUNS_MAX = 2**22  # of one chunk
 _COLUMNS = (
     "strips",
     "regions",
@@ -119,8 +120,8 @@ class Selection:
         for number, chunk in enumerate(self.chunks):
             if not 0 < self.sizes[number] <= CHUNK_BYTES_MAX:
                 return f"chunk {number} is empty, or longer than {CHUNK_BYTES_MAX} bytes"
-            if sum([strip.runs for strip in chunk]) > RUNS_MAX:
-                return f"chunk {number} has more than {RUNS_MAX} runs"
+            if sum([strip.length for strip in chunk]) > CHUNK_CELLS_MAX or sum([strip.runs for strip in chunk]) > RUNS_MAX:
+                return f"chunk {number} has more than {CHUNK_CELLS_MAX} cells, or more than {RUNS_MAX} runs"
         return None
 
     def fault(self, region_sizes: Sequence[int]) -> str | None:
@@ -203,19 +204,20 @@ def _refuse_too_long(selection: Selection) -> None:
 def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[tuple[Strip, ...], tuple[Strip, ...]]]:
     """The cells of one source in chunks: of each, the strips at the reader and those at the source."""
     batch: list[tuple[Strip, Strip]] = []
-    room, runs = chunk_bytes, RUNS_MAX
+    room, runs, cells = chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
     for family in _short(families, chunk_bytes):
         cell_bytes, cell_runs = family.first.nbytes, family.first.runs
         at = 0
         while at < family.length:
-            count = min(family.length - at, room // cell_bytes, runs // cell_runs)
+            count = min(family.length - at, room // cell_bytes, runs // cell_runs, cells)
             if not count:
                 yield _in_order(batch)
-                batch, room, runs = [], chunk_bytes, RUNS_MAX
+                batch, room, runs, cells = [], chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
                 continue
             batch.append(_strips(family, at, count))
             room -= count * cell_bytes
             runs -= count * cell_runs
+            cells -= count
             at += count
     if batch:
         yield _in_order(batch)

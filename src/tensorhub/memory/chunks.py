@@ -216,8 +216,10 @@ def _flat(region: Bytes) -> Bytes:
 
 
 def _covered(starts: Sequence[tuple[int, int]], strips: Sequence[Strip]) -> tuple[int, ...]:
-    """`starts`: (region, offset) of each chunk, ascending."""
-    found: set[int] = set()
+    """`starts`: (region, offset) of each chunk, ascending. Strips that somebody else has made may all cover everything: that
+    costs a search for each of their cells, and no more.
+    """
+    runs: set[tuple[int, int]] = set()
     for strip in strips:
         region, offset, region_step, offset_step, length, _, _ = strip
         if region_step:
@@ -226,8 +228,11 @@ def _covered(starts: Sequence[tuple[int, int]], strips: Sequence[Strip]) -> tupl
             last = offset + (length - 1) * offset_step
             ends = [(region, min(offset, last), max(offset, last) + strip.extent)]
         for of, first, end in ends:
-            found.update(range(bisect_right(starts, (of, first)) - 1, bisect_left(starts, (of, end))))
-    return tuple(sorted(found))
+            runs.add((bisect_right(starts, (of, first)) - 1, bisect_left(starts, (of, end))))
+    found: list[int] = []
+    for first, end in sorted(runs):
+        found.extend(range(max(first, found[-1] + 1 if found else 0), end))
+    return tuple(found)
 
 
 def _strips_of(memory: ChunkMemory) -> Strips:
