@@ -513,3 +513,16 @@ def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_n
     cluster.run()
     assert again.number == 3
     assert keeper.member.version == 1
+
+
+def test_a_rollback_wakes_who_asked_for_the_one_before_the_newest_though_the_newest_is_lost_before_and_after() -> None:
+    cluster, trainer, _ = trained("keeper", to=5)
+    rollback(cluster, trainer, 3)
+    assert model_of(cluster).lost == (2, 3)
+    asked = cluster.fetcher("late").fetch("latest-1", timeout_s=100)
+    cluster.run()
+    assert not asked.done, "2 is lost"
+    rollback(cluster, trainer, 2)
+    assert model_of(cluster).lost == (2,)
+    cluster.run()
+    assert asked.number == 1
