@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
@@ -18,7 +19,10 @@ from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import MappedRegions
+from tensorhub.messages import Outcome, ToRank
 from tensorhub.runtime.loop_thread import finish_blocking
+from tensorhub.runtime.worker.calling import CallersHandle
+from tensorhub.runtime.worker.handle import Handle
 from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until, worker_of
 
@@ -295,6 +299,44 @@ async def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(monkeypa
         ) as caught:
             await c.hubs[1].fetch("m")
         assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+        await nothing_of_it_is_left(c.hubs[1])
+
+
+async def test_what_is_heard_just_before_a_failed_fetch_is_dropped_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of its operation comes when its caller has been woken: nothing is said after Deregister."""
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], {"w": torch.zeros(4)})
+        worker = worker_of(c.hubs[1])
+
+        def receive(self: Handle, message: ToRank) -> None:
+            if not isinstance(message, Outcome):
+                received(self, message)
+
+        async def fetch(self: Handle, *arguments: Any) -> Any:
+            try:
+                return await fetched(self, *arguments)
+            finally:
+                for _ in range(10):
+                    await anyio.lowlevel.checkpoint()  # so that its shell waits for more to do
+
+        def drop(handle: CallersHandle) -> None:
+            left = handle.member._session.left
+            assert left is not None, "it has said that it gives up, and has heard nothing yet"
+            assert isinstance(handle, Handle)
+            if worker.router.handles.get(handle.member.shard.registration) is handle:
+                received(handle, Outcome(left.key, left.rank, False, False, None, left.error))
+            dropped(handle)
+
+        def no_memory(self: AllocatedMemory, nbytes: int) -> torch.Tensor:
+            return torch.empty(2**50)
+
+        received, fetched, dropped = Handle.receive, Handle.fetch, worker.drop_handle
+        monkeypatch.setattr(Handle, "receive", receive)
+        monkeypatch.setattr(Handle, "fetch", fetch)
+        monkeypatch.setattr(worker, "drop_handle", drop)
+        monkeypatch.setattr(AllocatedMemory, "_allocate", no_memory)
+        with pytest.raises(errors.StateError, match="cannot be allocated"):
+            await c.hubs[1].fetch("m")
         await nothing_of_it_is_left(c.hubs[1])
 
 

@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 import pytest
 
-from tensorhub.errors import LeaseLost, MutabilityViolation, StateError, VersionConflict
-from tensorhub.messages import DigestAgain, TellDigests
+from tensorhub.errors import LeaseLost, MutabilityViolation, RegistrationError, StateError, VersionConflict
+from tensorhub.manifest import Manifest
+from tensorhub.messages import (
+    Deregister,
+    DigestAgain,
+    DigestedAgain,
+    FromWorker,
+    Grant,
+    Heartbeat,
+    Publish,
+    TellDigests,
+)
 from tensorhub.testing import SimHandle, StepwiseCluster
-from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.types import HandleState, OpKind, RegistrationId
-from tensorhub.worker.calls import Call, CloseCall, Fence, FillCall, Finish, PublishCall, UnpublishCall
+from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.memory import MANIFEST, make_manifest
+from tensorhub.types import HandleState, Location, OpKind, RegistrationId, VersionInfo
+from tensorhub.worker.calls import (
+    Action,
+    AddPullSource,
+    Call,
+    CancelRoom,
+    CloseCall,
+    CopyLocally,
+    DropPullSource,
+    Fence,
+    FillCall,
+    Finish,
+    FreeStaging,
+    MakeRoom,
+    OpenGeneration,
+    PublishCall,
+    RegistrationFailed,
+    ReopenGeneration,
+    Say,
+    StartPull,
+    StopPull,
+    UnpublishCall,
+)
 from tensorhub.worker.interpreter import Interpreter
 
 UPDATE = FillCall(OpKind.UPDATE, "latest")
 REPLICATE = FillCall(OpKind.REPLICATE, "latest")
+INFO = VersionInfo("actor", 1, "c", MANIFEST.nbytes, 1)
+GRANT = Grant("lease", "source", "i", "r", 1, (), Location(), True)
 
 
 class Rig(NamedTuple):
@@ -70,6 +105,25 @@ def filled() -> Rig:
     return at
 
 
+def bare() -> Interpreter:
+    """One without a shell."""
+    return Interpreter(rig().handle.member, list)
+
+
+def refuses(manifest: Manifest) -> None:
+    raise StateError("no memory")
+
+
+def given_up(at: Rig) -> CallRecord:
+    """The handle is given up in the midst of a call, which ends."""
+    call = at.handle.last_call
+    assert call is not None
+    at.handle.give_up()
+    at.cluster.run()
+    assert call.has_ended()
+    return call
+
+
 def test_one_call_runs_at_a_time_until_its_fences_are_carried_out() -> None:
     at = rig(5)
     at.handle.unpublish()
@@ -91,16 +145,14 @@ def test_what_a_state_refuses_begins_nothing() -> None:
         at.call(UnpublishCall())
     assert not at.interpreter.is_busy
     at.call(CloseCall())
-    assert at.interpreter.is_over
+    assert at.interpreter.is_gone
     with pytest.raises(StateError, match="is closed; register again"):
         at.interpreter.check_idle()
 
 
 def test_what_nobody_carries_out_any_more_ends_and_is_not_begun() -> None:
     at = rig(5)
-    error = at.interpreter.give_up().error
-    assert isinstance(error, StateError)
-    assert error.memory == "intact"
+    at.handle.give_up()
     with pytest.raises(StateError, match="was given up; register again"):
         at.interpreter.begin(UPDATE, 1.0, at.cluster.now)
 
@@ -114,9 +166,200 @@ def test_memory_that_is_being_filled_is_torn_where_nobody_goes_on() -> None:
     at.handle.replicate()
     while not at.cluster.can_read(at.handle):
         at.cluster.do(at.cluster.choices()[0])
-    error = at.interpreter.give_up().error
-    assert isinstance(error, StateError)
-    assert error.memory == "torn"
+    call = given_up(at)
+    assert isinstance(call.error, StateError)
+    assert call.error.memory == "torn"
+
+
+def test_who_has_voted_and_is_given_up_does_not_know_what_became_of_it() -> None:
+    at = rig()
+    call = at.handle.publish(5)
+    while not any(isinstance(action, Say) and isinstance(action.message, Publish) for action in at.handle.todo):
+        at.cluster.do(at.cluster.choices()[0])
+    assert given_up(at) is call
+    assert isinstance(call.error, StateError)
+    assert call.error.memory == "in_doubt"
+
+
+def test_a_call_of_what_is_given_up_ends_when_nobody_reads_the_memory_any_more() -> None:
+    at = rig(5)
+    at.handle.hold_access()
+    call = at.handle.unpublish()
+    at.handle.give_up()
+    owner, end = at.handle.worker.owner, at.cluster.now + 100.0
+    while at.cluster.now < end:
+        at.cluster.advance(10.0)
+        assert not call.done, "its memory is still read, and not the caller's"
+        assert at.handle in at.handle.worker.handles
+    at.handle.end_access()
+    at.cluster.run()
+    assert isinstance(call.error, StateError)
+    assert at.interpreter.is_gone
+    assert at.handle not in at.handle.worker.handles
+    assert at.handle.id not in owner._memories
+
+
+def test_at_the_workers_end_what_is_still_read_stays_closed_and_its_call_ends() -> None:
+    at = rig(5)
+    at.handle.hold_access()
+    call = at.handle.unpublish()
+    at.handle.give_up()
+    at.interpreter.give_up(at.cluster.now, at.cluster.now + 2.0)
+    at.cluster.advance(1.9)
+    assert not call.has_ended()
+    at.cluster.advance(0.2)
+    assert call.has_ended()
+    assert at.interpreter.is_gone
+    assert not at.handle.worker.owner._memories[at.handle.id].is_open
+    at.handle.end_access()
+
+
+def test_nothing_is_said_of_a_registration_after_its_deregister(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = rig(5)
+    said = list[FromWorker]()
+    monkeypatch.setattr(at.handle.worker, "say", said.append)
+    at.handle.apply([Say(DigestedAgain("queued", at.handle.id, None))])
+    at.handle.give_up()
+    at.handle.apply([Say(DigestedAgain("heard later", at.handle.id, None))])
+    at.handle.give_up()
+    at.cluster.run()
+    assert [type(message) for message in said] == [Deregister]
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["well", "in vain"])
+def test_what_was_made_for_one_call_is_no_more_when_that_is_over(is_held: bool) -> None:
+    at = rig(5 if is_held else None)
+    fetcher = at.cluster.fetcher("reader")
+    at.cluster.run()
+    call = fetcher.fetch(timeout_s=5.0)
+    at.cluster.advance(20.0)
+    assert (call.error is None) is is_held
+    assert fetcher.interpreter.is_gone
+    assert not fetcher.worker.handles
+    assert not fetcher.worker.owner._memories
+    assert fetcher.worker.router.is_empty
+    assert fetcher.id not in at.cluster.coordinator.cluster.members
+
+
+def test_who_is_refused_at_once_is_no_more_and_who_was_known_stays() -> None:
+    at = rig()
+    known = at.cluster.handle("known")
+    at.cluster.run()
+    for handle in (at.handle, known):
+        assert handle.registered
+    other = at.cluster.workers["known"].register("trainer", model="actor")
+    at.cluster.run()
+    assert isinstance(other.registration_error, RegistrationError)
+    assert other.interpreter.is_gone
+    known.apply([RegistrationFailed(RegistrationError("not any more"))])
+    at.cluster.run()
+    assert not known.interpreter.is_given_up
+
+
+# -- memory that cannot be had
+
+
+def test_what_could_not_be_opened_is_neither_filled_nor_reopened() -> None:
+    interpreter, error = bare(), StateError("no memory")
+    opened = OpenGeneration(1, "c", MANIFEST, complete=False)
+    interpreter.add([opened, StartPull(INFO, MANIFEST, 1, ()), CopyLocally(INFO, MANIFEST, 1, ()), ReopenGeneration(2)])
+    assert interpreter.next(0.0) is opened
+    interpreter.not_opened(error)
+    assert interpreter.next(0.0) is None
+    reopened = ReopenGeneration(4)
+    interpreter.add([OpenGeneration(3, "c", MANIFEST, complete=False), reopened])
+    interpreter.next(0.0)
+    assert interpreter.next(0.0) is reopened, "the next one was"
+
+
+def test_what_could_not_be_opened_is_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = rig()
+    monkeypatch.setattr(at.handle, "_take_memory", refuses)
+    call = at.handle.publish(5)
+    at.cluster.run()
+    with pytest.raises(StateError, match="no memory"):
+        _ = call.number
+    assert at.cluster.coordinator.cluster.models["actor"].newest_visible() is None
+    monkeypatch.undo()
+    at.call(PublishCall(5))
+    assert at.handle.member.version == 5
+
+
+def test_a_fill_that_has_no_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = rig()
+    other = at.cluster.handle("other")
+    at.cluster.run()
+    other.publish(1)
+    at.cluster.run()
+    monkeypatch.setattr(at.handle, "_take_memory", refuses)
+    call = at.handle.replicate()
+    at.cluster.run()
+    with pytest.raises(StateError, match="no memory"):
+        _ = call.number
+    monkeypatch.undo()
+    at.call(REPLICATE)
+    assert at.handle.member.version == 1
+
+
+# -- room for what is staged
+
+
+def staged(*more: Action) -> Interpreter:
+    """One whose staged fill waits for its room."""
+    interpreter = bare()
+    interpreter.add([StartPull(INFO, MANIFEST, 1, (GRANT,), staged=True), *more])
+    assert interpreter.next(0.0) == MakeRoom(MANIFEST.nbytes)
+    return interpreter
+
+
+def test_while_a_staged_fill_waits_for_room_all_else_goes_on_and_its_sources_change() -> None:
+    say, other = Say(Heartbeat(1)), replace(GRANT, lease="other")
+    interpreter = staged(AddPullSource(other), DropPullSource(GRANT.lease), say)
+    assert interpreter.next(0.0) is say
+    assert interpreter.next(0.0) is None
+    interpreter.room_ended(None, 0.0)
+    begun = interpreter.next(0.0)
+    assert begun == StartPull(INFO, MANIFEST, 1, (other,), staged=True)
+    again = CopyLocally(INFO, MANIFEST, 1, (), staged=True)
+    interpreter.add([again, FreeStaging(), StartPull(INFO, MANIFEST, 2, (), staged=True)])
+    assert interpreter.next(0.0) is again, "it has room"
+    assert interpreter.next(0.0) == FreeStaging()
+    assert interpreter.next(0.0) == MakeRoom(MANIFEST.nbytes)
+
+
+def test_a_staged_fill_that_is_stopped_waits_for_nothing_but_the_end_of_its_wish() -> None:
+    for error in (None, StateError("cancelled")):
+        interpreter = staged(StopPull(), Say(Heartbeat(1)))
+        assert interpreter.next(0.0) == CancelRoom()
+        assert interpreter.waits_for_room
+        assert interpreter.next(0.0) is None, "once"
+        interpreter.room_ended(error, 0.0)
+        assert interpreter.next(0.0) == StopPull()
+        assert interpreter.next(0.0) == Say(Heartbeat(1))
+        assert interpreter.next(0.0) is None
+
+
+def test_what_is_given_up_wants_no_room() -> None:
+    interpreter = staged()
+    interpreter.give_up(0.0)
+    assert interpreter.next(0.0) == CancelRoom()
+    interpreter.room_ended(None, 0.0)
+    assert interpreter.next(0.0) == StopPull()
+    assert interpreter.next(0.0) == Fence(0)
+    assert interpreter.next(0.0) is None
+
+
+def test_a_staged_update_without_room_fails_and_holds_what_it_held() -> None:
+    at = filled()
+    at.cluster.workers["other"].handles[0].unpublish()
+    at.cluster.run()
+    at.cluster.workers["other"].handles[0].publish(2)
+    at.cluster.run()
+    call = at.handle.stage()
+    at.cluster.run()
+    with pytest.raises(StateError, match=r"a staged update needs \d+ bytes of host memory"):
+        _ = call.number
+    assert at.handle.member.version == 1
 
 
 def test_a_handle_follows_others_from_its_fill_to_its_publish() -> None:

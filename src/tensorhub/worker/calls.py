@@ -218,13 +218,25 @@ class StopPull:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeRoom:
+    """Reserve host memory for what is staged, and go on meanwhile; then call `Interpreter.room_ended`."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRoom:
+    """That room is not wanted any more: `Interpreter.room_ended` soon, whatever has come of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class FreeStaging:
     """What was staged is in place, or not wanted any more: give its memory back."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Of a host copy: it holds nothing any more, and its last fence stands. Give its memory back."""
+    """Nothing is held any more, and the last fence stands. Let go of the memory; that of a host copy is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +278,8 @@ Action = (
     | CopyLocally
     | CompareDigests
     | StartPull
+    | MakeRoom
+    | CancelRoom
     | FreeStaging
     | FreeMemory
     | EndPrefetch

@@ -1,27 +1,56 @@
 """One handle's calls, and the actions that its member wants carried out, one after the other.
 
 Theory of operation. The member's actions are queued in `todo`. The shell (`runtime.worker.handle`, or a simulated one) takes
-the first action, carries it out, and only then takes the next. So nothing is said, opened or finished before an earlier
+the `next` action, carries it out, and only then takes another one. So nothing is said, opened or finished before an earlier
 fence stands. A call begins here, and is over when its `Finish` is carried out. The member is done with it earlier, while
 fences are still to be carried out. One call runs at a time.
 
-Responsible for what a caller may do now, for what a call raises in the end, and for reports about memory. Not responsible
-for what the calls do (`worker.member`), nor for how an action is carried out.
+Where there is no memory to be opened, what was to be done with it fails without being tried. A staged fill begins once it
+has room; other actions are carried out meanwhile. A registration that was given up has a last list of actions: end the
+pull, fence, let go of all memory, and only then end the call. What the member wants from then on is not heard.
+
+Responsible for what a caller may do now, for what a call raises in the end, for the end of a registration, and for reports
+about memory. Not responsible for what the calls do (`worker.member`), nor for how an action is carried out.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Protocol
 
 from tensorhub.digests import WIDTHS
-from tensorhub.errors import Memory as TensorState, MutabilityViolation, StateError
-from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, Origin, TellDigests
+from tensorhub.errors import Memory as TensorState, MutabilityViolation, StateError, TensorHubError
+from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, Origin, Publish, TellDigests
 from tensorhub.types import HandleState, OpKind, RegistrationId
-from tensorhub.worker.calls import Action, Call, CloseCall, Fence, FillCall, Finish, PublishCall, UnpublishCall, staging_of
+from tensorhub.worker.calls import (
+    Action,
+    AddPullSource,
+    Call,
+    CancelRoom,
+    CloseCall,
+    CopyLocally,
+    DropPullSource,
+    Fence,
+    FillCall,
+    Finish,
+    FreeMemory,
+    FreeStaging,
+    MakeRoom,
+    OpenGeneration,
+    PublishCall,
+    RegistrationConfirmed,
+    RegistrationFailed,
+    ReopenGeneration,
+    Say,
+    StartPull,
+    StopPull,
+    UnpublishCall,
+    staging_of,
+)
 from tensorhub.worker.chunk_reports import tell
 from tensorhub.worker.member import Member
 from tensorhub.worker.mutation_guard import MutationGuard
@@ -51,7 +80,17 @@ class Interpreter:
         self.guard = MutationGuard(member, written)
         self.was_filled = False  # what the memory got last came from others, not from its publisher
         self._call: Call | None = None  # that was begun, and whose Finish was not carried out
-        self._has_ended = False  # nobody carries out what a call would want
+        self._generation = 0  # under which the memory was opened last
+        self._unopened: TensorHubError | None = None  # why there is no memory for what was to be opened last
+        self._staged = 0  # the generation that staging memory has room for; 0: it has none
+        self._waits: StartPull | CopyLocally | None = None  # for that room
+        self._is_unwanted = False  # that room: it was cancelled
+        self._is_known = False  # the coordinator has once taken the registration
+        self._is_done = False  # nobody will call any more: it was refused at once, or was made for one call that is over
+        self._last_fence: Fence | None = None  # it was given up: what ends with it
+        self._last_error: StateError | None = None  # that a call ends with which still runs then
+        self._gives_up_at = inf  # for the last fence
+        self._is_let_go = False  # the last fence has ended
         self._tell = partial(tell, member.shard.registration, page_bytes=page_bytes)
         self._registration = RegistrationId(member.shard.registration)
 
@@ -64,11 +103,6 @@ class Interpreter:
     def is_busy(self) -> bool:
         """Whether a call runs, or its fences."""
         return self._call is not None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the registration is closed, and nothing is left to be done for it."""
-        return self.member.state is HandleState.CLOSED and self.member.running is None and not self.todo
 
     def check(self, call: Call) -> None:
         """Raise what a caller is told before this call begins: StateError, MutabilityViolation."""
@@ -99,7 +133,7 @@ class Interpreter:
     def begin(self, call: Call, timeout_s: float, now: float) -> list[Action]:
         """Start a call; raises StateError, and starts nothing, where the handle's state forbids it."""
         self._check_last_ended()
-        if self._has_ended and self.member.state is not HandleState.CLOSED:  # that one says so itself
+        if self._last_fence is not None and self.member.state is not HandleState.CLOSED:  # that one says so itself
             raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, now)
         self.guard.call_begins()
@@ -113,6 +147,7 @@ class Interpreter:
     def finished(self, finish: Finish) -> None:
         """Its Finish was carried out: another call may begin."""
         call, self._call = self._call, None
+        self._is_done = self._is_done or not self.member.shard.serves
         if finish.error is None and isinstance(call, PublishCall):
             self.was_filled = False
         elif finish.error is None and isinstance(call, FillCall):
@@ -126,12 +161,6 @@ class Interpreter:
             self.guard.raise_violation()
         elif isinstance(call, FillCall) and not finish.changed:
             self.guard.check_kept()
-
-    def give_up(self) -> Finish:
-        """Nothing is carried out any more. What a call that still runs ends with."""
-        self._has_ended = True
-        memory: TensorState = "torn" if self.member.state is HandleState.FILLING else "intact"
-        return Finish(error=StateError("the hub was closed while the call was running", memory=memory))
 
     def check_idle(self) -> None:
         """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
@@ -149,20 +178,156 @@ class Interpreter:
             text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
             raise StateError(text, retryable=True)
 
+    # ------------------------------------------------------------------------------------------------- actions
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to be carried out, now or once what it waits for has come."""
+        return bool(self.todo) or self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody will call it any more, and the last thing that it had to do is done."""
+        if self.todo or self.is_busy or self.member.running is not None or self._last_fence is not None:
+            return False
+        return self._is_done or self.member.state is HandleState.CLOSED
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nothing is carried out any more but what ends the registration."""
+        return self._last_fence is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the registration is no more, and nothing is left to be done for it."""
+        return self._is_let_go and not self.todo
+
+    def add(self, actions: Iterable[Action]) -> None:
+        """What the member wants done, behind all that it has wanted before."""
+        if self._last_fence is None:
+            self.todo.extend(actions)
+
+    def next(self, now: float) -> Action | None:
+        """The action that is to be carried out now; None: there is none, or something is waited for."""
+        if self._is_over:
+            self.todo.extendleft(self.give_up(now))
+        while self.todo:
+            action = self.todo.popleft()
+            waits = self._waits
+            match action:
+                case OpenGeneration():
+                    self._generation, self._unopened = action.generation, None
+                case ReopenGeneration() if self._unopened is not None:
+                    continue
+                case ReopenGeneration():
+                    self._generation = action.generation
+                case StartPull() | CopyLocally() if not action.staged and self._unopened is not None:
+                    self.add(self.member.pull_failed(self._unopened, now))
+                    continue
+                case Say(message=Publish()) if self._unopened is not None:  # nobody could read it
+                    self.add(self.member.cancel(self._unopened, now))
+                    continue
+                case StartPull() | CopyLocally() if action.staged and self._staged != action.generation:
+                    self._waits, self._is_unwanted = action, False
+                    return MakeRoom(sum(region.nbytes for region in action.manifest.regions))
+                case AddPullSource() if isinstance(waits, StartPull):
+                    self._waits = replace(waits, grants=(*waits.grants, action.grant))
+                    continue
+                case DropPullSource() if isinstance(waits, StartPull):
+                    self._waits = replace(waits, grants=tuple(g for g in waits.grants if g.lease != action.lease))
+                    self.add(self.member.source_failed(action.lease, "dropped", "", now))
+                    continue
+                case StopPull() if waits is not None:
+                    self.todo.appendleft(action)
+                    was_unwanted, self._is_unwanted = self._is_unwanted, True
+                    return None if was_unwanted else CancelRoom()
+                case FreeStaging():
+                    self._staged = 0
+                case RegistrationConfirmed():
+                    self._is_known = True
+                case RegistrationFailed():
+                    self._is_done = self._is_done or not self._is_known
+                case _:
+                    pass
+            return action
+        return None
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether the end of a pull waits until nobody makes room for it any more."""
+        return self._waits is not None and self._is_unwanted and bool(self.todo) and isinstance(self.todo[0], StopPull)
+
+    def not_opened(self, error: TensorHubError) -> None:
+        """There is no memory for what an OpenGeneration was to open."""
+        self._unopened = error
+
+    def room_ended(self, error: TensorHubError | None, now: float) -> None:
+        """MakeRoom has ended: there is room, or `error`, or it was cancelled."""
+        waits, self._waits = self._waits, None
+        if waits is None or self._is_unwanted or self._last_fence is not None:
+            return
+        if error is not None:
+            self.add(self.member.pull_failed(error, now))
+        else:
+            self._staged = waits.generation
+            self.todo.appendleft(waits)
+
+    def pull_stopped(self, now: float) -> None:
+        """StopPull has ended: nothing is read or copied any more."""
+        self.add(self.member.pull_stopped(now))
+
+    # --------------------------------------------------------------------------------------------------- its end
+
+    def give_up(self, now: float, gives_up_at: float = inf) -> list[Say]:
+        """Nobody wants this registration any more. What is to be said of that, at once: nothing is said of it afterwards.
+
+        The memory is let go, and a call that still runs ends, when nobody reads or writes that memory any more. At
+        `gives_up_at` the memory is left as it is, closed. Given up once, that time is all that is new.
+        """
+        self._gives_up_at = min(self._gives_up_at, gives_up_at)
+        if self._last_fence is not None:
+            return []
+        memory: TensorState = "torn" if self.member.state is HandleState.FILLING else "intact"
+        memory = "in_doubt" if self.member.has_voted else memory
+        self._last_error = StateError("the hub was closed while the call was running", memory=memory)
+        self._last_fence = Fence(self._generation)
+        self.todo.clear()
+        self.todo.extend((StopPull(), self._last_fence))
+        return [Say(message) for message in self.member.given_up(now)]
+
+    def _let_go(self, *, stands: bool) -> None:
+        self._is_let_go = True
+        self.todo.extend((FreeMemory(), FreeStaging()) if stands else (FreeStaging(),))
+        if self.is_busy:
+            self.todo.append(Finish(error=self._last_error))
+
     # ------------------------------------------------------------------------------------------------- fences
 
     def fence_until(self, fence: Fence) -> float:
         """When it is given up: by its own deadline, or because its call was cancelled since; inf: never."""
+        if fence is self._last_fence:
+            return self._gives_up_at
         if fence.until is None:
             return inf
         until = self.member.fence_until
         return fence.until if until is None else min(fence.until, until)
 
-    def fenced(self, fence: Fence, now: float) -> list[Action]:
+    def fenced(self, fence: Fence, owner: Made, now: float) -> None:
         """It stands: nobody reads that memory."""
+        if fence is self._last_fence:
+            self._let_go(stands=True)
+            return
+        said = self.tell_made(owner)[0]  # which nobody can ask for any more
         if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
             self.guard.taken_back()
-        return self.member.fenced(fence.generation, now)
+        self.add([*map(Say, said), *self.member.fenced(fence.generation, now)])
+
+    def fence_failed(self, fence: Fence, now: float) -> None:
+        """Accesses still run when it is given up."""
+        if fence is self._last_fence:
+            self._let_go(stands=False)
+        else:
+            self.add(self.member.fence_failed(fence.generation, now))
 
     # ------------------------------------------------------------------------------------------------- digests
 

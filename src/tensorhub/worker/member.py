@@ -124,6 +124,13 @@ class Member:
         """Whether memory is still to be fenced, or overwritten, without a call: it is not the caller's to write."""
         return self._memory.pending_fence is not None or self._memory.applying
 
+    @property
+    def has_voted(self) -> bool:
+        """Whether what became of its vote is not known here: others may have heard that it was committed."""
+        memory = self._memory
+        staged = memory.staged is not None and not memory.applying
+        return memory.voted is not None or memory.doubt is not None or staged
+
     # ------------------------------------------------------------------------------------------- inputs: the caller
 
     def begin(self, call: calls.Call, timeout_s: float, now: float) -> list[calls.Action]:
@@ -191,6 +198,13 @@ class Member:
         if isinstance(call, Filling) and call.error is None and call.phase in UNVOTED:
             call.cancel(StateError(f"{self.shard.title}: an update has taken what was prefetched so far", retryable=True))
         return self._context.take_actions()
+
+    def given_up(self, now: float) -> list[messages.FromWorker]:
+        """Nobody wants this registration any more. What the coordinator is to hear at once, if it hears anything."""
+        self._context.enter(now)
+        if self.state is HandleState.CLOSED and self.shard.serves:
+            return []  # it has left
+        return [messages.Deregister(self._context.new_request(), self.shard.registration, abandon=True)]
 
     # -------------------------------------------------------------------------------------- inputs: the owner's side
 

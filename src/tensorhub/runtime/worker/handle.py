@@ -1,7 +1,7 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
-Responsible for the order of fences, openings and pulls of one memory, each of which ends before the next begins, and for
-waking the caller when the call is over. Not responsible for filling the memory (`fill`). Decides nothing. Lives in the
+Responsible for carrying out the actions that `worker.interpreter` hands out, each of which ends before the next begins, and
+for waking the caller when the call is over. Not responsible for filling the memory (`fill`). Decides nothing. Lives in the
 worker runtime's loop.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any, assert_never
 
 import anyio
@@ -37,6 +38,7 @@ from tensorhub.types import (
     ContentId,
     HandleState,
     OpKind,
+    Purpose,
     RegistrationId,
     VersionInfo,
 )
@@ -84,8 +86,8 @@ class Handle(CallersHandle):
         self._filler = Filler(
             member, memory, owner, self._mapped, link, channels, self.apply, self.stream_sync, self._writes
         )
-        self._todo = self.interpreter.todo
         self._todo_wanted = anyio.Event()
+        self._making_room = anyio.CancelScope()
         self._call: _Call | None = None
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._tasks: anyio.abc.TaskGroup
@@ -196,35 +198,46 @@ class Handle(CallersHandle):
 
     def apply(self, actions: list[calls.Action]) -> None:
         """Queue what the member wants done. `Say` and `Finish` keep their place behind fences and openings."""
-        self._todo.extend(actions)
+        self.interpreter.add(actions)
         if actions:
             self._todo_wanted.set()
         self.deadline_moved()
 
     async def run(self) -> None:
-        """Carry out actions until cancelled; then no read of this memory runs any more."""
+        """Carry out actions until the registration is no more; then no read of this memory runs any more."""
+        interpreter = self.interpreter
         try:
             with self._scope:
                 async with anyio.create_task_group() as self._tasks:
-                    await self._obey()
+                    await self._obey(lambda: interpreter.is_given_up)
+                    self._tasks.cancel_scope.cancel()
+        except BaseException:
+            self.end()
+            raise
         finally:
-            finish = self.interpreter.give_up()
             with anyio.CancelScope(shield=True):
-                await self._let_go()
-            self._end_call(finish)
+                await self._obey(lambda: interpreter.is_gone)
 
-    async def _obey(self) -> None:
-        while True:
-            await self._todo_wanted.wait()
-            self._todo_wanted = anyio.Event()
-            while self._todo:
-                await self._do(self._todo.popleft())
-            if self.interpreter.is_over:
-                self.stop()
+    async def _obey(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            action = self.interpreter.next(clock.now())
+            if action is not None:
+                await self._do(action)
+                self.deadline_moved()
+            else:
+                await self._todo_wanted.wait()
+                self._todo_wanted = anyio.Event()
 
-    def stop(self) -> None:
-        """Let `run` end, also before it has begun: the handle is closed, or was never registered."""
+    def give_up(self, gives_up_at: float = inf) -> None:
+        """Let `run` end, also before it has begun; see `Interpreter.give_up`."""
+        for said in self.interpreter.give_up(clock.now(), gives_up_at):
+            self._link.say(said.message)
+        self._todo_wanted.set()
         self._scope.cancel()
+
+    def end(self) -> None:
+        """The worker ends: as `give_up`, and soon, whoever still reads."""
+        self.give_up(clock.now() + FENCE_TRY_S)
 
     def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run something beside this handle, as long as it runs."""
@@ -237,8 +250,7 @@ class Handle(CallersHandle):
             case calls.OpenGeneration():
                 await self._open(action)
             case calls.ReopenGeneration():
-                if self._mapped.unopened is None:
-                    self._owner.reopen(self._registration, action.generation)
+                self._owner.reopen(self._registration, action.generation)
             case calls.Fence():
                 await self._fence(action)
             case calls.CallHook():
@@ -258,13 +270,20 @@ class Handle(CallersHandle):
                 self._room.end_prefetch(self._registration)
             case calls.FreePrefetch():
                 self._room.free_prefetch(self._registration)
+            case calls.MakeRoom():
+                self._making_room = anyio.CancelScope()
+                self._tasks.start_soon(self._make_room, action.nbytes, self._making_room)
+            case calls.CancelRoom():
+                self._making_room.cancel()
             case calls.FreeStaging():
                 await self._mapped.free_staging()
             case calls.FreeMemory():
+                # Of many gigabytes, what RDMA devices have registered takes long to be given back.
+                await run_in_thread(self._owner.forget, self._registration)
                 await self._mapped.free()
             case calls.StopPull():
                 await self._filler.stop()
-                self.apply(self.member.pull_stopped(clock.now()))
+                self.interpreter.pull_stopped(clock.now())
             case calls.RegistrationConfirmed():
                 self._answered(None)
             case calls.RegistrationFailed():
@@ -303,9 +322,22 @@ class Handle(CallersHandle):
             self._call.times.bound = clock.now()
         self.apply(self.member.receive(message, clock.now()))
 
+    async def _make_room(self, nbytes: int, scope: anyio.CancelScope) -> None:
+        refusal = None
+        try:
+            with scope:
+                await self._room.make_room(calls.staging_of(self._registration), Purpose.USE, nbytes)
+        except TensorHubError as error:
+            refusal = error
+        finally:
+            self.interpreter.room_ended(refusal, clock.now())
+            self._todo_wanted.set()
+
     async def _open(self, action: calls.OpenGeneration) -> None:
-        chunks = await self._mapped.prepare(action.manifest)
-        if chunks is None:
+        try:
+            chunks = await self._mapped.prepare(action.manifest)
+        except TensorHubError as error:
+            self.interpreter.not_opened(error)
             return
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
         if not action.complete:
@@ -333,12 +365,11 @@ class Handle(CallersHandle):
             except DrainTimeout as error:
                 log.warning("fence_failed", registration=self._registration, reason=str(error))
                 if not self._left_s(action):
-                    self.apply(self.member.fence_failed(action.generation, clock.now()))
+                    self.interpreter.fence_failed(action, clock.now())
                     return
             await anyio.lowlevel.checkpoint()
-        self.tell_made(if_all=False)  # what nobody can ask for any more
         known = self.interpreter.guard.violation
-        self.apply(self.interpreter.fenced(action, clock.now()))
+        self.interpreter.fenced(action, self._owner, clock.now())
         violation = self.interpreter.guard.violation
         if violation is not None and violation is not known:
             log.warning("published_memory_written", registration=self._registration, reason=str(violation))
@@ -346,15 +377,3 @@ class Handle(CallersHandle):
     def _left_s(self, fence: calls.Fence) -> float:
         """Until it is given up."""
         return max(0.0, self.interpreter.fence_until(fence) - clock.now())
-
-    async def _let_go(self) -> None:
-        """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""
-        try:
-            await self._owner.fence_async(self._registration, FENCE_TRY_S)
-        except DrainTimeout as error:
-            log.error("memory_still_read", registration=self._registration, reason=str(error))
-        else:
-            # Of many gigabytes, what RDMA devices have registered takes long to be given back.
-            await run_in_thread(self._owner.forget, self._registration)
-            await self._mapped.free()
-        await self._mapped.free_staging()

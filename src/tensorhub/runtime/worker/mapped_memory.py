@@ -54,7 +54,6 @@ class _Staging:
     """What a staged update is filled into: open at the owner under an id that nobody else knows."""
 
     memory: HostMemory
-    generation: int
     mapped: MappedRegions
     chunks: ChunkMemory
 
@@ -95,7 +94,6 @@ class MappedMemory:
     """Of one handle."""
 
     def __init__(self, memory: Memory, registration: RegistrationId, owner: SharedOwner, room: HostRoom) -> None:
-        self.unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._memory = memory
         self._registration = registration
         self._owner = owner
@@ -107,20 +105,14 @@ class MappedMemory:
     def __repr__(self) -> str:
         return f"<MappedMemory of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
 
-    async def prepare(self, manifest: Manifest) -> ChunkMemory | None:
-        """Find the manifest's chunks, which are about to be opened. None: there is no memory for them (`unopened`)."""
-        self.unopened = None
+    async def prepare(self, manifest: Manifest) -> ChunkMemory:
+        """Find the manifest's chunks, which are about to be opened. TensorHubError: there is no memory for them."""
         if isinstance(self._memory, HostMemory) and not self._is_mapped(manifest):  # it is made now
             await self._unmap()
-        try:
-            return self._map_safely(manifest)[1]
-        except TensorHubError as error:
-            self.unopened = error
-            return None
+        return self._map_safely(manifest)[1]
 
     def map_to_publish(self, manifest: Manifest) -> None:
         """Take what memory it needs beside the tensors, before anybody hears of it. TensorHubError: there is none."""
-        self.unopened = None
         self._map_safely(manifest)
 
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
@@ -141,8 +133,6 @@ class MappedMemory:
 
     def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """As `_map`; what goes wrong there costs this call, and no other handle anything."""
-        if self.unopened is not None:
-            raise self.unopened
         try:
             return self._map(manifest)
         except TensorHubError:
@@ -175,24 +165,22 @@ class MappedMemory:
     async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
         """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
         if not action.staged:
-            if self.unopened is None and self._is_mapped(action.manifest):
+            if self._is_mapped(action.manifest):
                 return self._registration, *self._map(action.manifest)
             # In a thread, for memory that is made only now: a file of its size.
             mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
             return self._registration, mapped, chunks
-        if self._staging is None or self._staging.generation != action.generation:
+        if self._staging is None:
             await self._stage(action)
         staging = self._staging
         assert staging is not None
         return self._staging_id, staging.mapped, staging.chunks
 
     async def _stage(self, action: StartPull | CopyLocally) -> None:
-        await self.free_staging()
         manifest = action.manifest
-        await self._room.make_room(self._staging_id, Purpose.USE, sum(region.nbytes for region in manifest.regions))
         memory = HostMemory(pin=pinning(self._memory.device))
         mapped = await anyio.to_thread.run_sync(memory.map, manifest)
         chunks = ChunkMemory(manifest, mapped.regions)
-        self._staging = _Staging(memory, action.generation, mapped, chunks)
+        self._staging = _Staging(memory, mapped, chunks)
         content_id = ContentId(action.version.content_id)
         self._owner.open(self._staging_id, action.generation, content_id, chunks, complete=False)

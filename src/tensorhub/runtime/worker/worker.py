@@ -152,7 +152,11 @@ class Worker(CallersWorker):
                 if not self.link.welcome_came.is_set():
                     why = self.link.refusal or "it does not answer"
                     raise CoordinatorUnavailable(f"the coordinator at {self.link.addresses} takes no connection: {why}")
-                await self._closed.wait()
+                try:
+                    await self._closed.wait()
+                finally:
+                    for handle in self.router.handles.values():
+                        handle.end()
                 self._tasks.cancel_scope.cancel()
         finally:
             self.copies.end()
@@ -342,8 +346,7 @@ class Worker(CallersWorker):
         running = self.router.handles.get(shard.registration)
         self.router.leave(shard)
         if running is not None:
-            running.stop()
-        self.link.say(messages.Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
+            running.give_up()
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         def first_fill_begins(kind: OpKind, timeout_s: float) -> None:

@@ -21,7 +21,6 @@ from tensorhub.errors import StateError, TensorHubError
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import (
     Announce,
-    Deregister,
     FromWorker,
     Pin,
     Unpin,
@@ -154,8 +153,7 @@ class HostedWorker(TimedWorker):
     def drop_memory(self, handle: SimHandle) -> None:
         """Its caller has not got it."""
         if handle in self.handles:
-            self.drop(handle)
-            self.say(Deregister(next(self.cluster.numbers), handle.shard.registration, True))
+            handle.give_up()
 
     # -- saying and hearing
 

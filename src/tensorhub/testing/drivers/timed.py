@@ -156,8 +156,11 @@ class TimedCluster(World):
 
     def handle_moved(self, handle: HandlePort) -> None:
         self._touched[handle] = None
-        if handle.todo:
+        if handle.interpreter.has_more:
             self._do_soon(handle, 0.0)
+        self._wake_in_time(handle)
+
+    def _wake_in_time(self, handle: HandlePort) -> None:
         self.wake_at(handle.member.next_deadline(), handle, handle.worker, lambda: self._tick(handle))
 
     def _tick(self, handle: HandlePort) -> None:
@@ -183,12 +186,14 @@ class TimedCluster(World):
         """Its shell carries out what it can, as far as it comes."""
         self._doing.discard(handle)
         self._touched[handle] = None
-        while handle.todo:
-            action, left = handle.todo[0], len(handle.todo)
+        todo = handle.todo
+        while handle.interpreter.has_more:
+            action, left = todo[0] if todo else None, len(todo)
             handle.do_next()
-            if handle.todo and handle.todo[0] is action and len(handle.todo) >= left:
+            self._wake_in_time(handle)
+            if todo and todo[0] is action and len(todo) >= left:
                 return  # it takes time, and whoever ends it comes back here
-            if handle.todo and not isinstance(action, Say) and self.timeline.random.random() < GAP:
+            if todo and not isinstance(action, Say) and self.timeline.random.random() < GAP:
                 self._do_soon(handle, self.timeline.wake())
                 return
 

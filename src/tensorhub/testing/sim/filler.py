@@ -88,6 +88,7 @@ class SimFiller:
         handle, chunks = self._handle, action.manifest.chunk_count
         if action.staged:
             if handle.staging is None:
+                handle.take_staging(action.manifest.nbytes)
                 handle.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
                 sizes = [CHUNK_BYTES] * chunks
                 handle.worker.owner.open(handle.staging_id, action.generation, content, sizes, complete=False)

@@ -16,7 +16,8 @@ from typing import Protocol, assert_never
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish, TellDigests
+from tensorhub.manifest import Manifest
+from tensorhub.messages import DigestAgain, Prepared, Publish, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
@@ -113,9 +114,7 @@ class HandleShell:
         self.hook_calls = 0
         self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
-        self.is_stopping = False  # it was given up: it is no more once nobody reads it
-        self.room: CopyRequest | None = None  # for what is about to be staged
-        self.unopened: TensorHubError | None = None  # why there is no memory for the running fill
+        self.room: CopyRequest | None = None  # that was asked for, for what is about to be staged
         self.registered = False
         self.member = Member(
             shard,
@@ -136,7 +135,7 @@ class HandleShell:
     @property
     def idle(self) -> bool:
         """Whether no call runs on it, and nothing is left to be done."""
-        return self.member.running is None and not self.todo
+        return self.member.running is None and not self.interpreter.has_more
 
     def check_invariants(self) -> None:
         """Those of its own machines."""
@@ -254,90 +253,61 @@ class HandleShell:
         """Whether its next action can be carried out, or gone on with, now."""
         if self.todo and isinstance(self.todo[0], calls.CompareDigests) and self.access is not None:
             return False  # what is wrong may be what is accessed
-        if self.room is not None and not self.room.done and not any(isinstance(each, calls.StopPull) for each in self.todo):
-            return False
         until = self.fence_waits_until()
-        return bool(self.todo) and (until is None or until <= self.cluster.now)
+        has_more = self.interpreter.has_more and not self.interpreter.waits_for_room
+        return has_more and (until is None or until <= self.cluster.now)
 
     # -- what its shell does
 
     def apply(self, actions: list[calls.Action]) -> None:
-        """Queue what the member wants done. Nobody does it where the registration was given up."""
-        if self.is_stopping:
-            return
+        """Queue what the member wants done."""
         running = self.member.running
         if running is not None and self.last_call is not None and running.key is not None:
             self.last_call.key = running.key
-        self.todo.extend(actions)
+        self.interpreter.add(actions)
         self.cluster.handle_moved(self)
 
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
-        action = self.todo[0]
+        action = self.interpreter.next(self.cluster.now)
         if isinstance(action, calls.Fence):
             self._fence(action)
-            return
-        if isinstance(action, calls.StartPull | calls.CopyLocally) and action.staged and not self._has_room(action):
-            return
-        if isinstance(action, calls.StopPull):
-            if self.pull is not None:
-                self.pull.stop()
-                if not self.pull.ended:
-                    return  # its lanes' ends are waited for
-            self.todo.popleft()
-            self.apply(self.member.pull_stopped(self.cluster.now))
-            return
-        self.todo.popleft()
-        self._do(action)
+        elif isinstance(action, calls.StopPull):
+            self._stop_pull(action)
+        elif action is not None:
+            self._do(action)
+        if self.interpreter.is_gone:
+            self.worker.drop(self)
 
-    def _has_room(self, action: calls.StartPull | calls.CopyLocally) -> bool:
-        """Whether what is to be staged has its room now. It is waited for; where there is none, the fill hears why."""
-        if self.staging is not None:
-            return True
-        if self.room is None:
-            self.room = self.worker.copies.make_room(self.staging_id, Purpose.USE, action.manifest.nbytes)
-            self.room.on_end.append(lambda: self.apply([]))
-        stops = any(isinstance(each, calls.StopPull) for each in self.todo)
-        if stops and not self.room.done:
-            self.worker.copies.cancel(self.room)
-        if not self.room.done:
-            return False
-        error, self.room = self.room.error, None
-        if error is not None or stops:
-            self.todo.popleft()
-        if error is None and not stops:
-            self.worker.copies.take(self.staging_id, action.manifest.nbytes)
-            return True
-        if not stops:
-            assert isinstance(error, TensorHubError)
-            self.apply(self.member.pull_failed(error, self.cluster.now))
-        return False
+    def _stop_pull(self, action: calls.StopPull) -> None:
+        if self.pull is not None:
+            self.pull.stop()
+        if self.pull is not None and not self.pull.ended:
+            self.todo.appendleft(action)  # its lanes' ends are waited for
+        else:
+            self.interpreter.pull_stopped(self.cluster.now)
 
-    def _has_memory(self, action: calls.OpenGeneration | calls.StartPull | calls.CopyLocally) -> bool:
-        """Whether there is memory for what is to be in it: of a host copy it is taken now."""
-        if isinstance(action, calls.OpenGeneration):
-            self.unopened = None
-        if self.shard.medium is Medium.HOST and self.unopened is None:
-            try:
-                self.worker.copies.take(self.id, action.manifest.nbytes, self.shard.purpose)
-            except StateError as error:
-                self.unopened = error
-        if self.unopened is not None and not isinstance(action, calls.OpenGeneration):
-            self.apply(self.member.pull_failed(self.unopened, self.cluster.now))
-        return self.unopened is None
+    def _make_room(self, nbytes: int) -> None:
+        self.room = room = self.worker.copies.make_room(self.staging_id, Purpose.USE, nbytes)
 
-    def stop(self) -> None:
-        """Its registration was given up: nothing of it is done any more, and it is no more once nobody reads it."""
-        self.is_stopping = True
+        def ended() -> None:
+            if room.done:
+                assert room.error is None or isinstance(room.error, TensorHubError)
+                self.interpreter.room_ended(room.error, self.cluster.now)
+                self.cluster.handle_moved(self)
+
+        room.on_end.append(ended)
+        ended()
+
+    def give_up(self) -> None:
+        """Nobody wants this registration any more; see `Interpreter.give_up`."""
         self.cluster.note(f"{self.name} is given up")
         self.cluster.guarantees.retained.lost(self)
         self.worker.router.leave(self.shard)
         self.hooks.clear()
-        self.todo.clear()
-        if self.last_call is not None and not self.last_call.done:
-            self.last_call.done, self.last_call.error = True, self.interpreter.give_up().error
-            self.worker.copies.call_ended(self, self.last_call)
-        self.todo.extend((calls.StopPull(), calls.Fence(self.generation)))
+        self.fencing_since = None
+        for said in self.interpreter.give_up(self.cluster.now):
+            self.worker.say(said.message)
         self.cluster.handle_moved(self)
 
     def report_of(self, record: JudgedCall) -> FetchReport:
@@ -359,7 +329,10 @@ class HandleShell:
                     self.last_call.votes = (*self.last_call.votes, action.message.key)
                 self.worker.say(action.message)
             case calls.OpenGeneration():
-                if not self._has_memory(action):
+                try:
+                    self._take_memory(action.manifest)
+                except TensorHubError as error:
+                    self.interpreter.not_opened(error)
                     return
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
                 tells = action.complete and action.manifest.digest != "none"
@@ -368,16 +341,13 @@ class HandleShell:
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
             case calls.ReopenGeneration():
-                if self.unopened is None:
-                    owner.reopen(self.id, action.generation)
+                owner.reopen(self.id, action.generation)
                 self.generation = action.generation
             case calls.CallHook():
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
             case calls.PlanReading():
                 self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
-            case calls.StartPull() | calls.CopyLocally() if not action.staged and not self._has_memory(action):
-                pass
             case calls.StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action))
                 if self.pull.over:
@@ -400,14 +370,17 @@ class HandleShell:
             case calls.RegistrationFailed():
                 self.registration_error = action.error
                 self.worker.copies.answered(self, action.error)
-                if not self.registered:
-                    self.worker.router.leave(self.shard)
             case calls.Finish():
                 self._finish(action)
             case calls.EndPrefetch():
                 self.worker.copies.end_prefetch(self)
             case calls.FreePrefetch():
                 self.worker.copies.free_prefetch(self)
+            case calls.MakeRoom():
+                self._make_room(action.nbytes)
+            case calls.CancelRoom():
+                assert self.room is not None
+                self.worker.copies.cancel(self.room)
             case calls.FreeStaging():
                 owner.close(self.staging_id)
                 owner.forget(self.staging_id)
@@ -421,6 +394,15 @@ class HandleShell:
                 raise AssertionError("these take time: see do_next")
             case _:
                 assert_never(action)
+
+    def _take_memory(self, manifest: Manifest) -> None:
+        """Of a host copy. TensorHubError: there is none."""
+        if self.shard.medium is Medium.HOST:
+            self.worker.copies.take(self.id, manifest.nbytes, self.shard.purpose)
+
+    def take_staging(self, nbytes: int) -> None:
+        """Take memory for what is staged, of which there is room."""
+        self.worker.copies.take(self.staging_id, nbytes)
 
     def pull_done(self, start: calls.StartPull) -> None:
         """All that was wanted is there."""
@@ -474,22 +456,16 @@ class HandleShell:
         grace_until, until = self.fencing_since + self.cluster.fence_grace_s, self.interpreter.fence_until(action)
         step = look(owner, self.id, now, grace_until, until)
         if step.stands:
-            self.todo.popleft()
             self.fencing_since = None
             self.cluster.guarantees.fenced(self, action.generation)
-            if self.is_stopping:
-                self.todo.clear()
-                owner.forget(self.id)
-                self.worker.drop(self)
-                return
-            self.tell_made()
-            self.apply(self.interpreter.fenced(action, now))
+            self.interpreter.fenced(action, owner, now)
             return
         self.shut_readers(step.overdue)
         if step.is_late and not owner.is_quiet(self.id):
-            self.todo.popleft()
             self.fencing_since = None
-            self.apply(self.member.fence_failed(action.generation, now))
+            self.interpreter.fence_failed(action, now)
+        else:
+            self.todo.appendleft(action)
 
     def _finish(self, action: calls.Finish) -> None:
         record = self.last_call
@@ -500,14 +476,7 @@ class HandleShell:
         self.cluster.call_ended(self, record)
         for tell in record.on_end:
             tell()
-        if self.interpreter.is_over:
-            self.worker.router.remove(self.shard)
-        if not self.shard.serves:  # it was made for this call
-            self.worker.drop(self)
-            self.worker.say(Deregister(0, self.shard.registration, True))
         self.worker.copies.call_ended(self, record)
-        if self.member.state is HandleState.CLOSED and self in self.worker.handles and not self.is_stopping:
-            self.worker.closed(self)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""

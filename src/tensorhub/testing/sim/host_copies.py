@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
+from tensorhub.messages import DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
@@ -149,6 +149,8 @@ class SimHostCopies:
             self.machine.take(ident, purpose, nbytes)
             self._rooms.given(ident, purpose, nbytes)
         self.memory[ident] = nbytes
+        reserved = self.machine.budget.reservation(ident)
+        demand(reserved is not None, f"host copies: {self.worker} has taken memory for {ident} that was not reserved")
         taken, room = sum(self.memory.values()), self.worker.host_bytes
         demand(taken <= room, f"host copies: {self.worker} has taken {taken} of {room} bytes: {self.memory}")
 
@@ -213,8 +215,7 @@ class SimHostCopies:
             case DropHandle():
                 handle = self._handle(action.registration)
                 if handle is not None:
-                    worker.say(Deregister(next(self._cluster.numbers), action.registration, True))
-                    handle.stop()
+                    handle.give_up()
             case BeginCall():
                 self._begin(action)
             case CancelCall():
@@ -251,7 +252,7 @@ class SimHostCopies:
     def _begin(self, action: BeginCall) -> None:
         handle = self._handle(action.registration)
         error: TensorHubError = StateError("it was given up; register again")
-        if handle is not None and not handle.is_stopping:
+        if handle is not None:
             if isinstance(action.call, FillCall) and handle.shard.purpose is not Purpose.USE:
                 self._has_room(handle.shard)
             try:

@@ -41,10 +41,7 @@ class SimWorkerPort(JudgedWorker, Protocol):
         """What registers that memory, of any kind."""
 
     def drop(self, handle: HandlePort) -> None:
-        """Forget a handle that has served."""
-
-    def closed(self, handle: HandlePort) -> None:
-        """It is closed: its user still has it, and a host copy has no user."""
+        """Forget a handle that is no more."""
 
 
 class HandlePort(JudgedHandle, Protocol):
@@ -52,7 +49,6 @@ class HandlePort(JudgedHandle, Protocol):
 
     staging_id: RegistrationId
     interpreter: Interpreter
-    is_stopping: bool  # it was given up: it is no more once nobody reads it
 
     @property
     def worker(self) -> SimWorkerPort: ...
@@ -69,14 +65,17 @@ class HandlePort(JudgedHandle, Protocol):
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
 
+    def take_staging(self, nbytes: int) -> None:
+        """Take memory for what is staged, of which there is room."""
+
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for these chunks."""
 
     def shut_readers(self, accesses: Container[int]) -> None:
         """Shut the lanes out to whom these accesses belong."""
 
-    def stop(self) -> None:
-        """Its registration was given up: nothing of it is done any more, and it is no more once nobody reads it."""
+    def give_up(self) -> None:
+        """Nobody wants this registration any more: it is no more once nobody reads it."""
 
 
 class WorldPort(JudgedWorld, Protocol):

@@ -17,7 +17,7 @@ from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
-from tensorhub.types import Endpoint, HandleState, Location, Medium, OpKind, Selector
+from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.heartbeats import Heartbeats
@@ -184,19 +184,12 @@ class SimWorker:
         return SimHandle(self.cluster, self, shard)
 
     def drop(self, handle: HandlePort) -> None:
-        """Forget a handle that has served."""
+        """Forget a handle that is no more."""
         self.handles = [each for each in self.handles if each is not handle]
         self.router.remove(handle.shard)
         self.found_copies.remove(handle.shard.registration)
         self.cluster.by_registration.pop(handle.shard.registration, None)
         self.copies.ended(handle)
-
-    def closed(self, handle: HandlePort) -> None:
-        """It is closed: its user still has it, and a host copy has no user."""
-        if handle.shard.medium is Medium.HOST:
-            self.drop(handle)
-        else:
-            self.copies.ended(handle)
 
     def registered(self, registration: str) -> SimHandle | None:
         """What it has under that id."""

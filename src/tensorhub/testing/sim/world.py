@@ -296,6 +296,8 @@ class World(WorkerWorld):
         for handle in self.live_handles():
             member = self.coordinator.cluster.members.get(handle.id)
             content, state = handle.member.content, handle.member.state
+            served = handle.last_call is not None and handle.last_call.done
+            demand(handle.shard.serves or not served, f"liveness: {handle} was made for one call, which is over")
             if member is None:
                 refused = handle.registration_error is not None or state is HandleState.CLOSED
                 demand(refused or not handle.registered, f"liveness: the coordinator has forgotten {handle}")
@@ -309,6 +311,8 @@ class World(WorkerWorld):
             if state is not HandleState.IN_DOUBT:
                 demand(known == held, f"liveness: {handle} holds generation {held}, the coordinator thinks {known}")
             demand(not leaving, f"liveness: {handle} is thought to leave, for ever: {leaving}")
+        for ident, member in self.coordinator.cluster.members.items():
+            demand(ident in self.by_registration, f"liveness: {member} is known for ever, and is no more")
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"liveness: a lease is left: {lease}. Story:\n{lease.story}")
 

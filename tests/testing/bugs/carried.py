@@ -1,0 +1,56 @@
+"""Bugs in what a worker's shell is told to carry out: memory that cannot be had, room for what is staged, giving up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tensorhub.worker.calls import Action, CopyLocally, StartPull
+from tensorhub.worker.interpreter import Interpreter
+from tests.testing.bugs import bug
+from tests.testing.bugs.inside import around
+
+
+@bug("R3: the memory of a registration that is given up is let go without a fence")
+def given_up_without_a_fence() -> Iterator[None]:
+    def give_up(before: Callable[..., Any], self: Interpreter, now: float, gives_up_at: float = 0.0) -> Any:
+        first = not self.is_given_up
+        said = before(self, now)
+        if first:
+            self.todo.pop()
+            self._let_go(stands=True)
+        return said
+
+    with around(Interpreter, "give_up", give_up):
+        yield
+
+
+@bug("G9: what a registration's machine wants said after its Deregister is said, too")
+def said_after_deregister() -> Iterator[None]:
+    def add(before: Callable[..., None], self: Interpreter, actions: Iterable[Action]) -> None:
+        self.todo.extend(actions)
+
+    with around(Interpreter, "add", add):
+        yield
+
+
+@bug("G7: what was made for one fetch stays registered when that is over")
+def fetch_stays_registered() -> Iterator[None]:
+    def finished(before: Callable[..., None], self: Interpreter, finish: Any) -> None:
+        before(self, finish)
+        self._is_done = False
+
+    with around(Interpreter, "finished", finished):
+        yield
+
+
+@bug("R5: a staged update takes host memory for which it has no room")
+def staged_without_room() -> Iterator[None]:
+    def next_(before: Callable[..., Action | None], self: Interpreter, now: float) -> Action | None:
+        for action in self.todo:
+            if isinstance(action, StartPull | CopyLocally) and action.staged:
+                self._staged = action.generation
+        return before(self, now)
+
+    with around(Interpreter, "next", next_):
+        yield
