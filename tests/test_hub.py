@@ -33,7 +33,7 @@ from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
 from tensorhub.runtime.loop_thread import Job, LoopThread, running_backend
-from tensorhub.runtime.worker.handle import Handle
+from tensorhub.runtime.worker.mapped_memory import MappedMemory
 from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import (
@@ -327,13 +327,13 @@ async def test_closing_a_handle() -> None:
 async def test_a_closed_handles_rank_is_free_while_its_memory_is_still_being_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    let_go, registered = Handle._let_go, threading.Event()
+    free, registered = MappedMemory.free, threading.Event()
 
-    async def later(self: Handle) -> None:
+    async def later(self: MappedMemory) -> None:
         await anyio.to_thread.run_sync(registered.wait, 10)
-        await let_go(self)
+        await free(self)
 
-    monkeypatch.setattr(Handle, "_let_go", later)
+    monkeypatch.setattr(MappedMemory, "free", later)
     async with cluster("trainer") as c:
         source = await c.hubs[0].register("m", tensors(1), group="g")
         await source.close()

@@ -35,7 +35,7 @@ from tensorhub.messages import (
 )
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
+from tensorhub.worker.router import Anew, Answered, Deliver, Examine, LoseState, Reply, Resume, Router
 
 VERSION = VersionInfo("m", 1, "c1", 1, 8)
 ERROR = ErrorInfo("StateError", "no", False)
@@ -164,4 +164,6 @@ def test_a_state_is_lost_with_another_cluster_or_an_older_epoch() -> None:
     router = two_ranks()
     sessions = [("x", 2, False), ("x", 2, False), ("x", 3, False), ("x", 2, True), ("y", 9, True), ("y", 9, False)]
     for cluster, epoch, is_lost in sessions:
-        assert router.welcomed(Welcome(cluster, epoch, 5.0, True)) is is_lost, (cluster, epoch)
+        steps = router.welcomed(Welcome(cluster, epoch, 5.0, True))
+        anew = [Anew.WATCH, *map(Resume, "abc"), Anew.PIN]
+        assert steps == ([*map(LoseState, "abc"), Anew.FORGET_VERSIONS, *anew] if is_lost else anew), (cluster, epoch)

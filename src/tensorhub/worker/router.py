@@ -1,5 +1,7 @@
 """Routes each message of the coordinator: to a handle, to whoever has asked a question, or to the worker itself.
 
+At the beginning of a session it says in which order the worker says anew what it wants and holds.
+
 A message names what it is about in one of three ways: by a request, whose answer goes to whoever asked; by a registration;
 or by a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. The worker's own
 questions (`runtime.worker.coordinator_client`) take their numbers from the same iterator, so no two questions share an
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, TypeVar, assert_never
 
 from tensorhub import messages
@@ -64,6 +67,31 @@ Routed = (
     | messages.MakeCopy
     | messages.DropCopy
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LoseState(Generic[H]):
+    """The coordinator knows nothing of what was before: this handle's member hears of it (`Member.state_lost`)."""
+
+    handle: H
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Generic[H]):
+    """This handle's member says what it has to say over the new session (`Member.connected`)."""
+
+    handle: H
+
+
+class Anew(Enum):
+    """What the worker itself does over a new session."""
+
+    FORGET_VERSIONS = "what was newest is nothing to the coordinator, which has lost its state"
+    WATCH = "say which models are watched"
+    PIN = "say which versions are pinned"
+
+
+Welcomed = LoseState[H] | Resume[H] | Anew
 
 
 class Router(Generic[H]):
@@ -128,11 +156,16 @@ class Router(Generic[H]):
 
     # -- what is heard
 
-    def welcomed(self, message: messages.Welcome) -> bool:
-        """A session is up. True: the coordinator is a new cluster, or has an older state than the one before (R2, G3)."""
+    def welcomed(self, message: messages.Welcome) -> list[Welcomed[H]]:
+        """A session is up. If the coordinator is a new cluster, or has an older state than the one before, nothing may go
+        back silently (R2, G3): that comes first. Pins are said behind what is held, so that there is something to pin.
+        """
         before, self._coordinator = self._coordinator, message
         self._asked.clear()  # nothing that was said before is answered over it
-        return before is not None and (before.cluster != message.cluster or before.epoch > message.epoch)
+        steps = list[Welcomed[H]]()
+        if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
+            steps = [*map(LoseState, self.handles.values()), Anew.FORGET_VERSIONS]
+        return [*steps, Anew.WATCH, *map(Resume, self.handles.values()), Anew.PIN]
 
     def route(self, message: messages.FromCoordinator) -> list[Routed[H]]:
         """Whom it concerns, in order."""

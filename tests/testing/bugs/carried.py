@@ -1,4 +1,4 @@
-"""Bugs in what a worker's shell is told to carry out: memory that cannot be had, room for what is staged, giving up."""
+"""Bugs in what a worker's shell is told to carry out: room for what is staged, giving up."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
+from tensorhub.worker.router import Anew, Answered, Deliver, Examine, LoseState, Reply, Resume, Router
 
 log = get_logger("tensorhub.worker")
 
@@ -243,19 +243,21 @@ class Worker(CallersWorker):
         """See `SessionHandler`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
         self.read_only = message.read_only
-        if self.router.welcomed(message):
-            self._state_lost()
-        self.version_watches.welcomed()
-        for handle in list(self.router.handles.values()):
-            handle.apply(handle.member.connected(clock.now(), message.lease_s))
-        self.pins.welcomed()
-
-    def _state_lost(self) -> None:
-        """The coordinator is a new cluster, or has an older state than before: nothing may go back silently (R2, G3)."""
-        log.error("coordinator_lost_its_state", coordinator=self.link.addresses)
-        for handle in list(self.router.handles.values()):
-            handle.apply(handle.member.state_lost(clock.now()))
-        self.version_watches.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
+        for step in self.router.welcomed(message):
+            match step:
+                case LoseState():
+                    step.handle.apply(step.handle.member.state_lost(clock.now()))
+                case Resume():
+                    step.handle.apply(step.handle.member.connected(clock.now(), message.lease_s))
+                case Anew.FORGET_VERSIONS:
+                    log.error("coordinator_lost_its_state", coordinator=self.link.addresses)
+                    self.version_watches.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
+                case Anew.WATCH:
+                    self.version_watches.welcomed()
+                case Anew.PIN:
+                    self.pins.welcomed()
+                case _:
+                    assert_never(step)
 
     def lost(self) -> None:
         """See `SessionHandler`."""

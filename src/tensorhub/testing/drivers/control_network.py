@@ -75,10 +75,12 @@ class TimedWorker(SimWorker):
             self.disconnect()
         elif link.welcomed and not was_welcomed:
             self.wait_s = RECONNECT_S_FIRST
-            for model in self.newest:
-                self.say(Watch(model))
             self._roll_back_again()
             self._beat(link)
+
+    def say_watches(self) -> None:
+        for model in self.newest:
+            self.say(Watch(model))
 
     def _roll_back_again(self) -> None:
         """Whoever still waits for a rollback asks for it again, by its name."""

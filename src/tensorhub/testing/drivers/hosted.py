@@ -188,11 +188,13 @@ class HostedWorker(TimedWorker):
 
     def _welcomed(self, message: Welcome) -> None:
         super()._welcomed(message)
-        self.version_watches.welcomed()
         self.welcome_came.set()
 
-    def _state_lost(self) -> None:
-        super()._state_lost()
+    def say_watches(self) -> None:
+        super().say_watches()
+        self.version_watches.welcomed()
+
+    def forget_versions(self) -> None:
         self.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
 
 

@@ -24,7 +24,7 @@ from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
+from tensorhub.worker.router import Anew, Answered, Deliver, Examine, LoseState, Reply, Resume, Router
 
 
 class SimHandle(HandleShell):
@@ -391,18 +391,28 @@ class SimWorker:
         if self.link is None:
             return
         self.link.welcomed = True
-        if self.router.welcomed(message):
-            self._state_lost()
-        self.unsure_at = self.cluster.now
-        for handle in list(self.router.handles.values()):
-            handle.apply(handle.member.connected(self.cluster.now, message.lease_s))
+        self.unsure_at = now = self.cluster.now
+        for step in self.router.welcomed(message):
+            match step:
+                case LoseState():
+                    step.handle.apply(step.handle.member.state_lost(now))
+                case Resume():
+                    step.handle.apply(step.handle.member.connected(now, message.lease_s))
+                case Anew.FORGET_VERSIONS:
+                    self.forget_versions()
+                case Anew.WATCH:
+                    self.say_watches()
+                case Anew.PIN:
+                    self.say_pins()
+                case _:
+                    assert_never(step)
         self.copies.connected()
-        self.say_pins()
 
-    def _state_lost(self) -> None:
-        """The coordinator has."""
-        for handle in list(self.router.handles.values()):
-            handle.apply(handle.member.state_lost(self.cluster.now))
+    def forget_versions(self) -> None:
+        """The coordinator has lost its state: what was newest is nothing to it."""
+
+    def say_watches(self) -> None:
+        """A session is up: say again of which models the newest version is to be told."""
 
     def say_pins(self) -> None:
         """A session is up: say again what is to be kept."""
