@@ -50,7 +50,7 @@ def test_each_transition_has_one_name() -> None:
 
 def test_each_transition_is_counted_by_its_name() -> None:
     counted = Counter[str]()
-    for seed in range(3):
+    for seed in range(6):
         counted.update(run_seed(seed).transitions)
     assert set(counted) <= set(transitions())
     for machine in MACHINES:
