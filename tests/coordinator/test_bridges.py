@@ -231,12 +231,14 @@ def test_who_needs_nothing_has_everything() -> None:
     finish(world, [reader], needs=())
 
 
+@pytest.mark.parametrize("ranks", [2, 10])
 @pytest.mark.parametrize("is_reader_plain", [False, True])
-def test_plain_tensors_of_several_ranks_are_refused(is_reader_plain: bool) -> None:
+def test_plain_tensors_of_several_ranks_are_refused(is_reader_plain: bool, ranks: int) -> None:
     world = World()
-    trainers = world.group("t", [("world/2", ())] * 2 if not is_reader_plain else [cut(0)])
+    plain: list[tuple[str, Sequence[bytes]]] = [(f"world/{ranks}", ())] * ranks
+    trainers = world.group("t", plain if not is_reader_plain else [cut(0)])
     world.publish(trainers, 1)
-    readers = world.group("r", [("world/2", ())] * 2 if is_reader_plain else [wide(0)])
+    readers = world.group("r", plain if is_reader_plain else [wide(0)])
     world.fill(readers)
     (outcome,) = readers[0].take(Outcome)
     assert outcome.error is not None

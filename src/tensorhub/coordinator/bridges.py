@@ -21,7 +21,8 @@ from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.messages import Need
 
 Source = tuple[Need | None, Holding]  # for which need; None: for everything
-OF_ITS_OWN = ("own/", "ranks/", "world/1")  # how the ids of layouts begin whose ranks know which part of the model they have
+OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know which part of the model they have
+ALONE = "world/1"  # so does a rank that has all of it
 
 
 def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], Holding | None]) -> list[Source]:
@@ -47,7 +48,7 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
     theirs = f"version {info.version} of {info.model!r} (layout {version.layout_id!r} over {info.world_size} rank(s))"
     mine = f"group {group.name!r} (layout {group.layout!r} over {group.world_size})"
     parts, unsaid = version.holdings.parts, "has plain tensors, and nobody has said which part of the model each rank has"
-    if not group.layout.startswith(OF_ITS_OWN):
+    if group.layout != ALONE and not group.layout.startswith(OF_ITS_OWN):
         text = f"{mine} {unsaid}; {theirs} has another layout"
     elif version.info.world_size > 1 and version.is_described and not any(parts.values()):
         text = f"{theirs} {unsaid}; {mine} has another layout"
