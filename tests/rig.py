@@ -222,7 +222,7 @@ class _GatedTransport(Transport):
     lanes = 1
 
     def __init__(self, inner: Transport, gate: Gate, heeds_cuts: bool) -> None:
-        self.name = inner.name
+        self.name, self.strides = inner.name, inner.strides
         self._inner = inner
         self._gate = gate
         self._heeds_cuts = heeds_cuts

@@ -177,6 +177,23 @@ def test_a_source_is_asked_only_for_what_it_brings() -> None:
     assert pull.next_batch(B, 1000) == (2,)
 
 
+def test_a_source_is_through_when_all_that_it_brings_is_verified_wherever_that_came_from() -> None:
+    pull = Pull([10] * 4, verified=[1])
+    pull.add_source(A, complete=True, brings=[0, 1, 2])
+    pull.add_source(B, complete=True)
+    assert pull.next_batch(A, 10) == (0,)
+    assert pull.next_batch(B, 1000) == (2, 3)
+    pull.arrived(A, 0, ok=True)
+    assert not pull.is_through(A)
+    pull.arrived(B, 2, ok=False)
+    assert pull.next_batch(A, 1000) == (2,)
+    pull.arrived(A, 2, ok=True)
+    assert pull.is_through(A)
+    assert not pull.is_through(B)
+    pull.arrived(B, 3, ok=True)
+    assert pull.is_through(B)
+
+
 def test_what_it_brings_and_lacks_is_waited_for_there_although_another_one_brings_other_chunks() -> None:
     pull = Pull([10] * 4)
     pull.add_source(A, complete=False, brings=[0, 1])

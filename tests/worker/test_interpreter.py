@@ -456,12 +456,22 @@ def test_a_fence_is_given_up_at_its_deadline_or_as_soon_as_its_call_is_cancelled
 
 def test_only_what_is_published_is_told_of_as_made() -> None:
     class Owner:
-        def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
-            return [(0, 7)], False
+        def take_made(
+            self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
+        ) -> tuple[list[tuple[int, int]], bool]:
+            return [(0, 7)], selection == "told"
+
+        def selections(self, registration: RegistrationId) -> tuple[str, ...]:
+            return ("told",)
+
+        def chunk_count(self, registration: RegistrationId, selection: str = "") -> int:
+            return 1 if selection else 4
 
     published, read = rig(5), filled()
     said, is_all = published.interpreter.tell_made(Owner())
-    assert [(each.registration, each.last, len(each.digests)) for each in said] == [(published.handle.id, False, 8)]
+    assert {each.registration for each in said} == {published.handle.id}
+    told = [(each.selection, each.chunks, each.runs, each.last, len(each.digests)) for each in said]
+    assert told == [("", 4, ((0, 1),), False, 8), ("told", 1, ((0, 1),), True, 8)]
     assert not is_all
     assert read.interpreter.tell_made(Owner()) == ([], True)
 
@@ -474,7 +484,7 @@ def test_digests_are_told_of_memory_or_else_of_what_is_staged_for_it() -> None:
     question = TellDigests(at.handle.id, content.generation, "")
 
     def told(question: TellDigests) -> tuple[int, tuple[tuple[int, int], ...]]:
-        (said,) = at.interpreter.tell_digests(question, lists.get, lambda target: [1])
+        (said,) = at.interpreter.tell_digests(question, lambda target, _: lists.get(target), lambda target: [1])
         assert said.last
         return said.chunks, said.runs
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
 import pytest
 
-from tensorhub.digests import pack
+from tensorhub.digests import pack, unpack
 from tensorhub.errors import ProtocolError, StateError, TensorHubError
 from tensorhub.layouts.entries import entries_of
 from tensorhub.layouts.identity import layout_id_of
@@ -22,6 +23,8 @@ from tensorhub.messages import (
     BegunWith,
     Compare,
     Compared,
+    DigestAgain,
+    Digests,
     ErrorInfo,
     Fill,
     GetManifest,
@@ -38,6 +41,7 @@ from tensorhub.messages import (
     SelectionRoot,
     Start,
     Stray,
+    TellDigests,
     Write,
 )
 from tensorhub.types import OpKey, OpKind, VersionInfo
@@ -53,6 +57,7 @@ from tensorhub.worker.calls import (
     StartPull,
 )
 from tensorhub.worker.chunk_reports import compare, roots
+from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.member import Member
 from tensorhub.worker.planning import Planned, plan
@@ -100,11 +105,11 @@ def said(member: Member, actions: list[object]) -> Register:
     return say.message
 
 
-W = source("w", shape=(512, 16))
+W = source("w", shape=(2048, 16))
 
 
 def test_a_rank_names_its_parts_and_says_those_that_are_asked_for() -> None:
-    shard = shard_of(1, {"w": W[256:512]}, partial=True, w=256)
+    shard = shard_of(1, {"w": W[1024:2048]}, partial=True, w=1024)
     member = member_of(shard)
     register = said(member, [*member.connected(0, 10)])
     assert shard.coordinates is not None
@@ -120,7 +125,7 @@ def test_a_rank_names_its_parts_and_says_those_that_are_asked_for() -> None:
 def test_parts_of_what_is_held_lie_as_another_rank_has_published_them() -> None:
     """Its own tensors are the same, in another order."""
     sources: dict[str, object] = {"v": source("v", shape=(4, 16)), "w": W}
-    theirs, mine = shard_of(0, sources, v=4, w=512), shard_of(0, sources, w=512, v=4)
+    theirs, mine = shard_of(0, sources, v=4, w=2048), shard_of(0, sources, w=2048, v=4)
     assert theirs.layout_id == mine.layout_id
     assert theirs.part_ids != mine.part_ids
     assert theirs.manifest is not None
@@ -153,7 +158,7 @@ def test_plain_tensors_have_no_parts() -> None:
 
 
 def test_what_does_not_say_its_shapes_cannot_be_published() -> None:
-    shard = shard_of(0, {"w": source("whole")[0:256]}, w=256)
+    shard = shard_of(0, {"w": source("whole")[0:1024]}, w=1024)
     member = member_of(shard)
     assert said(member, [*member.connected(0, 10)]).part_ids == ()
     with pytest.raises(StateError, match=r"how large 'whole' is as a whole; register it with source\('whole', shape="):
@@ -167,7 +172,7 @@ A = TypeVar("A")
 
 def publication_of_rows() -> tuple[Published, dict[str, bytes]]:
     """ "w" on two ranks, each of which has one half of its rows."""
-    shards = [shard_of(rank, {"w": W[256 * rank : 256 * rank + 256]}, w=256) for rank in range(2)]
+    shards = [shard_of(rank, {"w": W[1024 * rank : 1024 * rank + 1024]}, w=1024) for rank in range(2)]
     parts = {part_id: part for shard in shards if shard.manifest for part_id, part in shard.parts(shard.manifest).items()}
     published = Published("xxh3-64", CHUNK_BYTES, tuple([shard.part_ids for shard in shards]))
     return published, parts | {published.publication_id: published.encode()}
@@ -176,9 +181,9 @@ def publication_of_rows() -> tuple[Published, dict[str, bytes]]:
 def columns(rank: int = 0) -> Shard:
     """A reader's rank: 8 of the 16 columns of "w", and what follows it is padding."""
     places = count(0x10000, 0x10000)
-    tensors = [TensorDescription("mine", "uint8", (520, 8), next(places), 520 * 8)]
+    tensors = [TensorDescription("mine", "uint8", (2056, 8), next(places), 2056 * 8)]
     manifest = build_manifest(tensors, CHUNK_BYTES, "xxh3-64", "world/2")
-    entries, _ = entries_of(["mine"], {"mine": [(at[0:512], source("w")[:, 8 * rank : 8 * rank + 8])]})
+    entries, _ = entries_of(["mine"], {"mine": [(at[0:2048], source("w")[:, 8 * rank : 8 * rank + 8])]})
     declared = Declaration(rank, 2, {}, entries)
     manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))
     return Shard(f"c{rank}", "m", "columns", rank, 2, False, manifest.layout_id, manifest, rank, declared=declared)
@@ -227,7 +232,7 @@ class Reader:
         self.start(number)
 
     def start(self, number: int = 1) -> None:
-        info = VersionInfo("m", number, f"content{number}", 512 * 16, 2)
+        info = VersionInfo("m", number, f"content{number}", 2048 * 16, 2)
         assert self.shard.manifest is not None
         start = Start(
             self.key, 0, info, self.shard.manifest.manifest_id, False, (), publication=self.published.publication_id
@@ -273,19 +278,19 @@ def test_a_version_of_another_layout_is_planned_and_said_before_anything_is_writ
     reading = reader.plan()
     (ready,) = reader.said(ReadyToWrite)
     assert [need.shard for need in ready.needs] == [0, 1]
-    assert [need.nbytes for need in ready.needs] == [256 * 8, 256 * 8]
+    assert [need.nbytes for need in ready.needs] == [1024 * 8, 1024 * 8]
     assert len({need.selection for need in ready.needs}) == 2
     reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
     assert reader.wants(OpenGeneration).manifest is reading
     assert reader.wants(StartPull).manifest is reading
-    assert reading.regions == (RegionSpec(520 * 8),)
+    assert reading.regions == (RegionSpec(2056 * 8),)
 
 
 def test_what_was_planned_is_not_asked_for_again() -> None:
     reader = Reader()
     first = reader.pulls()
     reader.votes(first)
-    info = VersionInfo("m", 1, "content1", 512 * 16, 2)
+    info = VersionInfo("m", 1, "content1", 2048 * 16, 2)
     reader.do(reader.member.receive(Outcome(reader.key, 0, True, True, info, None), 0))
     assert reader.member.version == 1
     reader.actions.clear()
@@ -430,3 +435,52 @@ def test_parts_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known.get(id_of(b"d" * 99)) is not None
     with pytest.raises(ProtocolError, match="it is not what its id"):
         known.add(id_of(b"a"), b"b")
+
+
+# ------------------------------------------------------------------------- what it tells of what it has read in selections
+
+
+def told(reader: Reader, *, shard: int, origin: str = "", selection: str = "") -> Digests:
+    """Its answer to TellDigests, where its chunks have their own number as digest, and odd ones were read at the origin."""
+    content = reader.member.content
+    assert content is not None
+    question = TellDigests(reader.shard.registration, content.generation, origin, selection, shard)
+    count = content.manifest.chunk_count
+
+    def listed(target: str, of: str) -> tuple[int, Sequence[int | None]] | None:
+        return (8, range(count)) if target == reader.shard.registration and not of else None
+
+    (said,) = Interpreter(reader.member, list).tell_digests(
+        question, listed, lambda target: [chunk for chunk in range(count) if chunk % 2]
+    )
+    assert (said.selection, said.shard, said.last) == (selection, shard, True)
+    return said
+
+
+def test_what_was_read_in_a_selection_is_told_in_its_numbers() -> None:
+    reader = Reader()
+    reading = reader.pulls()
+    part = reading.parts[1]
+    name = part.selection.selection_id
+    said = told(reader, shard=part.shard, selection=name)
+    assert (said.chunks, unpack(said.digests, 8)) == (len(part.chunks), [*part.chunks])
+    some = told(reader, shard=part.shard, selection=name, origin="from")
+    numbers = [number for first, length in some.runs for number in range(first, first + length)]
+    assert [part.chunks[number] for number in numbers] == [chunk for chunk in part.chunks if chunk % 2]
+    assert told(reader, shard=part.shard, selection="unknown").chunks == 0
+
+
+def test_a_chunk_that_was_read_in_a_selection_is_looked_at_where_it_is() -> None:
+    reader = Reader()
+    part = reader.pulls().parts[1]
+    interpreter = Interpreter(reader.member, list)
+    content = reader.member.content
+    assert content is not None
+
+    def asked(chunk: int, selection: str) -> tuple[int, str]:
+        question = DigestAgain("i", reader.shard.registration, content.generation, chunk, selection, part.shard)
+        return interpreter.asked_about(question)
+
+    assert asked(1, part.selection.selection_id) == (part.chunks[1], "")
+    assert asked(7, "") == (7, "")
+    assert asked(10**6, part.selection.selection_id) == (10**6, part.selection.selection_id)  # which nothing is known of

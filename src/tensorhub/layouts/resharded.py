@@ -33,6 +33,11 @@ class ReshardedManifest(Manifest):
         """What is read of which shard class."""
         return self.reading.parts
 
+    def chunks_of(self, shard: int, selection_id: str) -> tuple[int, ...] | None:
+        """Which chunks those of that selection of that class are here, in its order. None: nothing is read so."""
+        found = (part for part in self.parts if (part.shard, part.selection.selection_id) == (shard, selection_id))
+        return next((part.chunks for part in found), None)
+
     @cached_property
     def nbytes(self) -> int:
         """What a whole read moves. Padding is not read."""
@@ -69,6 +74,11 @@ class ReshardedManifest(Manifest):
                 if any(strip.touches(region, tensor.offset, tensor.offset + tensor.nbytes) for strip in strips)
             ]
         )
+
+
+def parts_of(manifest: Manifest) -> tuple[Part, ...]:
+    """What is read of which shard class; nothing, where the layout is the published one."""
+    return manifest.parts if isinstance(manifest, ReshardedManifest) else ()
 
 
 def resharded(manifest: Manifest, digest: Digest, chunk_bytes: int, reading: Reading, grid: str) -> ReshardedManifest:

@@ -80,6 +80,7 @@ class _Source:
     bytes_read: int = 0  # payload that its lane took in, discarded included
     brings: Sequence[int] | None = None  # the only chunks that are asked for there, ascending; None: all
     lowest: int = 0  # none of `brings[:lowest]` is wanted
+    verified: int = 0  # all of `brings[:verified]` are
 
     @property
     def may_have(self) -> Runs | None:
@@ -292,6 +293,15 @@ class Pull:
     def done(self) -> bool:
         """Whether every chunk is verified."""
         return self._unverified == 0
+
+    def is_through(self, lease: LeaseId) -> bool:
+        """Whether all that this source can bring is verified, wherever it came from."""
+        source = self._source(lease)
+        if source.brings is None:
+            return self.done
+        while source.verified < len(source.brings) and self._states[source.brings[source.verified]] == _VERIFIED:
+            source.verified += 1
+        return source.verified == len(source.brings)
 
     @property
     def chunks_verified(self) -> int:

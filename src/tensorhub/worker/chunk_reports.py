@@ -32,9 +32,10 @@ def tell(
     last: bool,
     page_bytes: int = DIGESTS_BYTES_MAX,
     selection: str = "",
+    shard: int = 0,
 ) -> Iterator[Digests]:
     """Say these (chunk, digest) pairs, ascending, of `chunks` in all, so many bytes at a time. `last`: there is nothing more
-    to say. `selection`: whose chunks they are.
+    to say. `selection`, of that `shard`: whose chunks they are.
     """
     at = 0
     while at < len(known):
@@ -44,9 +45,9 @@ def tell(
             runs = runs_of(chunk for chunk, _ in page)
         at += len(page)
         values = pack([digest for _, digest in page], width)
-        yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known), selection)
+        yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known), selection, shard)
     if last and not known:
-        yield Digests(registration, generation, chunks, (), b"", True, selection)
+        yield Digests(registration, generation, chunks, (), b"", True, selection, shard)
 
 
 class There(Protocol):

@@ -22,7 +22,7 @@ class Comparison:
     def __init__(self, selection: str = "", shard: int = 0, manifest: Manifest | None = None) -> None:
         self.selection = selection
         self.shard = shard
-        self.chunks = _chunks_of(manifest, shard, selection) if selection else None
+        self.chunks = manifest.chunks_of(shard, selection) if isinstance(manifest, ReshardedManifest) else None
         self.chunk_count = (
             len(self.chunks) if self.chunks is not None else manifest.chunk_count if manifest is not None else 0
         )
@@ -43,10 +43,3 @@ class Comparison:
             if len(self.strays) < messages.STRAYS_MAX:
                 number = chunk if self.chunks is None else bisect_left(self.chunks, chunk)
                 self.strays.setdefault(origin, messages.Stray(number, origin))
-
-
-def _chunks_of(manifest: Manifest | None, shard: int, selection: str) -> tuple[int, ...] | None:
-    for part in manifest.parts if isinstance(manifest, ReshardedManifest) else ():
-        if (part.shard, part.selection.selection_id) == (shard, selection):
-            return part.chunks
-    return None

@@ -113,6 +113,11 @@ class Filling(GroupCall[calls.FillCall]):
         return self._planning.base if self._planning is not None else self._manifest
 
     @property
+    def manifest(self) -> Manifest | None:
+        """Of the bound version, in this rank's layout; once that is known."""
+        return self._manifest
+
+    @property
     def _bound(self) -> tuple[VersionInfo, Manifest]:
         """The version that it is bound to, and its manifest, which is known."""
         assert self._version is not None

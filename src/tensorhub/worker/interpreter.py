@@ -24,6 +24,7 @@ from typing import Protocol
 
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import Memory as TensorState, MutabilityViolation, StateError, TensorHubError
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, Origin, Publish, TellDigests
 from tensorhub.types import HandleState, OpKind, RegistrationId
 from tensorhub.worker.calls import (
@@ -62,7 +63,13 @@ HOLDING = (HandleState.READY, HandleState.DRAINING)
 class Made(Protocol):
     """See `worker.owner`."""
 
-    def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]: ...
+    def take_made(
+        self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
+    ) -> tuple[list[tuple[int, int]], bool]: ...
+
+    def selections(self, registration: RegistrationId) -> tuple[str, ...]: ...
+
+    def chunk_count(self, registration: RegistrationId, selection: str = "") -> int: ...
 
 
 class Origins(Protocol):
@@ -339,23 +346,39 @@ class Interpreter:
         """
         content, generation = self.member.content, question.generation
         error = MutabilityViolation("the memory has changed")
+        chunk, selection = self.asked_about(question)
         if changed and content is not None and content.generation == generation:
-            error = self.guard.changed(content, question.chunk)
-        origin = owner.origin(self._registration, generation, question.chunk)
+            error = self.guard.changed(content, None if selection else chunk)
+        origin = None if selection else owner.origin(self._registration, generation, chunk)
         answer = self.member.digested_again
         return answer(question.inquiry, generation, changed, error, now, digest=digest, origin=origin), error
 
+    def asked_about(self, question: DigestAgain) -> tuple[int, str]:
+        """Which chunk of this memory that is, and of which selection of it ("": of its own grid). What is held in another
+        layout was read in selections, and has them in its own grid.
+        """
+        content = self.member.content
+        if question.selection and content is not None and isinstance(content.manifest, ReshardedManifest):
+            chunks = content.manifest.chunks_of(question.shard, question.selection) or ()
+            if question.chunk < len(chunks):
+                return chunks[question.chunk], ""
+        return question.chunk, question.selection
+
     def tell_made(self, owner: Made, *, if_all: bool = False) -> tuple[list[Digests], bool]:
-        """What is said of the digests that were made of what is published (`if_all`: once it is all), and whether nothing is
-        left to say.
+        """What is said of the digests that were made of what is published, and of selections of it (`if_all`: of each once
+        it is all), and whether nothing is left to say.
         """
         content = self.member.content
         if content is None or not content.published or self.member.state not in HOLDING:
             return [], True
-        known, are_all = owner.take_made(self._registration, if_all=if_all)
-        width = WIDTHS[content.manifest.digest]
-        said = self._tell(content.generation, content.manifest.chunk_count, width, known, last=are_all)
-        return list(said) if known else [], are_all
+        width, said, is_all = WIDTHS[content.manifest.digest], list[Digests](), True
+        for selection in ("", *owner.selections(self._registration)):
+            known, are_all = owner.take_made(self._registration, selection, if_all=if_all)
+            is_all = is_all and are_all
+            if known:
+                chunks = owner.chunk_count(self._registration, selection)
+                said += self._tell(content.generation, chunks, width, known, last=are_all, selection=selection)
+        return said, is_all
 
     def must_make(self, question: TellDigests) -> bool:
         """Whether digests are made for the answer: all of what is published. What was read has those it was read with."""
@@ -367,16 +390,23 @@ class Interpreter:
     def tell_digests(
         self,
         question: TellDigests,
-        listed: Callable[[RegistrationId], tuple[int, Sequence[int | None]] | None],
+        listed: Callable[[RegistrationId, str], tuple[int, Sequence[int | None]] | None],
         read_from: Callable[[RegistrationId], Iterable[int]],
     ) -> list[Digests]:
         """Which digests the chunks of this memory have, or of what is staged for it (R8). `listed`: their width and all of
-        them, under the question's generation; `read_from`: which were read at its origin.
+        them, under the question's generation, of a selection or ("") of its own grid; `read_from`: which of its own were
+        read at the question's origin.
         """
+        manifest, selection, own = self.member.manifest_under(question.generation), question.selection, None
+        if selection and isinstance(manifest, ReshardedManifest):
+            own = manifest.chunks_of(question.shard, selection) or ()
+        tell = partial(self._tell, question.generation, last=True, selection=selection, shard=question.shard)
         for target in (self._registration, RegistrationId(staging_of(self._registration))):
-            width, digests = listed(target) or (0, ())
-            if width:
-                chunks = read_from(target) if question.origin else range(len(digests))
-                known = [(chunk, digest) for chunk in chunks if (digest := digests[chunk]) is not None]
-                return list(self._tell(question.generation, len(digests), width, known, last=True))
-        return list(self._tell(question.generation, 0, 0, [], last=True))
+            width, digests = listed(target, selection if own is None else "") or (0, ())
+            if not width:
+                continue
+            chunks = own if own is not None else range(len(digests))
+            told = set(read_from(target)) if question.origin else set(chunks)
+            named = ((number, digests[chunk]) for number, chunk in enumerate(chunks) if chunk in told)
+            return list(tell(len(chunks), width, [(number, digest) for number, digest in named if digest is not None]))
+        return list(tell(0, 0, []))

@@ -103,6 +103,14 @@ class Member:
         """What was voted for in staging memory, and is not yet in place."""
         return self._memory.staged
 
+    def manifest_under(self, generation: int) -> Manifest | None:
+        """Of what the memory holds or is filled with, or of what is staged for it, under that generation."""
+        for content in (self.content, self.staged):
+            if content is not None and content.generation == generation:
+                return content.manifest
+        call = self.running
+        return call.manifest if isinstance(call, Filling) and call.generation == generation else None
+
     @property
     def running(self) -> ActiveCall[Any] | None:
         """The call that runs now."""

@@ -41,17 +41,19 @@ class MutationGuard:
         """Nobody reads what was published any more: was it kept?"""
         self.violation = self._find_violation()
 
-    def changed(self, content: Content, chunk: int) -> MutabilityViolation:
-        """A second digest of this chunk was another one (R8)."""
+    def changed(self, content: Content, chunk: int | None) -> MutabilityViolation:
+        """A second digest of this chunk was another one (R8). None: it is one that a reader of another layout has read."""
         title, number = self._member.shard.title, content.version.version
-        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
+        what = "a chunk as a reader of another layout reads it"
+        if chunk is not None:
+            what = f"{', '.join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))} (chunk {chunk}"
         if content.published:
             during, do = "published", "write in mutate(), and publish a new version"
         else:
             during, do = "held for others to read", "it was given up here, and can be replicated again"
         text = (
-            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
-            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
+            f"version {number} of {title} was written, or damaged, while it was {during}: {what} does not have its digest "
+            f"any more{')' if chunk is not None else ''}. Nobody reads it from here now: unpublish() before you write; {do}"
         )
         if self._member.state is not HandleState.FILLING:
             self._spoiled = text

@@ -254,6 +254,11 @@ class Owner:
         grid = self._grid(registration, selection)
         return grid is not None and grid.made is not None and (len(grid.made) == 1 or not grid.undigested)
 
+    def chunk_count(self, registration: RegistrationId, selection: str = "") -> int:
+        """Of its own grid, or of that selection; 0: it is not known."""
+        grid = self._grid(registration, selection)
+        return 0 if grid is None else len(grid.sizes)
+
     def _grid(self, registration: RegistrationId, selection: str) -> Grid | None:
         memory = self._memories.get(registration)
         return None if memory is None else memory.grid(selection)

@@ -197,7 +197,8 @@ class Router(Generic[H]):
                 return [Examine(handle, message) if handle is not None else Reply(missing)]
             case messages.TellDigests():
                 handle = self.handles.get(message.registration)
-                nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True, message.selection)
+                of = message.selection, message.shard
+                nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True, *of)
                 return [Examine(handle, message) if handle is not None else Reply(nothing)]
             case (
                 messages.Announce()

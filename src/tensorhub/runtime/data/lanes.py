@@ -134,6 +134,7 @@ class _Lane:
     batch_bytes: int = BATCH_BYTES  # of one request
     sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
     answers: int = 0  # that its threads have dealt with
+    is_through: bool = False  # all that its source can bring is verified
 
     @property
     def ends_by_itself(self) -> bool:
@@ -236,10 +237,14 @@ class PullRunner:
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
         lane = _Lane(grant, lease, origin, Requests(self._pull, lease, self._patience_s), batch_bytes=self._batch_bytes)
-        if grant.selection:
-            lane.brings = self._selections[grant.selection].chunks
+        part = self._selections.get(grant.selection)
+        lane.brings = part.chunks if part is not None else None
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
+                return
+            if grant.selection and part is None:
+                self._events.append(SourceFailed(lease, "refused", "this reader reads no such selection", None))
+                self._wakeup.set()
                 return
             self._pull.add_source(lane.lease, grant.complete, lane.brings)
         self._lanes[lane.lease] = lane
@@ -377,7 +382,7 @@ class PullRunner:
         """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
             is_first = lane.outcome == "reading"
-            if is_first and (lane.failure is not None or self._pull.done):
+            if is_first and (lane.failure is not None or self._pull.done or lane.is_through):
                 lane.ended(lane.failure)  # before a next grant of this source can come
             if is_first:
                 lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
@@ -390,7 +395,7 @@ class PullRunner:
         self._wakeup.set()
 
     def _outcome(self, lane: _Lane) -> str:
-        if self._pull.done:
+        if self._pull.done or lane.is_through:
             return "used"
         return "dropped" if lane.failure is None else lane.failure.reason
 
@@ -424,6 +429,9 @@ class PullRunner:
                 batches += lane.requests.ask(lane.batch_bytes)
                 if lane.requests.asked:
                     break
+                if lane.brings is not None and self._pull.is_through(lane.lease):
+                    lane.is_through = True  # its thread may be wanted for another source
+                    break
                 self._changed.wait()
             if batches and self._pull.is_patchy:
                 self._changed.notify_all()
@@ -456,7 +464,7 @@ class PullRunner:
             lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
             lane.answers += 1
             lane.requests.arrived(good, bad)
-            if bad or lane.threads > 1:
+            if bad or lane.threads > 1 or lane.brings is not None:
                 self._changed.notify_all()
         self._owner.mark_available(self._registration, self._generation, good, lane.origin)
         self._finish_if_done()

@@ -98,6 +98,7 @@ class SharedOwner:
     read_from = _locked(Owner.read_from)
     take_made = _locked(Owner.take_made)
     selections = _locked(Owner.selections)
+    chunk_count = _locked(Owner.chunk_count)
 
     def open(
         self,

@@ -17,6 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import TensorHubError
+from tensorhub.layouts.resharded import parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
@@ -226,7 +227,8 @@ class Filler:
         chunks: ChunkMemory,
         kept: list[int],
     ) -> None:
-        opener = self._channels.opener(ContentId(action.version.content_id))
+        selections = {part.selection.selection_id: part for part in parts_of(action.manifest)}
+        opener = self._channels.opener(ContentId(action.version.content_id), selections)
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
             chunks,
@@ -236,6 +238,7 @@ class Filler:
             opener,
             verified=there,
             published=action.published,
+            selections=selections,
             patience_s=self._channels.patience_s,
         )
         try:

@@ -20,6 +20,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
@@ -165,7 +166,8 @@ class Handle(CallersHandle):
 
     async def _digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
-        changed, digest = await self._writes.look_again(question, limiter)
+        asked_about = self.interpreter.asked_about(question)
+        changed, digest = await self._writes.look_again(question.generation, *asked_about, limiter)
         actions, error = self.interpreter.digested_again(question, changed, digest, self._owner, clock.now())
         if changed:
             log.warning("held_memory_changed", registration=self._registration, reason=str(error))
@@ -182,11 +184,12 @@ class Handle(CallersHandle):
         """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
         content, generation = self.member.content, question.generation
         if content is not None and self.interpreter.must_make(question):
-            make = partial(self._owner.make_digests, self._registration, generation, ContentId(content.version.content_id))
+            content_id = ContentId(content.version.content_id)
+            make = partial(self._owner.make_digests, self._registration, generation, content_id, question.selection)
             await anyio.to_thread.run_sync(make, limiter=limiter)
 
-        def listed(target: RegistrationId) -> tuple[int, Sequence[int | None]] | None:
-            return self._owner.listed(target, generation)
+        def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
+            return self._owner.listed(target, generation, selection)
 
         def read_from(target: RegistrationId) -> Sequence[int]:
             return self._owner.read_from(target, generation, question.origin)
@@ -344,7 +347,9 @@ class Handle(CallersHandle):
             self.memory.count_write()  # before the first byte, for what autograd has kept of those that go
         self._writes.made()
         self.interpreter.guard.made()
-        if action.complete:  # behind `made`: what is written while it is packed breaks the promise, too
+        # Behind `made`: what is written while it is packed breaks the promise, too. In another layout some bytes may be
+        # nobody's, and stay as they are.
+        if action.complete or isinstance(action.manifest, ReshardedManifest):
             await self._mapped.pack(action.manifest)
         self._owner.open(
             self._registration,

@@ -12,7 +12,6 @@ import anyio.to_thread
 
 from tensorhub.memory.files import FileMemory
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import DigestAgain
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.member import Member
@@ -53,25 +52,31 @@ class Writes:
         counts = zip(self._memory.descriptions, self._versions, now, strict=False)
         return [tensor.name for tensor, was, count in counts if count != was]
 
-    async def look_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> tuple[bool | None, bytes]:
-        """Has this chunk changed since its digest was made (R8)? None: nobody can tell. And which digest is that?"""
+    async def look_again(
+        self, generation: int, chunk: int, selection: str, limiter: anyio.CapacityLimiter
+    ) -> tuple[bool | None, bytes]:
+        """Has this chunk, of that selection, changed since its digest was made (R8)? None: nobody can tell. And which digest
+        is that?
+        """
         content = self._member.content
-        if content is None or content.generation != question.generation:
+        if content is None or content.generation != generation:
             return None, b""
-        look = partial(self._has_changed, content, question.chunk)
+        look = partial(self._has_changed, content, chunk, selection)
         return await anyio.to_thread.run_sync(look, limiter=limiter)
 
-    def _has_changed(self, content: Content, chunk: int) -> tuple[bool | None, bytes]:
+    def _has_changed(self, content: Content, chunk: int, selection: str) -> tuple[bool | None, bytes]:
         """Whether a chunk that others may read has lost its digest, and that. None: it is not to be read, or has none."""
         right = (self._registration, content.generation, ContentId(content.version.content_id))
-        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
+        with self._owner.access(None, *right, [chunk], 1, 0.0, selection) as answer:
             if not isinstance(answer, tuple):
                 return None, b""
             access, memory = answer
             if not memory.width:
                 return None, b""
             ((_, known),) = self._owner.digests_of(access, memory)
-            if isinstance(self._memory, FileMemory):  # nothing here touches its mapping: see there
+            if isinstance(self._memory, FileMemory) and selection:
+                return None, b""  # nothing here touches its mapping: see there
+            if isinstance(self._memory, FileMemory):
                 now = self._memory.digest(content.manifest, chunk)
             else:
                 now = memory.digest(chunk)

@@ -423,8 +423,8 @@ class HandleShell:
                     sent_digest(owner, access, chunk, known, self.cells[chunk])
                 owner.end(access)
 
-        def listed(target: RegistrationId) -> tuple[int, Sequence[int | None]] | None:
-            digests = owner.digests(target, generation)
+        def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
+            digests = owner.digests(target, generation, selection)
             return None if digests is None else (8, digests)
 
         def read_from(target: RegistrationId) -> Sequence[int]:

@@ -1,0 +1,301 @@
+"""Trainers cut by rows, rollouts cut for tensor parallelism, with fused and padded tensors: over sockets, by whole clusters.
+
+What a reader ends up with is compared with the whole tensors, cut and joined by numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import tensorhub
+from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
+from tensorhub.hub import Hub
+from tensorhub.runtime.data import lanes
+from tensorhub.types import FetchReport, Options, VersionInfo
+from tensorhub.weights import Weights
+from tests.rig import OPTIONS, Cluster, cluster, gated, until
+
+pytestmark = pytest.mark.anyio
+
+Array = npt.NDArray[np.float32]
+Tensors = dict[str, Array]
+
+TRAINERS, ROLLOUTS = 4, 2
+PAD = -7.0
+SHAPES = {
+    "embed": (101, 128),  # neither 4 nor 2 divides it
+    "q": (96, 128),
+    "k": (32, 128),
+    "v": (32, 128),
+    "o": (128, 96),
+    "gate": (256, 128),
+    "up": (256, 128),
+    "down": (128, 256),
+    "norm": (3,),  # one rank has nothing of it
+}
+
+
+def whole(content: int) -> Tensors:
+    """The model, with bytes that depend on `content`."""
+    made = np.random.default_rng(content)
+    return {name: made.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+# -- the trainer: rows, as `torch.chunk` cuts them
+
+
+def rows(name: str, rank: int) -> slice:
+    size = SHAPES[name][0]
+    each = -(-size // TRAINERS)
+    return slice(min(size, rank * each), min(size, (rank + 1) * each))
+
+
+def shard(content: int, rank: int) -> Tensors:
+    return {name: tensor[rows(name, rank)].copy() for name, tensor in whole(content).items()}
+
+
+async def trainer(hubs: Sequence[Hub], content: int, group: str = "trainer") -> tuple[list[Weights], list[Tensors]]:
+    """A rank on each of these workers, in turn."""
+    memory = [shard(content, rank) for rank in range(TRAINERS)]
+
+    async def register(rank: int) -> Weights:
+        sources = {name: tensorhub.source(name, shape=shape)[rows(name, rank)] for name, shape in SHAPES.items()}
+        hub = hubs[rank % len(hubs)]
+        return await hub.register("m", memory[rank], group=group, rank=rank, world_size=TRAINERS, sources=sources)
+
+    return [await register(rank) for rank in range(TRAINERS)], memory
+
+
+async def new_version(weights: Sequence[Weights], memory: Sequence[Tensors], rank: int, content: int) -> None:
+    async with weights[rank].mutate(content):
+        for name, tensor in shard(content, rank).items():
+            memory[rank][name][...] = tensor
+
+
+# -- the rollout
+
+
+def part(name: str, rank: int, dimension: int = 0) -> tuple[slice, ...]:
+    each = SHAPES[name][dimension] // ROLLOUTS
+    mine = slice(rank * each, (rank + 1) * each)
+    return (mine,) if dimension == 0 else (slice(None), mine)
+
+
+def engine(rank: int) -> tuple[Tensors, dict[str, object]]:
+    """Its tensors, and what they are made of."""
+    views = {name: tensorhub.source(name) for name in SHAPES}
+    sources: dict[str, object] = {
+        "norm": views["norm"],
+        "qkv": [views[name][part(name, rank)] for name in "qkv"],
+        "o": views["o"][part("o", rank, 1)],
+        "gate_up": [views[name][part(name, rank)] for name in ("gate", "up")],
+        "down": views["down"][part("down", rank, 1)],
+        "embed": [(tensorhub.at[: 51 - rank, :128], views["embed"][51 * rank : 51 + 50 * rank])],
+    }
+    shapes = {"norm": (3,), "qkv": (80, 128), "o": (128, 48), "gate_up": (256, 128), "down": (128, 128), "embed": (51, 130)}
+    return {name: np.full(shape, PAD, np.float32) for name, shape in shapes.items()}, sources
+
+
+def expected(content: int, rank: int) -> Tensors:
+    full = whole(content)
+    embed = np.full((51, 130), PAD, np.float32)
+    embed[: 51 - rank, :128] = full["embed"][51 * rank : 51 + 50 * rank]
+    return {
+        "norm": full["norm"],
+        "qkv": np.concatenate([full[name][part(name, rank)] for name in "qkv"]),
+        "o": full["o"][part("o", rank, 1)],
+        "gate_up": np.concatenate([full[name][part(name, rank)] for name in ("gate", "up")]),
+        "down": full["down"][part("down", rank, 1)],
+        "embed": embed,
+    }
+
+
+def is_held(memory: Sequence[Tensors], content: int) -> bool:
+    return all(
+        np.array_equal(mine[name], tensor)
+        for rank, mine in enumerate(memory)
+        for name, tensor in expected(content, rank).items()
+    )
+
+
+async def rollout(hubs: Sequence[Hub], group: str) -> tuple[list[Weights], list[Tensors]]:
+    """A rank on each of these workers, in turn."""
+    made = [engine(rank) for rank in range(ROLLOUTS)]
+    weights = [
+        await hubs[rank % len(hubs)].register("m", tensors, sources=sources, group=group, rank=rank, world_size=ROLLOUTS)
+        for rank, (tensors, sources) in enumerate(made)
+    ]
+    return weights, [tensors for tensors, _ in made]
+
+
+async def all_of(*calls: Awaitable[Any]) -> list[Any]:
+    found: list[Any] = [None] * len(calls)
+
+    async def run(number: int, call: Awaitable[Any]) -> None:
+        found[number] = await call
+
+    async with anyio.create_task_group() as tasks:
+        for number, call in enumerate(calls):
+            tasks.start_soon(run, number, call)
+    return found
+
+
+@asynccontextmanager
+async def world(*readers: str, options: Options = OPTIONS) -> AsyncIterator[tuple[Cluster, list[Weights], list[Tensors]]]:
+    """A published trainer on two workers, and workers for readers behind those."""
+    async with cluster("trainer-0", "trainer-1", *readers, transports=["tcp"], options=options) as c:
+        weights, memory = await trainer(c.hubs[:2], 1)
+        await all_of(*(each.publish(1) for each in weights))
+        yield c, weights, memory
+
+
+def read_from(reports: Sequence[FetchReport]) -> set[str]:
+    return {source.name for report in reports for source in report.sources if source.bytes_read}
+
+
+async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too() -> None:
+    async with world("one", "two") as (c, trained, memory):
+        weights, mine = await rollout(c.hubs[2:], "rollout")
+        reports = await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"trainer-0", "trainer-1"}
+        sizes = [sum(tensor.nbytes for tensor in expected(1, rank).values()) for rank in range(ROLLOUTS)]
+        padding = [4 * (51 * 2 + 128 * rank) for rank in range(ROLLOUTS)]
+        assert [report.bytes_read for report in reports] == [size - pad for size, pad in zip(sizes, padding, strict=True)]
+
+        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
+        reports = await all_of(*(each.update(2) for each in weights))
+        assert is_held(mine, 2)
+        assert [report.version for report in reports] == [2, 2]
+
+
+async def test_another_group_reads_from_the_first_when_the_trainer_has_gone() -> None:
+    async with world("one", "two") as (c, trained, _):
+        first, mine = await rollout(c.hubs[2:3], "first")
+        await all_of(*(each.replicate() for each in first))
+        await all_of(*(each.unpublish() for each in trained))
+        second, theirs = await rollout(c.hubs[3:], "second")
+        reports = await all_of(*(each.replicate(1) for each in second))
+        assert is_held(theirs, 1)
+        assert read_from(reports) == {"one"}
+        assert is_held(mine, 1)
+
+
+async def test_a_flipped_byte_at_whoever_has_read_it_is_found() -> None:
+    async with world("one", "two") as (c, trained, _):
+        first, mine = await rollout(c.hubs[2:3], "first")
+        await all_of(*(each.replicate() for each in first))
+        await all_of(*(each.unpublish() for each in trained))
+        mine[1]["down"].view(np.uint8)[5, 7] ^= 1
+        second, _ = await rollout(c.hubs[3:], "second")
+        with pytest.raises((IntegrityError, VersionUnavailable)):
+            await all_or_first(*(each.replicate(1, timeout=5) for each in second))
+        assert [each.state for each in second] != ["ready", "ready"]
+
+
+async def all_or_first(*calls: Awaitable[Any]) -> None:
+    try:
+        await all_of(*calls)
+    except* Exception as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+async def test_a_reader_alone_takes_the_whole_model() -> None:
+    async with world("one") as (c, _, _):
+        mine: Mapping[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        weights = await c.hubs[2].register("m", mine)
+        await weights.replicate()
+        full = whole(1)
+        assert all(np.array_equal(mine[name], full[name]) for name in SHAPES)
+
+
+async def test_what_is_not_there_is_said_with_everything_that_is_wrong() -> None:
+    async with world("one") as (c, _, _):
+        mine = {"q": np.zeros((96, 128), np.float64), "norm": np.zeros(3, np.float32), "other": np.zeros(3, np.float32)}
+        weights = await c.hubs[2].register("m", mine, partial=True)
+        with pytest.raises(ManifestMismatch) as caught:
+            await weights.replicate()
+        text = str(caught.value)
+        assert "'q' is float32 (96, 128) at the source and float64 (96, 128) at the reader" in text
+        assert "tensor 'other' is unknown to the source" in text
+
+
+async def test_what_is_left_unread_is_named_unless_that_is_wanted() -> None:
+    async with world("one") as (c, _, _):
+        with pytest.raises(ManifestMismatch, match=r"'embed'.*is read by no rank"):
+            await (await c.hubs[2].register("m", {"norm": np.zeros(3, np.float32)})).replicate()
+        mine = {"norm": np.zeros(3, np.float32)}
+        weights = await c.hubs[2].register("m", mine, partial=True)
+        report = await weights.replicate()
+        assert np.array_equal(mine["norm"], whole(1)["norm"])
+        assert report.bytes_read == 12
+
+
+async def test_a_staged_update_leaves_the_old_version_in_use_until_all_of_the_new_one_is_there() -> None:
+    options = replace(OPTIONS, host_memory_bytes=2**22)
+    async with world("one", options=options) as (c, trained, memory):
+        weights, mine = await rollout(c.hubs[2:3], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
+        seen = []
+
+        async def before_write(info: VersionInfo) -> None:
+            seen.append((info.version, is_held(mine, 1)))
+
+        reports = await all_of(*(each.update(staged=True, before_write=before_write) for each in weights))
+        assert is_held(mine, 2)
+        assert seen == [(2, True)] * ROLLOUTS
+        assert [report.version for report in reports] == [2, 2]
+
+
+async def test_what_was_prefetched_is_copied() -> None:
+    options = replace(OPTIONS, host_memory_bytes=2**22)
+    async with world("one", options=options) as (c, trained, memory):
+        weights, mine = await rollout(c.hubs[2:3], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
+        await all_of(*(each.prefetch() for each in weights))
+        assert is_held(mine, 1)
+        reports = await all_of(*(each.update() for each in weights))
+        assert is_held(mine, 2)
+        assert [report.bytes_read for report in reports] == [0, 0]
+
+
+async def test_more_sources_than_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "LANES_MAX", 2)
+    async with world("one", "two") as (c, _, _):
+        weights, mine = await rollout(c.hubs[2:], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
+
+
+async def test_a_source_that_is_lost_is_replaced_by_its_equal() -> None:
+    """Two trainer groups of one layout: what one rank lacks, the other's has."""
+    with gated(3) as gate:
+        async with world("one", "again") as (c, trained, _):
+            also, copied = await trainer(c.hubs[3:], 0, "also")
+            gate.open()
+            await all_of(*(each.replicate() for each in also))
+            gate.close(3)
+            weights, mine = await rollout(c.hubs[2:3], "rollout")
+            async with anyio.create_task_group() as tasks:
+                for each in weights:
+                    tasks.start_soon(each.replicate)
+                await until(lambda: gate.holds)
+                for each in trained:
+                    tasks.start_soon(each.unpublish)
+                await until(lambda: all(each.state != "ready" for each in trained))
+                gate.open()
+            assert is_held(mine, 1)
+            assert len(copied) == TRAINERS
