@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from tensorhub.coordinator import Action, Persist, Persisted, PersistFailed, Tick
+from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Process, Timeline
 from tensorhub.testing.sim.network import COORDINATOR
 from tensorhub.testing.sim.rendering import show
 from tensorhub.testing.sim.world import World
 
 
-class StoreFaults(Protocol):
-    """What goes wrong with the store, and in the midst of a step."""
-
-    def store_s(self) -> float:
-        """How long the next write takes."""
-
-    def store_fails(self) -> bool:
-        """Whether this write has failed."""
-
-    def cuts_short(self, actions: list[Action]) -> list[Action]:
-        """What the coordinator comes to of these before it dies."""
-
-    def was_cut_short(self) -> None:
-        """So much of it got out; now it dies."""
-
-
 class CoordinatorProcess:
     """`died`: called when its connections break."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: StoreFaults, died: Callable[[], None]) -> None:
+    def __init__(self, world: World, timeline: Timeline, faults: Injector, died: Callable[[], None]) -> None:
         self._world = world
         self._timeline = timeline
         self._faults = faults

@@ -29,9 +29,9 @@ from tensorhub.messages import (
 from tensorhub.runtime.worker.coordinator_client import Answer, CoordinatorClient
 from tensorhub.runtime.worker.pins import Arguments, Pins
 from tensorhub.runtime.worker.version_watches import VersionWatches
-from tensorhub.testing.drivers.control_network import TimedWorker
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.drivers.timed import TimedCluster
+from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault

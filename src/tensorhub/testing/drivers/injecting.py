@@ -11,8 +11,7 @@ from typing import Protocol
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
-from tensorhub.testing.drivers.control_network import TimedWorker
-from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
+from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
@@ -50,11 +49,21 @@ class StruckUsers(Protocol):
         """Whether it may crash, or be preempted."""
 
 
+class StruckCoordinator(Protocol):
+    """The coordinator's process."""
+
+    def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
+        """It dies, and is back after so long; `kept`: what was being written is durable; `lost`: nothing ever was."""
+
+    def hurry_store(self) -> None:
+        """Its store is fast again: what waits for it is written now."""
+
+
 class Injector:
     """The faults of one run."""
 
     users: StruckUsers  # set before they begin, as is the next one
-    coordinator: CoordinatorProcess
+    coordinator: StruckCoordinator
 
     def __init__(self, world: World, timeline: Timeline, plan: FaultPlan, events_least: int) -> None:
         self._world = world

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from tensorhub.coordinator import Action, Event, Persist
-from tensorhub.testing.drivers.control_network import ControlNetwork, TimedWorker
+from tensorhub.testing.drivers.control_network import ControlNetwork
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector
+from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import Fault, FaultPlan

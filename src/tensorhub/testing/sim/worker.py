@@ -367,7 +367,7 @@ class SimWorker:
                     assert_never(routed)
 
     def _announced(self, message: messages.Announce) -> None:
-        """Which version is the newest: users of this worker look for themselves (see `drivers.control_network`)."""
+        """Which version is the newest: users of this worker look for themselves (see `drivers.timed_worker`)."""
 
     def _tell(self, handle: SimHandle, message: messages.ToRank) -> None:
         guarantees, record = self.cluster.guarantees, handle.last_call
