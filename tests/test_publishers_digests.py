@@ -29,7 +29,7 @@ def lie(hub: Hub, memory: Tensors, content: int = 9) -> None:
     """Overwrite what is held, and forget its digests, so that those of the new bytes vouch for them."""
     write(memory, content)
     for held in worker_of(hub)._owner._owner._memories.values():
-        held.digests[:] = [None] * len(held.digests)
+        held.own.digests[:] = [None] * len(held.own.digests)
 
 
 async def replica(hub: Hub) -> tuple[Weights, Tensors]:
