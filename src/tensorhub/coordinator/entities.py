@@ -436,9 +436,8 @@ class Holding:
         part = self.member.part
         if not self.bridges or part is None or part.holding is not self or part.needs is None or not part.reads:
             return False
-        return {lease.need.shard for lease in lasting if lease.need and trusted(lease.holding)} == {
-            need.shard for need in part.needs
-        }
+        fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
+        return len(fed) == len(part.needs) and not (self.leaving and not part.needs)  # who needs nothing has no lease
 
     @property
     def is_stranded(self) -> bool:

@@ -230,11 +230,11 @@ class Fills:
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or (part.has_written and not is_other)
-            if is_other:
-                self._cluster.learn(version, layout, part.shard, part.member.manifest, part.member.parts)
-            elif part.begun is not None and (manifest := _named(part)):
+            if manifest := _named(part):
                 self._cluster.learn(version, layout, part.shard, manifest)
                 self._cluster.keep_begun(part.member, b"")
+            elif is_other:
+                self._cluster.learn(version, layout, part.shard, part.member.manifest, part.member.parts)
         if not operation.unchanged:
             self._start(operation)
         return None

@@ -253,7 +253,7 @@ class Readers:
         layout, reader = version.layout_of(part.member), part.member.worker
         if part.member.holding is not None and part.member.holding.version is version:
             return []
-        of_own = () if layout is None else layout[part.shard]
+        of_own = () if layout is None else layout.get(part.shard, ())
         ways = [[h for h in of_own if h.is_source]]
         if layout is not version.holdings:  # it needs one for each class then
             classes = version.holdings.classes.values()
@@ -506,6 +506,8 @@ class Readers:
             version.abandoned = True
         if version.abandoned or (holding.complete and not layout.are_whole()):
             self._reconsider_readers(version)
+        if holding.bridges:
+            self._feed(holding)
         if member.holding is holding:
             member.holding = None
         member.leaving.append(holding)

@@ -1,0 +1,215 @@
+"""Groups of several layouts over restarts, leaves, rollbacks and retention: none of them breaks or loses a version."""
+
+from __future__ import annotations
+
+from tensorhub.errors import RetentionError
+from tensorhub.manifest import id_of
+from tensorhub.messages import (
+    Describe,
+    Description,
+    Fill,
+    Held,
+    LeaveGranted,
+    LeaveRequest,
+    Outcome,
+    Prepared,
+    Refused,
+    RegisterAgain,
+    Registered,
+    Resolve,
+    Retain,
+    RetainedAck,
+    Revoked,
+    Rollback,
+    SetRetained,
+    Start,
+    Write,
+)
+from tensorhub.messages.values import Begun
+from tensorhub.types import OpKind, VersionInfo
+from tests.coordinator.layout_world import MANIFEST, Rank, World, root
+from tests.coordinator.test_bridges import A, B, filling, finish, published
+
+
+def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Held:
+    """What it says after a restart."""
+    part_ids = tuple(map(id_of, rank.parts)) if is_publisher else ()
+    what = (info.version, info.content_id, rank.generation, info.world_size, info.nbytes, b"")
+    return Held(*what, published=is_publisher, manifest_id=id_of(MANIFEST), part_ids=part_ids)
+
+
+def back(world: World, rank: Rank, held: Held | None) -> Rank:
+    """The same rank at the next coordinator."""
+    same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, registers=False)
+    same.generation = rank.generation
+    world.register(same, held, parts=rank.parts)
+    return same
+
+
+def test_after_a_restart_holders_of_each_layout_count_again() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    finish(world, [reader], trainers)
+    info = world.version.info
+    world = world.restarted()
+    reader = back(world, reader, held_by(reader, info))
+    assert [answer.keep for answer in reader.take(Registered)] == [True]
+    (layout,) = world.version.others.values()
+    assert layout.have_sources()
+    (late,) = world.group("late", [("own/r0", ())])
+    world.fill([late])
+    assert not late.take(Start)  # nobody has said yet what was published where
+    for trainer in trainers:
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    assert late.take(Start)
+    world.ready(late, A, B)
+    assert [source for source, _, _ in world.sources(late)] == ["r0"]
+
+
+def test_a_rank_says_again_what_it_holds_once_its_group_s_layout_is_known() -> None:
+    world, trainers = published()
+    readers = filling(world, ranks=2)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    for reader in readers:
+        world.vote(reader, root(A), root(B))
+    info = world.version.info
+    world = world.restarted()
+    first = back(world, readers[0], held_by(readers[0], info))
+    assert [answer.keep for answer in first.take(Registered)] == [True]
+    assert not world.version.others
+    second = back(world, readers[1], held_by(readers[1], info))
+    (again,) = first.take(RegisterAgain)
+    assert not again.whole
+    world.register(first, held_by(first, info), whole=False)
+    assert [answer.keep for answer in (*first.take(Registered), *second.take(Registered))] == [True, True]
+    (layout,) = world.version.others.values()
+    assert layout.have_sources()
+
+
+def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    key, info = world.operation(reader).key, world.version.info
+    world = world.restarted()
+    trainers = [back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers]
+    reader = back(world, reader, None)
+    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), written=True)
+    call = (OpKind.UPDATE, "latest", None, reader.generation, False, False, 1000.0, (key,), begun)
+    world.say(reader, Fill(world.key(reader), 0, reader.name, *call))
+    (start,) = reader.take(Start)
+    assert (start.write, bool(start.publication)) == (False, True)
+    world.ready(reader, A, B)
+    (write,) = reader.take(Write)
+    assert [grant.shard for grant in write.grants] == [0, 1]
+    finish(world, [reader], trainers)
+
+
+def test_who_asks_again_hears_what_it_was_told() -> None:
+    world, _ = published()
+    (reader,) = filling(world)
+    reader.heard.clear()
+    world.say(reader, Resolve(world.operation(reader).key, 0))
+    (start,) = reader.take(Start)
+    assert (start.write, [grant.shard for grant in start.grants]) == (True, [0, 1])
+
+
+def test_a_replica_of_another_layout_does_not_count_for_retention() -> None:
+    world, trainers = published(1)
+    (reader,) = filling(world, needs=[A])
+    finish(world, [reader], trainers, needs=[A])
+    world.say(trainers[0], Retain(1, "m", 1))
+    (told,) = trainers[0].take(SetRetained)
+    world.say(trainers[0], RetainedAck("t0", told.content_id, True, told.seq))
+    assert not reader.take(SetRetained)
+    world.say(trainers[0], LeaveRequest(7, "t0", trainers[0].generation, 3.0, False, False, False))
+    assert not trainers[0].take(LeaveGranted)
+    world.say(reader, LeaveRequest(8, "r0", reader.generation, 3.0, False, False, False))
+    assert reader.take(LeaveGranted)
+    world.pass_time(4.0)
+    (refused,) = trainers[0].take(Refused)
+    assert isinstance(refused.error.error(), RetentionError)
+
+
+def test_a_rollback_orders_out_holders_and_ends_readers_of_every_layout() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    finish(world, [reader], trainers)
+    (other,) = filling(world, "o")
+    world.say(trainers[0], Rollback(1, "back", "m", 0))
+    assert reader.take(Revoked)
+    (outcome,) = other.take(Outcome)
+    assert not outcome.committed
+    assert not world.core.cluster.models["m"].versions
+    assert world.core.cluster.selections == 0
+
+
+def test_if_the_last_source_leaves_on_purpose_its_readers_end_unless_their_own_layout_has_it() -> None:
+    world, trainers = published()
+    (first,) = filling(world)
+    finish(world, [first], trainers)
+    (follower,) = filling(world, "f")
+    (stranger,) = world.group("s", [("own/s", ())])
+    world.fill([stranger])
+    world.ready(stranger, A, B)
+    for trainer in trainers:
+        world.leave(trainer)
+    world.pass_time(10.0)
+    for trainer in trainers:
+        assert trainer.take(LeaveGranted)
+        world.fenced(trainer)
+    (outcome,) = stranger.take(Outcome)
+    assert outcome.error is not None
+    assert "its last holder has left on purpose" in outcome.error.message
+    assert not follower.take(Outcome)
+    finish(world, [follower])
+
+
+def test_available_is_what_its_own_layout_has() -> None:
+    world, trainers = published()
+    (first,) = filling(world)
+    finish(world, [first], trainers)
+    world.lose(*trainers)
+    (late,) = world.group("late", [("own/r0", ())])
+    world.fill([late], "available")
+    assert late.take(Start)
+    (strange,) = world.group("s", [("own/s", ())])
+    world.fill([strange], "available")
+    (outcome,) = strange.take(Outcome)
+    assert outcome.error is not None
+    assert "nobody holds" in outcome.error.message
+
+
+def test_who_waits_is_woken_when_its_own_layout_has_it_again() -> None:
+    world, trainers = published()
+    holders = filling(world, ranks=2)
+    finish(world, holders, trainers)
+    others = filling(world, "y", ranks=2)
+    world.lose(*trainers, holders[1])
+    late = world.group("late", [("own/r0", ()), ("own/r1", ())])
+    world.fill(late)
+    assert not late[0].take(Start)
+    finish(world, others)
+    assert late[0].take(Start)
+
+
+def test_the_views_show_the_layout_of_each_replica() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    world.say(reader, Describe(7, "m"))
+    (description,) = reader.take(Description)
+    (model,) = description.models
+    layouts = {replica.group: replica.layout_id for replica in model.replicas}
+    assert layouts == {"t": world.version.layout_id, "r": "own/r0"}
+    (shards,) = [replica.shards for replica in model.replicas if replica.group == "r"]
+    assert [shard.chunks for shard in shards] == [5]
+    assert trainers
+
+
+def test_a_vote_of_an_operation_that_is_over_changes_nothing() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    key = world.operation(reader).key
+    finish(world, [reader], trainers)
+    world.say(reader, Prepared(key, 0, b"", (root(A), root(B))))
+    assert world.version.others["own/r0"].have_sources()
