@@ -43,7 +43,7 @@ from tensorhub.runtime.control.polled_stream import Poller
 from tensorhub.types import Options, parse_address
 
 WAIT_S = 120.0
-DIALS = 64  # connections that are begun at a time
+DIALS = 64  # connections that are begun at a time, where nothing else is wanted
 BEATS_PER_LEASE = 4
 AGAIN_S = 0.05  # between two attempts to connect
 
@@ -119,6 +119,7 @@ class Connected:
             try:
                 await self._messages.handshake(ClientHandshake("worker", self.worker.incarnation, b"", nonce), WAIT_S)
             except BaseException:
+                cluster.handshakes_in_vain += 1
                 with anyio.CancelScope(shield=True):
                     await self._messages.aclose()
                 raise
@@ -180,10 +181,12 @@ class Connected:
 class Cluster:
     """A coordinator, and the workers that have joined. `versions` counts what was published."""
 
-    def __init__(self, options: Options, ranks: int, manifest_bytes: int) -> None:
+    def __init__(self, options: Options, ranks: int, manifest_bytes: int, dials: int = DIALS) -> None:
+        """`dials`: so many workers connect at a time."""
         self.lease_s = options.lease_s
         self.poller = Poller()
-        self.dialling = anyio.Semaphore(DIALS)
+        self.dialling = anyio.Semaphore(dials)
+        self.handshakes_in_vain = 0
         self.everybody: list[Connected] = []
         self.versions = 0
         self.generation = 0  # of the coordinator

@@ -106,6 +106,31 @@ async def burst(workers: int, manifest_bytes: int, lease_s: float = BURST_LEASE_
 
 
 @dataclass(frozen=True)
+class Storm:
+    """All workers connect at the same moment, from one address."""
+
+    workers: int
+    join_s: float  # until all are registered
+    handshakes_in_vain: int  # that the coordinator has ended, and that were begun again
+    lost: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.workers} workers at the same moment: registered after {self.join_s:.2f} s, "
+            f"{self.handshakes_in_vain} handshakes in vain, {self.lost} lost"
+        )
+
+
+async def storm(workers: int, manifest_bytes: int, lease_s: float) -> Storm:
+    cluster = Cluster(_options(workers, lease_s), 1, manifest_bytes, dials=workers)
+    with anyio.fail_after(WAIT_S + PER_WORKER_S * workers):
+        async with cluster.running():
+            began = time.perf_counter()
+            await cluster.join(workers)
+            return Storm(workers, time.perf_counter() - began, cluster.handshakes_in_vain, cluster.lost)
+
+
+@dataclass(frozen=True)
 class Churn:
     """Some workers are gone at once while all wait for a version, and as many others join."""
 
@@ -216,7 +241,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--manifest", type=int, default=100_000, metavar="BYTES")
     parser.add_argument("--lease", type=float, default=10.0, metavar="S")
     parser.add_argument("--burst", type=int, metavar="N", help=f"also N workers with a lease of {BURST_LEASE_S:g} s")
-    parser.add_argument("--faults", type=int, metavar="N", help="also losses and joins, a restart, and too few descriptors")
+    parser.add_argument(
+        "--faults", type=int, metavar="N", help="also N at once, losses and joins, a restart, too few descriptors"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -234,8 +261,10 @@ def main(arguments: list[str]) -> int:
     if given.burst:
         rows.append(anyio.run(burst, given.burst, given.manifest))
         print(f"{rows[-1]}  (a burst, lease {BURST_LEASE_S:g} s)", flush=True)
-    faults = list[Churn | Restart | Short]()
+    faults = list[Storm | Churn | Restart | Short]()
     if given.faults:
+        faults.append(anyio.run(storm, given.faults, given.manifest, given.lease))
+        print(faults[-1], flush=True)
         faults.append(anyio.run(churn, given.faults, given.manifest, given.lease))
         print(faults[-1], flush=True)
         faults.append(anyio.run(restart, given.faults, given.manifest, given.lease))
