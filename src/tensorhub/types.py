@@ -238,9 +238,7 @@ class Options:
     drain_grace_s: float = 5.0  # coordinator's: how long a leaving source waits for its running readers
     chunk_bytes: int = 8 * 2**20  # publisher's: the most bytes in one chunk
     pack_bytes: int = 0  # publisher's: tensors of so many bytes at most travel packed together, as a copy; 0: none
-    digest: Literal["xxh3-64", "sha-256"] = (
-        "xxh3-64"  # publisher's: what chunks' digests are; SHA-256 is for host memory only
-    )
+    digest: Literal["xxh3-64", "sha-256"] = "xxh3-64"  # publisher's: of chunks; SHA-256 is for host memory only
     integrity: bool = True  # publisher's: False writes digest "none" into the manifest
     host_memory_bytes: int = 0  # worker's: budget for host copies (prefetch, staged updates, retention)
     listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
@@ -351,7 +349,10 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True)
 class VersionView:
-    """One version in `describe`."""
+    """One version in `describe`.
+
+    `state`: "available": it can be fetched; "unavailable": nobody holds it now; "staged": not all ranks have published it.
+    """
 
     version: U64
     content_id: Id
@@ -359,7 +360,7 @@ class VersionView:
     nbytes: U64
     world_size: U64
     lineage: U64
-    retained: bool
+    retained: bool  # `retain` or a pin keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +381,11 @@ class ShardView:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One group's copy of one version in `describe`."""
+    """One group's copy of one version in `describe`.
+
+    `state`: "ready", "filling", "draining": it takes no new readers; or "torn": its fill was broken off. `medium`: "device"
+    is the caller's own memory, "host" a host copy. `purpose`: what it is for: "use", "prefetch", "retention" or "seed".
+    """
 
     group: Name
     version: U64
@@ -395,7 +400,10 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """One running read in `describe`: who reads which version from whom."""
+    """One running read in `describe`: who reads which version from whom.
+
+    `state`: "active"; or "fencing": the source must not be read any more, and its owner has not said yet that it is not.
+    """
 
     lease: Id
     reader: Name
@@ -407,7 +415,10 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker in `describe`."""
+    """One worker in `describe`.
+
+    `state`: "live"; or "suspect": it is silent or disconnected, and counts again once it is heard. Lost ones are not shown.
+    """
 
     name: Name
     incarnation: Id
@@ -423,7 +434,7 @@ class ModelInfo:
     model: Name
     lineage: U64
     mark: int | None  # the newest number ever published in this lineage
-    retain: U64
+    retain: U64  # so many of the newest versions are kept
     versions: Annotated[tuple[VersionView, ...], Length(2**20)]
     replicas: Annotated[tuple[ReplicaView, ...], Length(2**20)]
     leases: Annotated[tuple[LeaseView, ...], Length(2**20)]
