@@ -13,6 +13,7 @@ import abc
 import contextlib
 import select
 import socket
+from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -33,7 +34,13 @@ PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 
 class DirectStream(ByteStream):
-    """A byte stream that can also send without waiting."""
+    """A byte stream that can also be used without waiting. `on_news` is called when there may be something to receive."""
+
+    on_news: Callable[[], object] | None
+
+    @abc.abstractmethod
+    def receive_nowait(self, max_bytes: int) -> bytes | None:
+        """Some bytes, none at the end of the stream, or None: there is nothing now."""
 
     @abc.abstractmethod
     def send_nowait(self, item: bytes) -> int:
@@ -59,7 +66,6 @@ class MessageStream(Generic[M]):
         self._taken = 0  # bytes from there: for the frame that is received, or was received last
         self._torn = False  # True while, and after, a frame is sent in part
         self._rest = b""  # of what `send_nowait` was given; it goes before everything else
-        self.reads = 0  # of the stream, each of which has given everybody else a turn
         self.awaits_bytes = False  # True while its receiver waits for the peer: no byte that has arrived is kept here
 
     def __repr__(self) -> str:
@@ -126,7 +132,7 @@ class MessageStream(Generic[M]):
             await self._send_bytes(rest + self._encoder.frames(*bodies))
 
     def send_nowait(self, *bodies: bytes) -> bool:
-        """Send these at once, if `can_send_nowait` and while nobody else is sending. False: the peer has not taken all of
+        """Send these at once, if `is_direct` and while nobody else is sending. False: the peer has not taken all of
         them, and the rest goes with what is sent next.
         """
         assert isinstance(self._stream, DirectStream)
@@ -149,17 +155,42 @@ class MessageStream(Generic[M]):
 
     async def receive(self) -> M | None:
         """The next message, None if the peer closed between two. ProtocolError if it did so inside one, NotAuthentic."""
-        if self._taken:
-            self._give_back()
+        self._give_back()
         while (body := self._decoder.next_frame()) is None:
-            if self._pot is not None and not self._taken and self._decoder.is_inside_frame:
-                await self._take_room(self._pot)
+            if self._pot is not None and (nbytes := self._room_needed()):
+                await self._pot.take(nbytes)
+                self._taken = nbytes
             data = await self._receive_bytes()
             if not data:
                 self._decoder.receive_eof()
                 return None
             self._decoder.receive_data(data)
         return codec.decode(body, self._incoming)
+
+    def receive_nowait(self) -> M | None:
+        """The next message, if `is_direct` and it is there. None while it is not (`awaits_bytes`), or if `receive` has to go
+        on: there has to be room for it, or it is the end. Raises the same errors.
+        """
+        assert isinstance(self._stream, DirectStream)
+        self.awaits_bytes = False
+        self._give_back()
+        while (body := self._decoder.next_frame()) is None:
+            if self._pot is not None and self._room_needed():
+                return None
+            try:
+                data = self._stream.receive_nowait(READ_BYTES_MAX)
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+                raise ConnectionLost(f"the connection is gone: {error!r}") from error
+            if not data:
+                self.awaits_bytes = data is None
+                return None
+            self._decoder.receive_data(data)
+        return codec.decode(body, self._incoming)
+
+    def tell_news(self, on_news: Callable[[], object] | None) -> None:
+        """Have this called when `receive_nowait` may have more, if `is_direct`."""
+        assert isinstance(self._stream, DirectStream)
+        self._stream.on_news = on_news
 
     def __aiter__(self) -> Self:
         return self
@@ -175,12 +206,12 @@ class MessageStream(Generic[M]):
         self._give_back()
         await self._stream.aclose()
 
-    async def _take_room(self, pot: Pot) -> None:
-        """For the frame that has begun, if it is a large one."""
+    def _room_needed(self) -> int:
+        """For the frame that has begun, if it is a large one that has none yet."""
+        if self._taken or not self._decoder.is_inside_frame:
+            return 0
         nbytes = self._decoder.bytes_announced
-        if nbytes > READ_BYTES_MAX:
-            await pot.take(nbytes)
-            self._taken = nbytes
+        return nbytes if nbytes > READ_BYTES_MAX else 0
 
     def _give_back(self) -> None:
         if self._pot is not None and self._taken:
@@ -190,7 +221,6 @@ class MessageStream(Generic[M]):
     async def _receive_bytes(self) -> bytes:
         """Some bytes, none at the end of the stream."""
         self.awaits_bytes = True
-        self.reads += 1
         try:
             return await self._stream.receive(READ_BYTES_MAX)
         except anyio.EndOfStream:
@@ -201,7 +231,8 @@ class MessageStream(Generic[M]):
             self.awaits_bytes = False
 
     @property
-    def can_send_nowait(self) -> bool:
+    def is_direct(self) -> bool:
+        """Whether it can also be used without waiting."""
         return isinstance(self._stream, DirectStream)
 
     @property

@@ -23,7 +23,7 @@ from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.control import server as server_module
+from tensorhub.runtime.control import hearing, server as server_module
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
@@ -182,14 +182,9 @@ async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monk
         monkeypatch.setattr(MessageStream, "send_encoded", original)
 
 
-@pytest.mark.parametrize(("turn_s", "steps_max"), [(WAIT_S, server_module.MESSAGES_PER_TURN), (-1.0, 1)])
-async def test_a_flood_of_messages_leaves_others_their_turn(
-    turn_s: float, steps_max: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What one read brings are thousands of them; each is a step, and nothing in between waits by itself: not for more than
-    some, nor for more than some time.
-    """
-    monkeypatch.setattr(server_module, "TURN_S", turn_s)
+async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one read brings are thousands of them; each is a step, and nothing in between waits by itself."""
+    monkeypatch.setattr(hearing, "TURNS_S", -1.0)
     steps, runs = 0, [0]
     step = CoordinatorServer._step
 
@@ -216,7 +211,7 @@ async def test_a_flood_of_messages_leaves_others_their_turn(
         await messages._stream.send(b"".join([messages._encoder.frames(body) for _ in range(5000)]))
         await until(lambda: steps > 5000)
         tasks.cancel_scope.cancel()
-    assert max(runs) <= 2 * steps_max
+    assert max(runs) <= 2
 
 
 async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,27 +270,3 @@ async def test_if_descriptors_are_short_whoever_fits_is_served_and_the_log_says_
         await until(lambda: "sessions=15" in repr(server))
         async with await talk(server, JOIN, incarnation="next") as next_one:
             assert isinstance(await next_one.receive(), Welcome)
-
-
-async def test_what_is_due_comes_between_the_turns_of_many_that_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them have a turn before the task that keeps time has one."""
-    events, step = list[Event](), CoordinatorServer._step
-
-    def noting(self: CoordinatorServer, event: Event) -> None:
-        events.append(event)
-        step(self, event)
-
-    async with nothing_left(), serving(OPTIONS) as server, contextlib.AsyncExitStack() as stack:
-        flood = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(12)]
-        body = codec.encode(ReaderCut("unknown"))
-        now = server._now()
-        monkeypatch.setattr(server, "_now", lambda: now)  # a step takes no time, so what is due has every second turn
-        monkeypatch.setattr(server._core, "next_deadline", lambda: 0.0)
-        monkeypatch.setattr(CoordinatorServer, "_step", noting)
-        for messages in flood:
-            await messages._stream.send(messages._encoder.frames(*[body] * 500))
-        await until(lambda: len(events) > 500 * 12)
-        monkeypatch.undo()
-    kinds = [type(event).__name__ for event in events]
-    longest = max(len(run.split()) for run in " ".join(kinds).split("Tick"))
-    assert longest <= 2 * server_module.MESSAGES_PER_TURN

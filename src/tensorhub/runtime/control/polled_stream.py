@@ -75,6 +75,7 @@ class PolledStream(DirectStream):
     def __init__(self, connection: socket.socket, forget: Callable[[int], object]) -> None:
         self._connection = connection
         self._forget = forget
+        self.on_news: Callable[[], object] | None = None
         self._is_untold = False  # what is left after a short read may never be told: an end, or what follows an urgent byte
         self._may_hear = True  # bytes, or an end, may lie in the kernel
         self._heard: anyio.Event | None = None  # of who waits for that
@@ -93,28 +94,33 @@ class PolledStream(DirectStream):
             self._is_untold = self._is_untold or bool(events & _UNTOLD)
             self._may_hear = True
             _set(self._heard)
+            if self.on_news is not None:
+                self.on_news()
         if events & (select.EPOLLOUT | _ENDED):
             _set(self._taken)
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         if self._may_hear:
             await anyio.lowlevel.checkpoint()
-        while True:
-            if self._may_hear:
-                try:
-                    data = self._connection.recv(max_bytes)
-                except BlockingIOError:
-                    data = None
-                except OSError as error:
-                    raise self._broken() from error
-                # What comes after a short read is told, unless it was told together with what was read.
-                self._may_hear = self._is_untold or (data is not None and len(data) == max_bytes)
-                if data == b"":
-                    raise anyio.EndOfStream
-                if data is not None:
-                    return data
+        while (data := self.receive_nowait(max_bytes)) is None:
             self._heard = anyio.Event()
             await self._heard.wait()
+        if not data:
+            raise anyio.EndOfStream
+        return data
+
+    def receive_nowait(self, max_bytes: int) -> bytes | None:
+        if not self._may_hear:
+            return None
+        try:
+            data = self._connection.recv(max_bytes)
+        except BlockingIOError:
+            data = None
+        except OSError as error:
+            raise self._broken() from error
+        # What comes after a short read is told, unless it was told together with what was read.
+        self._may_hear = self._is_untold or (data is not None and len(data) in (0, max_bytes))
+        return data
 
     def send_nowait(self, item: bytes | memoryview) -> int:
         """How many of these bytes the kernel has taken at once."""

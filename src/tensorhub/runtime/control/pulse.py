@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import anyio
-import anyio.lowlevel
 
 from tensorhub.logs import get_logger
 from tensorhub.runtime import clock
@@ -42,15 +41,14 @@ class Pulse:
         """How long what comes waits for its turn now."""
         return max(self._late_s, clock.now() - self._due)
 
-    async def keep(self, lease_s: float, sessions: Callable[[], int]) -> None:
-        """Look, until cancelled. `sessions`: how many there are, for the log."""
+    async def keep(self, lease_s: float, sessions: Callable[[], int], catch_up: Callable[[], Awaitable[None]]) -> None:
+        """Look, until cancelled. `sessions`: how many there are, for the log. `catch_up` waits for all that waits now."""
         worst_s = 0.0
         while True:
             since, used_s = clock.now(), time.thread_time()
             self._due = since + PULSE_S
             await anyio.sleep(PULSE_S)
-            for _ in range(TURNS_TO_CORE):
-                await anyio.lowlevel.checkpoint()
+            await catch_up()
             self._late_s = max(0.0, clock.now() - self._due)
             if self._late_s > lease_s * LATE:
                 worst_s = max(worst_s, self._late_s)

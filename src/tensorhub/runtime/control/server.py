@@ -1,6 +1,6 @@
 """The coordinator's shell: sockets, a clock and a store around `coordinator.Coordinator`.
 
-Responsible for sessions (handshake, bounded queues in both directions, turns), for feeding events to the core one at a time,
+Responsible for sessions (their handshake and their end), for feeding events to the core one at a time,
 and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
 
 A connection whose peer has not proved itself is one of the `PendingHandshakes`. A session may send only small frames before
@@ -36,7 +36,6 @@ from tensorhub.coordinator import (
     Persist,
     Persisted,
     PersistFailed,
-    Received,
     Send,
     Silent,
     Tick,
@@ -44,14 +43,7 @@ from tensorhub.coordinator import (
 )
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.logs import TALLY_S, Tally, get_logger
-from tensorhub.messages import (
-    Describe,
-    FromCoordinator,
-    FromWorker,
-    GetManifest,
-    Join,
-    Summarize,
-)
+from tensorhub.messages import FromCoordinator, FromWorker
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -60,6 +52,7 @@ from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.doorstep import Doorstep, Stranger, has_said
+from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, descriptors_for, shares
 from tensorhub.runtime.control.polled_stream import Poller
@@ -70,9 +63,6 @@ from tensorhub.transport import sockets
 from tensorhub.types import Options, format_address
 
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
-ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
-MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
-TURN_S = 0.005  # or after so much time
 LOST_NAMED_MAX = 16  # workers, of those that are lost within TALLY_S
 SILENT_PER_STEP = 64  # sessions; each may end a worker
 READ_ONLY_HEARD_MAX = 16  # messages of all read-only sessions together, in each round of turns
@@ -82,8 +72,6 @@ UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not w
 READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
 ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
 READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
-
-LongQuestion = Describe | Summarize | GetManifest  # whose answer takes time to make
 
 log = get_logger("tensorhub.coordinator")
 
@@ -108,8 +96,8 @@ class CoordinatorServer:
         self._doorstep: Doorstep | None = None  # where strangers are; None: nobody is one
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
-        self._heeds_at = -math.inf  # when what is due may have time again while sessions are heard
         self._turn: Turn
+        self._hearing: Hearing
         self._poller: Poller
         self._now: Callable[[], float]  # of the loop that this runs on
         self._strangers_max, self._sessions_max = shares(options.sessions_max)
@@ -146,6 +134,7 @@ class CoordinatorServer:
     async def _run(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
         durable = await anyio.to_thread.run_sync(self._store.read)
         self._poller, self._turn, self._now = Poller(), Turn(), clock.of_loop()
+        self._hearing = Hearing(lambda event: self._step(event), self._now)
         self._core = Coordinator(
             cluster=self._store.cluster,
             epoch=self._store.epoch,
@@ -160,7 +149,8 @@ class CoordinatorServer:
             tasks.start_soon(self._keep_looking)
             tasks.start_soon(self._keep_telling)
             tasks.start_soon(self._poller.keep)
-            tasks.start_soon(self._turn.pulse.keep, self._options.lease_s, lambda: len(self._sessions))
+            pulse = partial(self._turn.pulse.keep, catch_up=self._hearing.catch_up)
+            tasks.start_soon(pulse, self._options.lease_s, lambda: len(self._sessions))
             if isinstance(self._secrets, TokenFile):
                 tasks.start_soon(self._keep_access)
             log.info(
@@ -403,7 +393,7 @@ class CoordinatorServer:
                         tasks.cancel_scope.cancel()
 
                     tasks.start_soon(talk)
-                    await self._hear(session)
+                    await self._hearing.hear(session)
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
             raise group.exceptions[0] from None
@@ -416,55 +406,3 @@ class CoordinatorServer:
         if self._sessions_max < min(len(self._sessions), self._options.sessions_max):
             needed = descriptors_for(self._options.sessions_max)
             self._shortness.count(sessions=self._sessions_max, advice=f"raise `ulimit -n` to {needed}")
-
-    async def _hear(self, session: Session) -> None:
-        """Pass on what the peer says, in turns, for as long as it takes what it is told."""
-        messages, kind = session.messages, session.kind
-        heard, since, reads = 0, 0.0, 0
-        while (message := await messages.receive()) is not None:
-            if messages.reads != reads:  # everybody else has just had a turn
-                heard, since, reads = 0, self._begin_turn(), messages.reads
-            if isinstance(message, Join) and not session.is_ending:
-                session.has_joined, session.scope.deadline = True, math.inf
-                messages.limit_received(kind.frame_bytes_max, kind.pot)
-            if isinstance(message, LongQuestion):
-                await self._answer_at_length(session, message)
-            else:
-                if session.unread > ANSWERS_UNREAD_MAX:
-                    await session.wait_taken(ANSWERS_UNREAD_MAX)
-                if kind.places is None:
-                    self._step(Received(session.number, message))
-                else:
-                    async with kind.places:  # it keeps its place until everybody else has had a turn
-                        self._step(Received(session.number, message))
-                        await anyio.lowlevel.checkpoint()
-            del message  # it may be large, and nothing else may come for a while
-            heard += 1
-            if heard >= MESSAGES_PER_TURN or self._now() - since > TURN_S:
-                await anyio.lowlevel.checkpoint()
-                heard, since = 0, self._begin_turn()
-
-    def _begin_turn(self) -> float:
-        """A session is heard from now on, the time that is returned. Before that comes what is due: all sessions have a turn
-        before `_keep_time` has one, and a thousand turns are long. What is due takes no more than half of the time.
-        """
-        now, deadline = self._now(), self._core.next_deadline()
-        if deadline is None or deadline > now or now < self._heeds_at:
-            return now
-        self._step(Tick())
-        heeded = self._now()
-        self._heeds_at = heeded + (heeded - now)
-        return heeded
-
-    async def _answer_at_length(self, session: Session, message: LongQuestion) -> None:
-        """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
-        before the next one. No peer can have many of them made and leave them here.
-        """
-        while True:
-            await session.wait_taken(0)
-            async with session.kind.turn:
-                if session.unread == 0:  # nothing is in the way: the answer is encoded at once
-                    self._step(Received(session.number, message))
-                    if session.unread:
-                        await session.wait_moved()
-                    return

@@ -1,7 +1,7 @@
 """One authenticated connection of a coordinator's: what is still to be said over it, and saying that.
 
 Responsible for the bounded queue to a peer, for one send for all that has gathered there in a turn of the loop, and for the
-turns and the room of long answers. Not responsible for what is heard (`server`).
+turns and the room of long answers. Not responsible for what is heard (`hearing`).
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ class Kind:
     places: anyio.Semaphore | None = None  # to be heard, in each round of all sessions; None: for every one
 
 
+def call_soon() -> Callable[[Callable[[], None]], object]:
+    """What has the loop that runs now call something in its next turn."""
+    native: Any = anyio.lowlevel.current_token().native_token
+    found: Callable[[Callable[[], None]], object] = getattr(native, "call_soon", None) or native.run_sync_soon
+    return found
+
+
 class Turn:
     """What all sessions of a loop share to be spoken to. Each of those that have been told something is spoken to when
     whoever has the loop's turn now is through. What is said to many is encoded once: its body goes into a frame of each
@@ -63,8 +70,7 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        native: Any = anyio.lowlevel.current_token().native_token
-        self._call_soon: Callable[[Callable[[], None]], object] = getattr(native, "call_soon", None) or native.run_sync_soon
+        self._call_soon = call_soon()
         self.pulse = Pulse()  # how late turns come
         self._sessions: dict[Session, None] = {}  # to speak to
         self._message: Announce | None = None  # what was encoded last
@@ -147,7 +153,7 @@ class Session:
             return
         self._outbox.append(message)
         self.unread += 1
-        if not self._talks and self.messages.can_send_nowait:
+        if not self._talks and self.messages.is_direct:
             self._turn.speaks_to(self)
         else:
             self._has_words.set()

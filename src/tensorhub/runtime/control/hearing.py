@@ -1,0 +1,170 @@
+"""What peers say, in turns: some messages of one session, then the next one's, for a while; then all else that a loop does.
+
+Responsible for the order in which sessions are heard, and for not hearing a peer that does not take what it is told. Not
+responsible for what is done with a message (`server`), nor for what is said (`session`).
+
+A full session needs no task to be heard: its socket's news give it a place in the queue of turns. What has to be waited for
+is left to its task: room for a large frame or for an answer, a peer that does not take its answers, and the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+
+from tensorhub.coordinator import Event, Received
+from tensorhub.messages import Describe, FromWorker, GetManifest, Join, Summarize
+from tensorhub.runtime.control.session import Session, call_soon
+
+ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
+MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
+TURNS_S = 0.005  # for the turns of all sessions, one message at least; then the loop does everything else
+
+LongQuestion = Describe | Summarize | GetManifest  # whose answer takes time to make
+
+
+class Hearing:
+    """Of one server, on the loop that runs now. `step`: takes what was heard."""
+
+    def __init__(self, step: Callable[[Event], None], now: Callable[[], float]) -> None:
+        self.now = now
+        self._step = step
+        self._call_soon = call_soon()
+        self._queue: deque[Callable[[float], object]] = deque()  # turns, which are told until when they may last
+        self._is_called = False  # the next ones will be given
+
+    def __repr__(self) -> str:
+        return f"<Hearing: {len(self._queue)} turns wait>"
+
+    def queue(self, turn: Callable[[float], object]) -> None:
+        """Give this turn after those that wait."""
+        self._queue.append(turn)
+        if not self._is_called:
+            self._is_called = True
+            self._call_soon(self._go_round)
+
+    def _go_round(self) -> None:
+        until = self.now() + TURNS_S
+        while self._queue:
+            self._queue.popleft()(until)
+            if self.now() > until:
+                break
+        self._is_called = bool(self._queue)
+        if self._is_called:
+            self._call_soon(self._go_round)
+
+    async def catch_up(self) -> None:
+        """Until every session that waits now has had a turn."""
+        is_reached = anyio.Event()
+        self.queue(lambda _: is_reached.set())
+        await is_reached.wait()
+
+    def take(self, session: Session, message: FromWorker) -> None:
+        """Pass on what this session has said."""
+        if isinstance(message, Join) and not session.is_ending:
+            session.has_joined, session.scope.deadline = True, math.inf
+            session.messages.limit_received(session.kind.frame_bytes_max, session.kind.pot)
+        self._step(Received(session.number, message))
+
+    async def hear(self, session: Session) -> None:
+        """Pass on what the peer says, for as long as it takes what it is told. Returns at its end."""
+        messages, kind = session.messages, session.kind
+        ear = _Ear(self, session) if kind.places is None and messages.is_direct else None
+        while True:
+            message = await ear.listen() if ear is not None else None
+            if message is None:
+                message = await messages.receive()
+            if message is None:
+                return
+            if isinstance(message, LongQuestion):
+                await self._answer_at_length(session, message)
+            else:
+                await session.wait_taken(ANSWERS_UNREAD_MAX)
+                async with kind.places or contextlib.nullcontext():
+                    self.take(session, message)
+                    if ear is None:
+                        await anyio.lowlevel.checkpoint()  # it keeps its place until everybody else has had a turn
+            del message  # it may be large, and nothing else may come for a while
+
+    async def _answer_at_length(self, session: Session, message: LongQuestion) -> None:
+        """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
+        before the next one. No peer can have many of them made and leave them here.
+        """
+        while True:
+            await session.wait_taken(0)
+            async with session.kind.turn:
+                if session.unread == 0:  # nothing is in the way: the answer is encoded at once
+                    self.take(session, message)
+                    if session.unread:
+                        await session.wait_moved()
+                    return
+
+
+class _Ear:
+    """Hears one session without a task, while `listen` waits."""
+
+    __slots__ = ("_failure", "_hearing", "_is_open", "_is_queued", "_is_shut", "_left", "_session")
+
+    def __init__(self, hearing: Hearing, session: Session) -> None:
+        self._hearing = hearing
+        self._session = session
+        self._is_open = False  # False: its task hears what comes
+        self._is_queued = False  # it waits for a turn
+        self._is_shut = anyio.Event()  # not open any more
+        self._left: FromWorker | None = None  # for the task
+        self._failure: Exception | None = None  # the same
+
+    async def listen(self) -> FromWorker | None:
+        """Hear the session until its task has to go on: with this message; None: with the next one, or the end. Raises what
+        `receive` raises, and whatever comes of a message.
+        """
+        self._is_open, self._is_shut = True, anyio.Event()
+        self._session.messages.tell_news(self._news)
+        self._news()  # something may lie there already
+        try:
+            await self._is_shut.wait()
+        finally:
+            self._is_open = False
+            self._session.messages.tell_news(None)
+        if self._failure is not None:
+            raise self._failure
+        left, self._left = self._left, None
+        return left
+
+    def _news(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            self._hearing.queue(self._have_turn)
+
+    def _have_turn(self, until: float) -> None:
+        self._is_queued = False
+        if not self._is_open:
+            return
+        try:
+            self._is_open = self._hear_some(until)
+        except Exception as error:  # also what is none of the peer's doing: the task's to raise, not the loop's to log
+            self._is_open, self._failure = False, error
+        if not self._is_open:
+            self._is_shut.set()
+
+    def _hear_some(self, until: float) -> bool:
+        """Whether the session can be heard on without its task."""
+        hearing, session = self._hearing, self._session
+        messages = session.messages
+        for _ in range(MESSAGES_PER_TURN):
+            message = messages.receive_nowait() if session.unread <= ANSWERS_UNREAD_MAX else None
+            if message is None:
+                return messages.awaits_bytes and session.unread <= ANSWERS_UNREAD_MAX
+            if isinstance(message, LongQuestion):
+                self._left = message
+                return False
+            hearing.take(session, message)
+            if hearing.now() > until:
+                break
+        self._news()
+        return True
