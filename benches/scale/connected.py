@@ -7,8 +7,10 @@ import os
 import resource
 import secrets
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,8 @@ WAIT_S = 120.0
 DIALS = 64  # connections that are begun at a time, where nothing else is wanted
 BEATS_PER_LEASE = 4
 AGAIN_S = 0.05  # between two attempts to connect
+SO_TIMESTAMPNS = 35  # of Linux; `socket` does not name it
+STAMP_BYTES = socket.CMSG_SPACE(16)
 
 
 # -------------------------------------------------------------------------------------------- the coordinator's process
@@ -79,13 +83,31 @@ def _resident_bytes() -> int:
 # ------------------------------------------------------------------------------------------------------------ the workers
 
 
+class StampedSocket(socket.socket):
+    """Knows when what was received last has arrived, which may be long before this busy process came to it."""
+
+    arrived_at = 0.0  # by `time.time`
+
+    def stamp(self) -> None:
+        self.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        data, notes, _, _ = self.recvmsg(bufsize, STAMP_BYTES, flags)
+        for level, kind, stamp in notes:
+            if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
+                seconds, nanoseconds = struct.unpack("qq", stamp)
+                self.arrived_at = seconds + nanoseconds / 1e9
+        return data
+
+
 class Connected:
     """A thin worker's connection."""
 
     def __init__(self, worker: ThinWorker, cluster: Cluster) -> None:
         self.worker = worker
         self.registered = anyio.Event()
-        self.assigned_at: float | None = None
+        self.assigned_at: float | None = None  # when this process came to it
+        self.arrived_at: float | None = None  # when it was there, by `time.time`
         self.done = anyio.Event()
         self.fenced = anyio.Event()
         self.lost = False  # the coordinator has given it up
@@ -95,6 +117,7 @@ class Connected:
         self._is_welcome = False  # in this session
         self._answers = 0.0  # when the coordinator has said what came last
         self._messages: MessageStream[FromCoordinator]
+        self._socket: StampedSocket
 
     async def run(self) -> None:
         """Connect, register, and answer what comes, until it is cancelled; again if the coordinator is another one."""
@@ -110,8 +133,10 @@ class Connected:
     async def _session(self) -> None:
         cluster = self._cluster
         async with cluster.dialling:
-            connection = socket.create_connection((cluster.host, cluster.port))
+            connection = self._socket = StampedSocket()
+            connection.connect((cluster.host, cluster.port))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.stamp()
             connection.setblocking(False)
             stream = cluster.poller.stream(connection)
             self._messages = MessageStream(stream, FROM_COORDINATOR, Options().frame_bytes_max)
@@ -136,7 +161,8 @@ class Connected:
     async def _hear(self, message: FromCoordinator) -> None:
         if isinstance(message, Start | Write | AddSource) and self.worker.leases == {} and self.assigned_at is None:
             grants = (message.grant,) if isinstance(message, AddSource) else message.grants
-            self.assigned_at = time.perf_counter() if grants else None
+            if grants:
+                self.assigned_at, self.arrived_at = time.perf_counter(), self._socket.arrived_at
         if isinstance(message, Welcome | HeartbeatAck):
             self._answers = message.said_at
         await self.say(*self.worker.hear(message))
@@ -175,7 +201,17 @@ class Connected:
 
     def begin(self) -> None:
         """Forget how the last version went."""
-        self.assigned_at, self.done, self.fenced = None, anyio.Event(), anyio.Event()
+        self.assigned_at = self.arrived_at = None
+        self.done, self.fenced = anyio.Event(), anyio.Event()
+
+
+@dataclass(frozen=True)
+class Went:
+    """How a version went: milliseconds from its `Publish` until each reader was told a source, seconds until all have it."""
+
+    arrived_ms: list[float]  # at the reader's socket
+    assigned_ms: list[float]  # when the process of all readers came to it
+    took_s: float
 
 
 class Cluster:
@@ -266,14 +302,17 @@ class Cluster:
             await each.say(*each.worker.publish(self.versions))
         return began
 
-    async def version(self, publishers: Sequence[Connected], readers: Sequence[Connected]) -> tuple[list[float], float]:
-        """Milliseconds until each reader was assigned a source, and seconds until all have the version."""
+    async def version(self, publishers: Sequence[Connected], readers: Sequence[Connected]) -> Went:
+        """Publish the next version, for which all readers wait."""
         await self.wait_for_next(readers)
         began = await self.publish(publishers)
+        began_at = time.time() - (time.perf_counter() - began)
         for each in (*publishers, *readers):
             await each.done.wait()
         took_s = time.perf_counter() - began
-        return [(each.assigned_at - began) * 1e3 for each in readers if each.assigned_at is not None], took_s
+        assigned_ms = [(each.assigned_at - began) * 1e3 for each in readers if each.assigned_at is not None]
+        arrived_ms = [(each.arrived_at - began_at) * 1e3 for each in readers if each.arrived_at is not None]
+        return Went(arrived_ms, assigned_ms, took_s)
 
     @property
     def lost(self) -> int:

@@ -2,7 +2,8 @@
 
 The coordinator is a process of its own, all thin workers are in this one. They speak the real protocol, MACs included. Every
 worker waits for the next version before it is published; its *assignment* is the time from the publisher's `Publish` until
-the worker is told from whom to read. What the workers' own process takes of that is in it.
+the worker is told from whom to read: until that is at its socket, by the kernel's stamp (`arrived`), and until the process
+of all workers has come to it (`assigned`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Row:
     workers: int
     ranks: int
     connect_s: float  # until all are registered
-    assigned_ms: list[float]  # of each worker and version, sorted
+    arrived_ms: list[float]  # of each worker and version, sorted
+    assigned_ms: list[float]  # the same
     version_s: list[float]  # until all have it, of each version
     idle_share: float  # of a core that the coordinator takes while nothing happens but heartbeats
     kilobytes_per_worker: float  # by which the coordinator's resident memory has grown
@@ -52,23 +54,25 @@ class Row:
     lost: int
 
     def __str__(self) -> str:
-        ordered = self.assigned_ms
+        arrived, assigned = self.arrived_ms, self.assigned_ms
         return (
-            f"{self.workers:>8}{self.ranks:>6}{self.connect_s:>11.2f}{_quantile(ordered, 0.5):>13.0f}"
-            f"{_quantile(ordered, 0.99):>11.0f}{max(self.version_s):>11.2f}{self.cpu_ms_per_worker_version:>10.2f}"
+            f"{self.workers:>8}{self.ranks:>6}{self.connect_s:>11.2f}"
+            f"{_quantile(arrived, 0.5):>12.0f}{_quantile(arrived, 0.99):>8.0f}"
+            f"{_quantile(assigned, 0.5):>13.0f}{_quantile(assigned, 0.99):>8.0f}"
+            f"{max(self.version_s):>11.2f}{self.cpu_ms_per_worker_version:>10.2f}"
             f"{self.idle_share:>8.1%}{self.kilobytes_per_worker:>12.0f}{self.lost:>6}"
         )
 
 
 HEAD = (
-    f"{'workers':>8}{'ranks':>6}{'connect s':>11}{'assigned ms':>13}{'p99 ms':>11}{'version s':>11}"
+    f"{'workers':>8}{'ranks':>6}{'connect s':>11}{'arrived ms':>12}{'p99':>8}{'assigned ms':>13}{'p99':>8}{'version s':>11}"
     f"{'CPU ms':>10}{'idle':>8}{'kB/worker':>12}{'lost':>6}"
 )
 
 
 async def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, lease_s: float) -> Row:
     cluster = Cluster(_options(workers, lease_s), ranks, manifest_bytes)
-    assigned_ms, version_s = list[float](), list[float]()
+    arrived_ms, assigned_ms, version_s = list[float](), list[float](), list[float]()
     with anyio.fail_after(WAIT_S + PER_WORKER_S * workers * versions):
         async with cluster.running():
             _, bytes_before = await cluster.usage()
@@ -80,14 +84,16 @@ async def measure(workers: int, ranks: int, versions: int, manifest_bytes: int, 
             await anyio.sleep(IDLE_S)
             busy_before, _ = await cluster.usage()
             for _ in range(versions):
-                milliseconds, seconds = await cluster.version(publishers, readers)
-                assigned_ms += milliseconds
-                version_s.append(seconds)
+                went = await cluster.version(publishers, readers)
+                arrived_ms += went.arrived_ms
+                assigned_ms += went.assigned_ms
+                version_s.append(went.took_s)
             busy_after, _ = await cluster.usage()
     return Row(
         workers,
         ranks,
         connect_s,
+        sorted(arrived_ms),
         sorted(assigned_ms),
         version_s,
         (busy_before - idle_before) / IDLE_S,
@@ -161,8 +167,8 @@ async def churn(workers: int, manifest_bytes: int, lease_s: float) -> Churn:
             cluster.lose(gone)
             come = await cluster.join(len(gone))
             join_s = time.perf_counter() - began
-            assigned_ms, version_s = await cluster.version(publishers, [*stay, *come])
-    return Churn(workers, len(gone), join_s, sorted(assigned_ms), version_s, cluster.lost)
+            went = await cluster.version(publishers, [*stay, *come])
+    return Churn(workers, len(gone), join_s, sorted(went.assigned_ms), went.took_s, cluster.lost)
 
 
 @dataclass(frozen=True)
@@ -227,10 +233,10 @@ async def short(workers: int, descriptors: int, manifest_bytes: int, lease_s: fl
             publishers = await cluster.join(1)
             readers = await cluster.join(workers)
             served = [each for each in readers if not each.refused]
-            assigned_ms, _ = await cluster.version(publishers, served)
+            went = await cluster.version(publishers, served)
             refusal = next((each.refused for each in readers if each.refused), "")
     lost = sum(each.lost for each in (*publishers, *served))
-    return Short(workers, descriptors, len(served), refusal, len(assigned_ms), lost)
+    return Short(workers, descriptors, len(served), refusal, len(went.assigned_ms), lost)
 
 
 def main(arguments: list[str]) -> int:
