@@ -26,8 +26,8 @@ from tests.runtime.control.test_server import serving
 
 LEASE_S = 0.4
 WORKERS = 40
-BEATS = 3
-STEP_S = 0.02  # so all workers' turns take two leases
+BEATS = 6  # more than one turn of the session
+STEP_S = 0.01  # so all workers' turns take some leases
 
 
 async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[FromCoordinator]:

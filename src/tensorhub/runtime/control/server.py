@@ -277,7 +277,8 @@ class CoordinatorServer:
             self._look_wanted = anyio.Event()
             asked, self._asked = self._asked, []
             quiet = [number for number in asked if self._has_nothing_unread(number)]
-            for _ in range(TURNS_TO_CORE):
+            await self._hearing.catch_up()
+            for _ in range(TURNS_TO_CORE):  # for those that a task hears
                 await anyio.lowlevel.checkpoint()
             for first in range(0, len(quiet), SILENT_PER_STEP):
                 silent = [number for number in quiet[first : first + SILENT_PER_STEP] if self._waits_for_peer(number)]
