@@ -12,8 +12,9 @@ import pytest
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.runtime.data import serving as serving_module
-from tensorhub.testing.conformance import SIZES, Target, content
+from tensorhub.testing.conformance import Target, content
 from tensorhub.testing.serving import ServedSource
+from tensorhub.testing.strided_target import SIZES
 from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.rdma import reader as rdma_reader

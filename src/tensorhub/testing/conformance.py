@@ -24,15 +24,17 @@ from typing import Final, Protocol
 import xxhash
 
 from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.layouts.reading import Selection
 from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
+from tensorhub.strips import Strip, straight
+from tensorhub.testing.strided_target import CANARY, OF, SELECTION, SIZES, StridedTarget, selected, strided_content
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
-SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
 SOON_S: Final = 3.0  # what must be soon takes less, on any machine
 TEARS_MAX: Final = 32  # points of one read at which it is torn
+STRIDED_TEARS_MAX: Final = 6  # of one in pieces
 HELD_UP_S: Final = 0.2  # for what is taken back there: an owner that copies by itself does so first
-CANARY: Final = 0xA5  # what a destination holds before anything arrives
 
 
 class ConformanceBroken(AssertionError):
@@ -40,8 +42,8 @@ class ConformanceBroken(AssertionError):
 
 
 class Source(Protocol):
-    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Used by one thread. Inherit from
-    it, for what is usual.
+    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Each chunk is a region. Used by
+    one thread. Inherit from it, for what is usual.
     """
 
     endpoint: Endpoint
@@ -445,6 +447,118 @@ def check_threads(transport: Transport, make_source: MakeSource) -> None:
         _demand(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
 
 
+# --------------------------------------------------------------------------------------------------------- strided
+
+
+@contextlib.contextmanager
+def _selecting(
+    transport: Transport, source: Source, selection: Selection = SELECTION
+) -> Iterator[tuple[Channel, StridedTarget]]:
+    target = StridedTarget()
+    right = dataclasses.replace(source.right, selection=selection)
+    channel = transport.open(source.endpoint, right, target, Cutter())
+    try:
+        yield channel, target
+    finally:
+        channel.close()
+
+
+def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
+    """1, 3: chunks of many pieces, short and long ones, arrive with the digests of their bytes in their order."""
+    count = len(SELECTION.chunks)
+    with _made(make_source) as source:
+        if not transport.strides or source.device is not None:
+            return
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, strided_content(chunk))
+        for bytes_max in (2**16, 2**30):
+            with _selecting(transport, source) as (channel, target):
+                wanted = [chunk for chunk in range(count) if chunk != 4]
+                channel.submit(wanted[:5])
+                channel.submit(wanted[5:])
+                named = _receive_all(channel, len(wanted), bytes_max)
+                _demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
+                for chunk, digest in named.items():
+                    held = selected(chunk)
+                    _demand(target.holds(chunk) == held, 1, f"chunk {chunk} has other bytes than its source")
+                    _demand(digest == xxhash.xxh3_64_intdigest(held), 3, f"chunk {chunk} came with digest {digest}")
+                _demand(target.is_untouched_beside(wanted), 1, "bytes beside the pieces of a chunk were written")
+
+
+def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None:
+    """7: a chunk of many pieces is there once all of them are."""
+    with _made(make_source) as source:
+        if not transport.strides or source.device is not None:
+            return
+        for chunk in (0, 5, 1, 6):
+            source.fill(chunk, strided_content(chunk))
+        with _selecting(transport, source) as (channel, target):
+            there = [chunk for chunk, of in enumerate(OF) if {0, 1, 5, 6}.issuperset(of)]
+            channel.submit(range(len(OF)))
+            named: dict[int, int | None] = {}
+            while isinstance(answer := channel.receive(2**20), Arrival):
+                _take(answer, named)
+            _demand(sorted(named) == there, 7, f"{there} are there, and {sorted(named)} arrived")
+            _demand(sorted(answer.chunks) == [4, 6], 7, f"4 and 6 are lacking, and {answer.chunks} were said to be")
+            _demand(list(answer.has) == [(0, 4), (5, 1), (7, 3)], 7, f"it says that it has {answer.has}")
+            for chunk in (2, 4, 7):
+                source.fill(chunk, strided_content(chunk))
+            channel.submit([4, 6])
+            _demand(set(_receive_all(channel, 2)) == {4, 6}, 7, "what has come since does not arrive")
+            _demand(target.holds(4) == selected(4), 1, "a chunk has other bytes than its source")
+
+
+def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
+    """2: nothing of many pieces is named that was overwritten while it was copied: see `check_torn`."""
+    for point in range(STRIDED_TEARS_MAX):
+        with _made(make_source) as source:
+            if not transport.strides or source.device is not None:
+                return
+            for chunk in range(len(SIZES)):
+                source.fill(chunk, strided_content(chunk))
+            tear = _Tear(source, point)
+            target = StridedTarget(tear.pass_point)
+            right = dataclasses.replace(source.right, selection=SELECTION)
+            channel = transport.open(source.endpoint, right, target, _TearingCutter(tear))
+            named: dict[int, int | None] = {}
+            try:
+                channel.submit(range(len(OF)))
+                tear.is_armed = True
+
+                def go_on(channel: Channel = channel, named: dict[int, int | None] = named) -> None:
+                    while len(named) < len(OF):
+                        _take(channel.receive(2**20), named)
+
+                failure = _failure(go_on)
+                tear.is_armed = False
+                _demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+                for chunk in named:
+                    _demand(target.holds(chunk) == selected(chunk), 2, f"chunk {chunk} was overwritten, and named")
+            finally:
+                channel.close()
+                tear.end()
+        if tear.left >= 0:
+            break
+
+
+def check_strided_rights(transport: Transport, make_source: MakeSource) -> None:
+    """4: what is not within the source's memory is refused."""
+    with _made(make_source) as source:
+        if not transport.strides or source.device is not None:
+            return
+        source.fill(0, strided_content(0))
+        for strip in (straight(0, 0, 2), straight(len(SIZES), 0, 1), Strip(0, 0, 1, 0, len(SIZES) + 1, (), 1)):
+            beyond = Selection(((strip,),))
+
+            def read(beyond: Selection = beyond) -> None:
+                with _selecting(transport, source, beyond) as (channel, _):
+                    channel.submit([0])
+                    _receive_all(channel, 1)
+
+            failure = _failure(read)
+            _demand(failure is not None and failure.reason == "refused", 4, f"{strip} gave {failure}, not a refusal")
+
+
 CHECKS: Final[Mapping[str, Check]] = {
     check.__name__.removeprefix("check_"): check
     for check in (
@@ -460,6 +574,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         check_death,
         check_silence,
         check_threads,
+        check_strided_bytes,
+        check_strided_lacking,
+        check_strided_torn,
+        check_strided_rights,
     )
 }
 

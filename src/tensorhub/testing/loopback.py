@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from tensorhub.accesses import Refusal, Wait
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
 from tensorhub.transport.owner import Lane
@@ -25,6 +27,7 @@ class Loopback(Transport):
 
     name = "loopback"
     lanes = 1
+    strides = True
 
     def __init__(self, owners: Mapping[Incarnation, SharedOwner]) -> None:
         self._owners = owners
@@ -41,6 +44,31 @@ class Loopback(Transport):
         return _LoopbackChannel(owner, right, destination, cutter)
 
 
+def _select(owner: SharedOwner, lane: Lane, right: ReadRight) -> str:
+    """Have the owner know the right's selection; its name."""
+    if right.selection is None:
+        return ""
+    name, blob = right.selection.selection_id, right.selection.encode()
+    answer = owner.select(right.registration, right.generation, name)
+    if answer is False:
+        owner.upload(lane, name, len(blob), 0, blob)
+        answer = owner.select(right.registration, right.generation, name)
+    if isinstance(answer, Refusal):
+        raise ReadFailure("refused", answer.reason)
+    return name
+
+
+def _copy(memory: ChunkMemory, destination: Destination, chunk: int) -> None:
+    if not destination.is_strided:
+        destination.buffer(chunk)[:] = memory.buffer(chunk)
+        return
+    held, at = memoryview(b"".join([bytes(view) for views in memory.outgoing(chunk) for view in views])), 0
+    with closing(destination.incoming(chunk)) as calls:
+        for view in (view for views in calls for view in views):
+            view[:] = held[at : at + view.nbytes]
+            at += view.nbytes
+
+
 class _LoopbackChannel:
     def __init__(self, owner: SharedOwner, right: ReadRight, destination: Destination, cutter: Cutter) -> None:
         self._owner = owner
@@ -51,6 +79,11 @@ class _LoopbackChannel:
         self._lane = Lane(self)
         owner.add_lane(self._lane)
         self._lane.reader = right.incarnation
+        try:
+            self._selection = _select(owner, self._lane, right)
+        except BaseException:
+            owner.remove_lane(self._lane)
+            raise
         cutter.attach(lambda: owner.stop(self._lane))
 
     def shutdown(self) -> None:
@@ -65,19 +98,20 @@ class _LoopbackChannel:
             return Arrival((), 0.0, 0.0)
         right, wanted = self._right, self._asked[0]
         terms = (self._lane, right.registration, right.generation, right.content_id)
-        with self._owner.access(*terms, wanted, bytes_max, PATIENCE_S) as answer:
+        with self._owner.access(*terms, wanted, bytes_max, PATIENCE_S, self._selection) as answer:
             first_byte = time.perf_counter()
             match answer:
                 case Refusal():
                     raise ReadFailure("lost" if self._lane.is_stopped else "refused", answer.reason)
                 case Wait():
                     self._asked.popleft()
-                    return Lacking(wanted, self._owner.has(right.registration, right.generation, HAS_RUNS_MAX))
+                    has = self._owner.has(right.registration, right.generation, HAS_RUNS_MAX, self._selection)
+                    return Lacking(wanted, has)
                 case _:
                     access, memory = answer
                     named = self._owner.digests_of(access, memory)
                     for chunk in access.chunks:
-                        self._destination.buffer(chunk)[:] = memory.buffer(chunk)
+                        _copy(memory, self._destination, chunk)
         self._asked.popleft()
         if access.rest:
             self._asked.appendleft(access.rest)

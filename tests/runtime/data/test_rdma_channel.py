@@ -22,8 +22,9 @@ from tensorhub.protocol.codec import FROM_OWNER, FROM_READER, decode
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
+from tensorhub.testing.conformance import CHECKS, Target, content
 from tensorhub.testing.serving import ServedSource
+from tensorhub.testing.strided_target import SIZES
 from tensorhub.transport import peers as peers_module, read_server, sockets, staging
 from tensorhub.transport.base import Arrival, Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.peers import Peers

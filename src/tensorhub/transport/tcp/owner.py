@@ -52,7 +52,7 @@ class TcpSession:
         if memory.is_strided:
             self._connection.send(ChunksFollow(request, chunks))
             for chunk in access.chunks:
-                for views in memory.outgoing(chunk):
+                for views in memory.outgoing(chunk, SEND_BYTES):
                     self._connection.send_payload(views)
         elif memory.device is not None:
             staging = self._staging_for(memory.device)

@@ -1,0 +1,97 @@
+"""What the conformance suite reads in pieces: a selection of every form, and memory of many rows to read it into."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import cache
+from typing import Final
+
+from tensorhub.cuda.device import Device
+from tensorhub.layouts.reading import Reading, Selection
+from tensorhub.layouts.resharded import resharded
+from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.strips import Strip, straight
+
+SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
+CANARY: Final = 0xA5  # what a destination holds before anything arrives
+
+
+@cache
+def strided_content(chunk: int) -> bytes:
+    """Of a source that is read in pieces: no two of them are alike."""
+    return random.Random(chunk).randbytes(SIZES[chunk])
+
+
+SELECTION: Final = Selection(
+    (
+        (Strip(5, 100, 0, 0, 1, ((2000, 400),), 176),),
+        (Strip(5, 0, 0, 0, 1, ((200, 5000),), 2048),),
+        (Strip(5, 7, 0, 0, 1, ((100, 10_000),), 4096),),
+        (Strip(5, 1, 0, 0, 1, ((10, 100_000),), 65_536),),
+        (straight(2, 9, 60_000), Strip(5, 40, 0, 0, 1, ((50, 9000),), 300), straight(6, 0, 5), straight(1, 1, 4000)),
+        (Strip(5, 3, 0, 0, 1, ((4, 200_000), (9, 3000), (11, 130)), 48),),
+        (Strip(4, 2, 3, 90, 2, (), 4000),),  # of two regions
+        (Strip(5, 600_000, 0, -5000, 90, ((3, 700),), 650),),  # backward
+        (straight(0, 0, 1),),
+        (straight(5, 0, 2**20),),
+    )
+)
+OF: Final = ((5,), (5,), (5,), (5,), (1, 2, 5, 6), (5,), (4, 7), (5,), (0,), (5,))  # a source's chunks, of each of these
+PITCHES: Final = ((1000, 1024), (176, 300), (20_000, 20_001), (2**20, 2**20))  # of the reader's rows: bytes, bytes apart
+
+
+@cache
+def selected(chunk: int) -> bytes:
+    places = [(strip.run, *place) for strip in SELECTION.chunks[chunk] for place in strip.places()]
+    return b"".join([strided_content(region)[at : at + run] for run, region, at in places])
+
+
+class StridedTarget:
+    """Memory full of CANARY for the chunks of SELECTION, in rows that have a pitch. `pass_point`: see `_Tear`."""
+
+    def __init__(self, pass_point: Callable[[], object] = lambda: None) -> None:
+        places: list[tuple[Strip, ...]] = []
+        end = 1
+        for chunk, size in enumerate(SELECTION.sizes):
+            row, apart = PITCHES[chunk % len(PITCHES)]
+            rows, rest = divmod(size, row)
+            strips = [Strip(0, end, 0, 0, 1, ((rows, apart),), row)] if rows else []
+            places.append((*strips, straight(0, end + rows * apart, rest)) if rest else tuple(strips))
+            end += (rows + 1) * apart
+        own = build_manifest([TensorDescription("t", "uint8", (end,), 1 << 40, end)], 2**20, "xxh3-64")
+        manifest = resharded(own, "xxh3-64", 2**20, Reading(tuple(places), SELECTION.sizes, ()), "conformance")
+        self._held = bytearray([CANARY]) * end
+        self.memory = ChunkMemory(manifest, [memoryview(self._held)])
+        self.is_digested, self.is_strided = True, True
+        self.sizes: Sequence[int] = SELECTION.sizes
+        self.device: Device | None = None
+        self.spans: Sequence[tuple[int, int]] = ()
+        self._pass_point = pass_point
+
+    def incoming(self, chunk: int) -> Generator[list[memoryview]]:
+        with contextlib.closing(self.memory.incoming(chunk)) as calls:
+            for views in calls:
+                self._pass_point()
+                yield views
+
+    def buffer(self, chunk: int) -> memoryview:
+        raise AssertionError("a chunk of a strided destination has no buffer")
+
+    def address(self, chunk: int) -> int:
+        raise AssertionError("a chunk of a strided destination has no address")
+
+    def holds(self, chunk: int) -> bytes:
+        places = [(strip.run, at) for strip in self.memory.strips(chunk) for _, at in strip.places()]
+        return b"".join([self._held[at : at + run] for run, at in places])
+
+    def is_untouched_beside(self, named: Iterable[int]) -> bool:
+        """Whether what is in none of these chunks is as it was."""
+        left = bytearray(self._held)
+        for chunk in named:
+            for strip in self.memory.strips(chunk):
+                for _, at in strip.places():
+                    left[at : at + strip.run] = bytes([CANARY]) * strip.run
+        return set(left) == {CANARY}
