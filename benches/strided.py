@@ -1,9 +1,9 @@
 """One reader of another layout on one host: chunks of many runs against contiguous chunks of as many bytes.
 
-The source holds rows of twice a run, and the reader takes half of each, into rows that have a pitch as well: no two runs are
-neighbours at either end. `first`: digests are made now; `again`: they are known. All ways take turns, in another order each
-round; a ratio compares with the contiguous read of the same round (1 = as fast). `CPU` is the same of the CPU seconds of
-both processes. Memory is touched on both sides.
+The source holds rows of twice a run, and the reader takes half of each, as tensor-parallel readers take columns: side by
+side, or (`--gap`) into rows that have a pitch as well. `first`: digests are made now; `again`: they are known. All ways take
+turns, in another order each round; a ratio compares with the contiguous read of the same round (1 = as fast). `CPU` is the
+same of the CPU seconds of both processes. Memory is touched on both sides.
 
     python -m benches strided --transport tcp --mib 256 --runs 4096 65536 --rounds 9
 """
@@ -32,15 +32,14 @@ from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, Opened, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.strips import Strip
+from tensorhub.strips import Strip, shortest
 from tensorhub.transport import built_in, sockets, unix
-from tensorhub.transport.base import Cutter, Destination, ReadRight
+from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 REGISTRATION = RegistrationId("registration")
-GAP = 64  # between two runs at the reader
 WAIT_S = 120.0
 CHUNK = Options().chunk_bytes
 
@@ -49,12 +48,13 @@ def manifest_of(nbytes: int) -> Manifest:
     return build_manifest([TensorDescription("t", "uint8", (nbytes,), 1 << 40, nbytes)], CHUNK, "xxh3-64")
 
 
-def reading_of(nbytes: int, run: int) -> Reading:
+def reading_of(nbytes: int, run: int, gap: int) -> Reading:
     """Every second run of twice as many bytes."""
     rows, at_once = nbytes // run, max(1, CHUNK // run)
     counts = [(first, min(at_once, rows - first)) for first in range(0, rows, at_once)]
     taken = [(Strip(0, first * 2 * run, 0, 0, 1, ((count, 2 * run),), run),) for first, count in counts]
-    places = [(Strip(0, first * (run + GAP), 0, 0, 1, ((count, run + GAP),), run),) for first, count in counts]
+    pitch = run + gap
+    places = [(shortest(Strip(0, first * pitch, 0, 0, 1, ((count, pitch),), run)),) for first, count in counts]
     part = Part(0, (0,), Selection(tuple(taken)), tuple(range(len(taken))))
     return Reading(tuple(places), part.selection.sizes, (part,))
 
@@ -94,13 +94,13 @@ async def _serve(pipe: Connection, args: argparse.Namespace) -> None:
 class _Way:
     """One way of reading: `run` 0 is the contiguous one."""
 
-    def __init__(self, nbytes: int, run: int) -> None:
+    def __init__(self, nbytes: int, run: int, gap: int) -> None:
         self.name = f"runs of {run}" if run else "contiguous"
         self.parts: dict[str, Part] = {}
         if run:
-            reading = reading_of(nbytes, run)
+            reading = reading_of(nbytes, run, gap)
             self.parts = {part.selection.selection_id: part for part in reading.parts}
-            own = manifest_of(nbytes // run * (run + GAP))
+            own = manifest_of(nbytes // run * (run + gap))
             (region,) = memory_of([own.nbytes], fill=False)
             self.memory = ChunkMemory(resharded(own, "xxh3-64", CHUNK, reading, "grid"), [region])
         else:
@@ -112,7 +112,7 @@ def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str
     """(wall seconds, CPU seconds of both) by way and mode."""
     transport = TRANSPORTS[args.transport](Local(Incarnation("reader"), (SECRET,), Options()))
     endpoint = Endpoint(args.transport, address)
-    ways = [_Way(args.mib * 2**20, run) for run in (0, *args.runs)]
+    ways = [_Way(args.mib * 2**20, run, args.gap) for run in (0, *args.runs)]
     found: dict[str, dict[str, list[tuple[float, float]]]] = {way.name: {"first": [], "again": []} for way in ways}
 
     def ask(order: str) -> float:
@@ -151,6 +151,8 @@ def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str
                 if number:  # the first round only warms up
                     found[way.name][mode].append((wall, cpu_s() + ask("cpu") - before))
     pipe.send("stop")
+    if isinstance(transport, Keeping):
+        transport.close()
     return found
 
 
@@ -161,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", choices=("tcp", "cma", "shm"), default="tcp")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--runs", type=int, nargs="+", default=[4096, 65536], metavar="BYTES")
+    parser.add_argument("--gap", type=int, default=0, metavar="BYTES", help="between two runs at the reader")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
@@ -170,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process.start()
     found = reader(args, mine.recv(), mine)
     process.join()
-    print(f"{args.transport}: {args.mib} MiB; median [least-largest] of {args.rounds} rounds")
+    mine.close()
+    theirs.close()
+    print(f"{args.transport}: {args.mib} MiB; gap {args.gap}; median [least-largest] of {args.rounds} rounds")
     for name in ("contiguous", *[f"runs of {run}" for run in args.runs]):
         for mode, taken in found[name].items():
             walls = [wall * 1e3 for wall, _ in taken]

@@ -49,7 +49,7 @@ from tensorhub.transport.cma import messages as cma_messages, process as cma
 from tensorhub.transport.cma.owner import CmaOwner
 from tensorhub.transport.cuda_ipc import messages as cuda_ipc
 from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
-from tensorhub.transport.dialect import Find
+from tensorhub.transport.dialect import Find, FindRegions, RegionsAre
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.one_sided import OneSidedChannel
 from tensorhub.transport.owner import Lane
@@ -357,7 +357,7 @@ def _serve(
             ReadServer(lane, connection, owner, owner.sides, 0.0).answer(read)
         if isinstance(read, TransportRequest):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                _check_answer(read, hears.receive(codec.FROM_OWNER), lane, owner, held is not None)
+                _check_answer(read, hears.receive(codec.FROM_OWNER), lane, owner, memory, held is not None)
             return True
     except (ProtocolError, ConnectionLost):
         return False
@@ -376,7 +376,8 @@ def _serve(
     is_away = isinstance(read, Locate) and not (lane.is_local and read.transport in NAMES[:3])
     expected: list[int] = []
     last: type | None = ReadRefused
-    if isinstance(read, Locate) and (read.transport not in NAMES or (read.selection and not is_away)):
+    strides = not isinstance(read, Locate) or read.transport in ("cma", "shm")
+    if isinstance(read, Locate) and (read.transport not in NAMES or (read.selection and not is_away and not strides)):
         last = NotThisWay
     elif (
         held is not None
@@ -396,7 +397,8 @@ def _serve(
             if isinstance(message, ChunksLie):
                 assert isinstance(read, Locate)
                 for chunk, digest, address in message.chunks:
-                    assert (digest, address) == (_digest(chunk), memory.address(chunk))
+                    assert digest == xxhash.xxh3_64_intdigest(chunk_of(chunk))
+                    assert address == (0 if read.selection else memory.address(chunk))
                     got.append(chunk)
                 continue
             if isinstance(message, ChunkFollows):
@@ -423,7 +425,14 @@ def _serve(
     return True
 
 
-def _check_answer(asked: TransportRequest, answer: FromOwner | None, lane: Lane, owner: SharedOwner, is_held: bool) -> None:
+def _check_answer(
+    asked: TransportRequest,
+    answer: FromOwner | None,
+    lane: Lane,
+    owner: SharedOwner,
+    memory: ChunkMemory,
+    is_held: bool,
+) -> None:
     """What an owner says in a transport's dialect: where its memory is to who may know it, and nothing else of it."""
     if asked.transport not in NAMES:
         assert isinstance(answer, NotThisWay)
@@ -441,6 +450,13 @@ def _check_answer(asked: TransportRequest, answer: FromOwner | None, lane: Lane,
                 assert answer == dialect.reply(asked.request, cma_messages.MemoryIs(*owner.header))
             else:  # none of it is in shared memory, or on a GPU
                 assert isinstance(answer, NotThisWay)
+        case FindRegions(registration, generation, first):
+            if not lane.is_local or owner.header is None:
+                assert isinstance(answer, NotThisWay)
+            elif not is_held or (registration, generation) != (REGISTRATION, GENERATION):
+                assert isinstance(answer, ReadRefused)
+            else:
+                assert answer == dialect.reply(asked.request, RegionsAre(memory.addresses[first:]))
         case said:
             raise AssertionError(f"nothing is staged, and {said} is heard")
 

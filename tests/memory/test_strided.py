@@ -14,7 +14,7 @@ from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory import strided
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
-from tensorhub.memory.strided import BLOCK_BYTES, BUFFER_BYTES, LONG_RUN_BYTES, Strided, blocks
+from tensorhub.memory.strided import BLOCK_BYTES, BUFFER_BYTES, LONG_RUN_BYTES, Stream, Strided, blocks, gather, runs
 from tensorhub.memory.tensors import address_of
 from tensorhub.strips import Strip, straight
 
@@ -216,3 +216,27 @@ def test_chunks_move_between_two_memories_of_one_grid() -> None:
         each[:] = bytes(len(each))
     move_chunks(memory, other, range(len(CHUNKS)))
     assert other.digests(range(len(CHUNKS))) == memory.digests(range(len(CHUNKS)))
+
+
+def test_a_stream_gives_as_many_bytes_as_are_wanted() -> None:
+    chance = random.Random(3)
+    for kind in KINDS:
+        regions, strips = Regions(*SIZES), strips_of(kind)
+        addresses = [address_of(view) for view in regions.views]
+        for sizes in ((1,), (7, 1000, 176), (BLOCK_BYTES,), (chance.randrange(1, 5000), 100_000)):
+            stream, expected = Stream(blocks(strips, addresses)), regions.bytes_of(strips)
+            left, got, turn = min(len(expected), 300_000), bytearray(), 0
+            while left:
+                nbytes = min(left, sizes[turn % len(sizes)] if turn < 200 else left)
+                taken, room = stream.take(nbytes), bytearray(nbytes)
+                assert sum(block.nbytes for block in taken) == nbytes
+                at = address_of(memoryview(room))
+                for block in taken:
+                    assert [len(runs(block)) * block.run] == [block.nbytes]
+                    gather(block, at)
+                    at += block.nbytes
+                got += room
+                left, turn = left - nbytes, turn + 1
+            assert bytes(got) == expected[: len(got)]
+    with pytest.raises(ValueError, match="more are wanted"):
+        Stream(blocks([straight(0, 0, 5)], [0])).take(6)

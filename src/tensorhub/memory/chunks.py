@@ -120,6 +120,11 @@ class ChunkMemory:
         return cache(lambda chunk: _covered(starts, selection.chunks[chunk]))
 
     @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where each region is in this process."""
+        return self._addresses
+
+    @property
     def is_strided(self) -> bool:
         """Whether its chunks are of strips, and have neither `buffer` nor `address`."""
         return self._strips is not None

@@ -76,6 +76,71 @@ def _cut(cell: int, loops: Around, run: int, nbytes: int, nbytes_max: int) -> It
             yield from _cut(cell + at * apart, ((some, apart), *inner) if some > 1 else inner, run, some * each, nbytes_max)
 
 
+def runs(block: Block) -> list[int]:
+    """Where each of its runs begins."""
+    found = list(block.cells)
+    for times, apart in block.loops:
+        found = [at + n * apart for at in found for n in range(times)]
+    return found
+
+
+def bounds(block: Block) -> tuple[int, int]:
+    """How far its bytes reach from where a cell begins: backward (0 or less), and forward."""
+    reaches = [(times - 1) * apart for times, apart in block.loops]
+    return sum([each for each in reaches if each < 0]), sum([each for each in reaches if each > 0]) + block.run
+
+
+class Stream:
+    """The bytes of blocks, in order, as many at a time as are wanted."""
+
+    def __init__(self, made: Iterable[Block]) -> None:
+        self._coming = iter(made)
+        self._left: list[Block] = []  # of a block that was cut; the next one at the end
+
+    def take(self, nbytes: int) -> list[Block]:
+        """The next so many bytes. ValueError: there are fewer."""
+        taken: list[Block] = []
+        while nbytes:
+            block = self._left.pop() if self._left else next(self._coming, None)
+            if block is None:
+                raise ValueError(f"{nbytes} bytes more are wanted than there are")
+            if block.nbytes > nbytes:
+                head, tail = _split(block, nbytes)
+                self._left.extend(reversed(tail))
+                taken += head
+                break
+            taken.append(block)
+            nbytes -= block.nbytes
+        return taken
+
+
+def _split(block: Block, nbytes: int) -> tuple[list[Block], list[Block]]:
+    """The first so many bytes of a block, and the rest."""
+    cells, loops, run, total = block
+    if len(cells) == 1 and not loops:
+        (cell,) = cells
+        return [Block(cells, (), nbytes, nbytes)], [Block((cell + nbytes,), (), total - nbytes, total - nbytes)]
+    if len(cells) > 1:
+        each, inner = total // len(cells), loops
+    else:
+        (times, apart), inner = loops[0], loops[1:]
+        each = total // times
+
+    def part(first: int, count: int) -> list[Block]:
+        if not count:
+            return []
+        if len(cells) > 1:
+            return [Block(cells[first : first + count], inner, run, count * each)]
+        return [Block((cells[0] + first * apart,), ((count, apart), *inner) if count > 1 else inner, run, count * each)]
+
+    count, left = divmod(nbytes, each)
+    after = total // each - count
+    if not left:
+        return part(0, count), part(count, after)
+    first, second = _split(part(count, 1)[0], left)
+    return part(0, count) + first, second + part(count + 1, after - 1)
+
+
 # --------------------------------------------------------------------------------------------------------- copying
 
 

@@ -89,6 +89,9 @@ class Target:
             raise ConformanceBroken("a destination on a device has no views")
         return part
 
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        raise ConformanceBroken("each chunk of this destination is one piece")
+
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise ConformanceBroken("each chunk of this destination is one piece")
 

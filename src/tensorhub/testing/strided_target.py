@@ -71,6 +71,9 @@ class StridedTarget:
         self.spans: Sequence[tuple[int, int]] = ()
         self._pass_point = pass_point
 
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        return self.memory.strips(chunk)
+
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         with contextlib.closing(self.memory.incoming(chunk)) as calls:
             for views in calls:

@@ -38,6 +38,7 @@ from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.cuda.device import Device
 from tensorhub.layouts.reading import Selection
+from tensorhub.strips import Strip
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
 
@@ -84,7 +85,7 @@ class ReadRight:
 class Destination(Protocol):
     """Where chunks go.
 
-    A *strided* one has chunks of several pieces of memory. Only transports with `strides` are given it.
+    A *strided* one has chunks of several pieces of memory, which is the host's. Only transports with `strides` are given it.
     """
 
     is_digested: bool  # their digests are XXH3-64, and will be compared
@@ -100,6 +101,9 @@ class Destination(Protocol):
     @property
     def is_strided(self) -> bool:
         """Whether chunks have neither `buffer` nor `address`, but `incoming`."""
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        """Of a strided destination: where a chunk is in its regions, which are also a source's of the same layout."""
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         """Room for the bytes of a chunk of a strided destination, in order, in lists of writable views. When the next list
@@ -178,7 +182,7 @@ def can_fill(transport: Transport, destination: Destination) -> bool:
     """Whether a transport reads into it. What is read into a strided one is of several pieces at the source as well, or of a
     selection.
     """
-    if destination.is_strided and not transport.strides:
+    if destination.is_strided and (destination.device is not None or not transport.strides):
         return False
     return ("host" if destination.device is None else "device") in transport.fills
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight, Transport
+from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Transport
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
@@ -24,6 +24,8 @@ class ConnectedTransport(Transport):
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect, prove who is who, and set up a channel; see `Transport.open`. If that fails, the connection ends."""
+        if (destination.is_strided or right.selection is not None) and not self.strides:
+            raise NotShared("chunks of several pieces of memory are not read this way: tcp reads them")
         client = ReadClient(self._peers, self._peers.open(endpoint.address, right, cutter), right, cutter)
         try:
             if right.selection is not None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from tensorhub.errors import ProtocolError
-from tensorhub.messages import FromOwner, FromReader, TransportReply, TransportRequest
+from tensorhub.messages import Address, FromOwner, FromReader, TransportReply, TransportRequest
 from tensorhub.protocol.codec import Vocabulary, decode
-from tensorhub.types import U64, Id
+from tensorhub.types import U64, Id, Length
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,25 @@ class Find:
 
     registration: Id
     generation: U64
+
+
+REGIONS_MAX = 2**16  # of one RegionsAre
+
+
+@dataclass(frozen=True, slots=True)
+class FindRegions:
+    """Ask an owner where the regions of a registration are, from number `first` on. Answered by RegionsAre."""
+
+    registration: Id
+    generation: U64
+    first: U64
+
+
+@dataclass(frozen=True, slots=True)
+class RegionsAre:
+    """Where these regions are in the owner's memory, in their order; as many as there are, or as one message tells of."""
+
+    addresses: Annotated[tuple[Address, ...], Length(REGIONS_MAX)]
 
 
 class Dialect:

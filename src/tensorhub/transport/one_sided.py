@@ -16,14 +16,18 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import NamedTuple, Protocol
 
 from tensorhub.errors import ProtocolError
+from tensorhub.memory.strided import Block
+from tensorhub.memory.tensors import address_of
 from tensorhub.messages import ChunksLie, StillWaiting
 from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure
 from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests
+from tensorhub.transport.streaming_digest import SMALL_BYTES, PiecewiseDigest, StreamingDigests
+from tensorhub.transport.strided_source import StridedSource
 
 GROUP_BYTES = 16 * 2**20  # that one thread copies at a time: small, so that all threads end at about the same time
 CALL_BYTES = 8 * 2**20  # of one system call, which takes a millisecond or so: a reader notices only then that it is cut off
@@ -77,6 +81,13 @@ class Source(Protocol):
         """Whether it is still that process, and its word at that address is that generation. OSError: it cannot be read."""
 
 
+class Gathering(Source, Protocol):
+    """A source of which many pieces may be copied to one place."""
+
+    def gather(self, made: Sequence[Block], here: int) -> None:
+        """Copy the bytes of these blocks, which are the source's, to that address. Errors as of `copy`."""
+
+
 class Translated:
     """A source's memory that this process has mapped at other addresses. For a `Source` to inherit from."""
 
@@ -110,7 +121,15 @@ class _Located(NamedTuple):
 class OneSidedChannel:
     """See `transport.base.Channel`. Several threads may drive it."""
 
-    def __init__(self, client: ReadClient, source: Source, destination: Destination) -> None:
+    def __init__(
+        self,
+        client: ReadClient,
+        source: Source,
+        destination: Destination,
+        gathering: tuple[Gathering, StridedSource] | None = None,
+    ) -> None:
+        """`gathering`: by what a strided destination is filled, and from where."""
+        self._gathering = gathering
         self._client = client
         self._source = source
         self._right = client.right
@@ -141,6 +160,11 @@ class OneSidedChannel:
                     self._enter(message)
             group = self._next_group(bytes_max)
         first_byte = time.perf_counter()
+        if self._gathering is not None:
+            made, digest_s = self._gather(group, *self._gathering)
+            seconds = time.perf_counter() - first_byte - digest_s
+            chunks = [(located.chunk, located.digest) for located in group]
+            return Arrival(chunks, first_byte - started, seconds, made, digest_s)
         views = [(located.chunk, self._destination.buffer(located.chunk)) for located in group] if is_small else []
         digests = StreamingDigests(views) if is_small else None
         self._copy(group, digests)
@@ -167,18 +191,54 @@ class OneSidedChannel:
         return group
 
     def _copy(self, group: list[_Located], digests: StreamingDigests | None) -> None:
-        copied = 0
         here, sizes = self._destination.address, self._destination.sizes
         pieces = [Piece(here(located.chunk), located.address, sizes[located.chunk]) for located in group]
-        try:
+        with self._proving(group[0].word) as copied:
             for call in cut_up(pieces, self._source.call_bytes if digests is None else self._source.hot_bytes):
-                if self._cutter.is_cut:
-                    raise ReadFailure("lost", "the read was given up", bytes_discarded=copied)
+                self._check_cut()
                 self._source.copy(call)
-                copied += sum(piece.nbytes for piece in call)
+                copied(sum(piece.nbytes for piece in call))
                 if digests is not None:
                     digests.go_on([piece.nbytes for piece in call])
-            is_valid = self._source.is_unchanged(group[0].word, self._right.generation)
+
+    def _gather(self, group: list[_Located], source: Gathering, places: StridedSource) -> tuple[dict[int, int], float]:
+        """Copy chunks of strips. Returns their digests, and what making those took."""
+        destination, made, digest_s = self._destination, dict[int, int](), 0.0
+        with self._proving(group[0].word) as copied:
+            for located in group:
+                stream, digest = places.stream(located.chunk), PiecewiseDigest()
+                with closing(destination.incoming(located.chunk)) as calls:
+                    for views in calls:
+                        self._check_cut()
+                        for view in views:
+                            source.gather(stream.take(view.nbytes), address_of(view))
+                            copied(view.nbytes)
+                        if destination.is_digested:
+                            digest.go_on(views)
+                digest_s += digest.seconds
+                if destination.is_digested:
+                    made[located.chunk] = digest.made
+        return made, digest_s
+
+    def _check_cut(self) -> None:
+        if self._cutter.is_cut:
+            raise ReadFailure("lost", "the read was given up")
+
+    @contextmanager
+    def _proving(self, word: int) -> Iterator[Callable[[int], None]]:
+        """Within the block bytes are copied, which is said as it is done; behind it the word decides. ReadFailure."""
+        copied = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal copied
+            copied += nbytes
+
+        try:
+            yield count
+            is_valid = self._source.is_unchanged(word, self._right.generation)
+        except ReadFailure as failure:
+            failure.bytes_discarded += copied
+            raise
         except TimeoutError as error:
             raise ReadFailure("stalled", str(error.strerror), bytes_discarded=copied) from error
         except OSError as error:

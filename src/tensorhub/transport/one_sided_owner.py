@@ -6,6 +6,7 @@ from tensorhub.accesses import Access
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie
 from tensorhub.transport.base import NotShared, Unusable
+from tensorhub.transport.dialect import REGIONS_MAX, FindRegions, RegionsAre
 from tensorhub.transport.owner import ServedReader
 
 LOCATE_BYTES = 2**40  # of the chunks in one answer: no byte of them is sent
@@ -31,8 +32,16 @@ class OneSidedSession:
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
         """Say where an access' chunks are."""
         chunks = self._reader.digests_of(access, memory)
-        places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
+        # Where chunks of strips are follows from where the regions are (`FindRegions`).
+        places = tuple([(chunk, digest, 0 if memory.is_strided else memory.address(chunk)) for chunk, digest in chunks])
         self._connection.send(ChunksLie(request, places, self._memory.word_of(access)))
+
+    def regions(self, asked: FindRegions) -> RegionsAre:
+        """Where regions are, for readers who may know. Raises as `answer`."""
+        if self.refusal:
+            raise Unusable(self.refusal)
+        memory = self._reader.find(asked.registration, asked.generation).memory
+        return RegionsAre(memory.addresses[asked.first : asked.first + REGIONS_MAX])
 
     def _check_given(self) -> None:
         """Unusable (NotShared): this reader is given no memory to map or to open."""

@@ -82,6 +82,8 @@ class ReadServer:
             self._serve(asked, session, strides=self._sides[asked.transport].strides)
 
     def _select(self, asked: Select) -> None:
+        if not asked.total:
+            raise ProtocolError("a selection without bytes is none")
         if asked.blob or asked.offset:
             following = self.memory.upload(self.lane, asked.selection, asked.total, asked.offset, asked.blob)
             if following < asked.total:

@@ -13,6 +13,7 @@ import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
+from tensorhub.strips import Strip
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,
@@ -195,6 +196,9 @@ class Nowhere:
     sizes = (8,)
     device = None
     is_strided = False
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        raise AssertionError("it is not strided")
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise AssertionError("it is not strided")

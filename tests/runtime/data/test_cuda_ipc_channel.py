@@ -21,6 +21,7 @@ from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay, Trans
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.strips import Strip
 from tensorhub.transport import unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.cma import process as cma
@@ -198,6 +199,9 @@ class Target:
     is_digested = False
     sizes = (8,)
     is_strided = False
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        raise AssertionError("it is not strided")
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise AssertionError("it is not strided")

@@ -22,6 +22,7 @@ from tensorhub.messages import ChunksLie, NotThisWay, ReadRefused, TransportRepl
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.strips import Strip
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import sockets
@@ -262,6 +263,9 @@ class Nowhere:
     sizes = (8,)
     device = None
     is_strided = False
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        raise AssertionError("it is not strided")
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise AssertionError("it is not strided")

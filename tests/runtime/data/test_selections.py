@@ -16,11 +16,11 @@ from tensorhub.runtime.data import selections as kept_selections
 from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.strips import Strip, straight
-from tests.runtime.data_rig import CONTENT, Node, finish, manifest_of, next_event, serving
+from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving
 
 ROWS, ROW_BYTES = 96, 3000  # of each of two published ranks, of which the reader takes some columns
-COLUMNS, FIRST = 700, 1500
-PITCH = 704  # of the reader's rows
+FIRST = 650  # the first of the columns that the reader takes
+GAP = 4  # behind each of the reader's rows
 CHUNK_ROWS = 20
 
 
@@ -32,6 +32,7 @@ class Setting:
     b: Node
     reader: Node
     parts: dict[str, Part]
+    columns: int
 
     @property
     def names(self) -> list[str]:
@@ -41,14 +42,15 @@ class Setting:
         return node.grant(selection=self.names[node is self.b], complete=complete)
 
     def runner(self, transport: str = "tcp") -> PullRunner:
-        return self.reader.runner(batch_bytes=2 * CHUNK_ROWS * COLUMNS, transport=transport, selections=self.parts)
+        return self.reader.runner(batch_bytes=2 * CHUNK_ROWS * self.columns, transport=transport, selections=self.parts)
 
     def check(self) -> None:
         rows = [bytes(array[at : at + ROW_BYTES]) for node in (self.a, self.b) for array in node.arrays for at in starts()]
         (mine,) = self.reader.arrays
         for number, row in enumerate(rows):
-            assert mine[number * PITCH : number * PITCH + COLUMNS] == row[FIRST : FIRST + COLUMNS]
-            assert not any(mine[number * PITCH + COLUMNS : (number + 1) * PITCH]), "the padding was written"
+            at, end = number * (self.columns + GAP), (number + 1) * (self.columns + GAP)
+            assert mine[at : end - GAP] == row[FIRST : FIRST + self.columns]
+            assert not any(mine[end - GAP : end]), "the padding was written"
 
 
 def starts() -> range:
@@ -66,7 +68,7 @@ def _close_listeners() -> Iterator[None]:
     made.clear()
 
 
-def setting(digest: Digest = "xxh3-64", chunk_bytes: int = 4096) -> Setting:
+def setting(digest: Digest = "xxh3-64", columns: int = 700, chunk_bytes: int = 4096) -> Setting:
     published = manifest_of((ROWS * ROW_BYTES,), digest, chunk_bytes)
     a, b = Node("a", published, filled=True), Node("b", published, filled=True)
     b.arrays[0][:] = b.arrays[0][::-1]
@@ -74,20 +76,20 @@ def setting(digest: Digest = "xxh3-64", chunk_bytes: int = 4096) -> Setting:
     taken: list[tuple[Strip, ...]] = []
     for first in range(0, ROWS, CHUNK_ROWS):
         count = min(CHUNK_ROWS, ROWS - first)
-        taken.append((Strip(0, first * ROW_BYTES + FIRST, 0, 0, 1, ((count, ROW_BYTES),), COLUMNS),))
-        places.append((Strip(0, first * PITCH, 0, 0, 1, ((count, PITCH),), COLUMNS),))
-    lower = [tuple([place._replace(offset=place.offset + ROWS * PITCH) for place in strips]) for strips in places]
+        taken.append((Strip(0, first * ROW_BYTES + FIRST, 0, 0, 1, ((count, ROW_BYTES),), columns),))
+        places.append((Strip(0, first * (columns + GAP), 0, 0, 1, ((count, (columns + GAP)),), columns),))
+    lower = [tuple([place._replace(offset=place.offset + ROWS * (columns + GAP)) for place in strips]) for strips in places]
     count = len(places)
     one = Part(0, (0,), Selection(tuple(taken)), tuple(range(count)))
     # The same columns, said in another way: else both parts would have one name.
     halves = tuple([(strips[0]._replace(loops=()), *_rest(strips[0])) for strips in taken])
     two = Part(1, (1,), Selection(halves), tuple(range(count, 2 * count)))
     sizes = tuple([strips[0].nbytes for strips in taken] * 2)
-    mine = manifest_of((2 * ROWS * PITCH,), digest)
+    mine = manifest_of((2 * ROWS * (columns + GAP),), digest)
     reading = Reading((*places, *lower), sizes, (one, two))
     reader = Node("reader", resharded(mine, digest, 4096, reading, "grid"), filled=False)
     made.extend([a, b, reader])
-    return Setting(a, b, reader, {part.selection.selection_id: part for part in (one, two)})
+    return Setting(a, b, reader, {part.selection.selection_id: part for part in (one, two)}, columns)
 
 
 def _rest(strip: Strip) -> Sequence[Strip]:
@@ -96,20 +98,22 @@ def _rest(strip: Strip) -> Sequence[Strip]:
     return (strip._replace(offset=strip.offset + apart, loops=((times - 1, apart),)),)
 
 
+@pytest.mark.parametrize("columns", [700, 2300])  # shorter ones are packed by their owner, whatever the transport
+@pytest.mark.parametrize("transport", KINDS)
 @pytest.mark.parametrize("digest", ["xxh3-64", "sha-256", "none"])
-async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest) -> None:
-    its = setting(digest)
+async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest, transport: str, columns: int) -> None:
+    its = setting(digest, columns)
     its.a.open(complete=True)
     its.b.open(complete=True)
     its.reader.open(complete=False)
-    async with serving(its.a, its.b, its.reader), its.runner() as runner:
+    async with serving(its.a, its.b, its.reader), its.runner(transport) as runner:
         runner.add_source(its.grant(its.a))
         runner.add_source(its.grant(its.b))
         await finish(runner)
         report = runner.report()
     its.check()
-    assert report.bytes_read == report.bytes_verified == 2 * ROWS * COLUMNS
-    assert sorted(source.bytes_read for source in report.sources) == [ROWS * COLUMNS] * 2
+    assert report.bytes_read == report.bytes_verified == 2 * ROWS * columns
+    assert sorted(source.bytes_read for source in report.sources) == [ROWS * columns] * 2
     origins = {its.reader.owner.origin(its.reader.registration, 7, chunk) for chunk in (0, 9)}
     assert origins == {Origin(its.a.registration, 7), Origin(its.b.registration, 7)}
 

@@ -20,6 +20,7 @@ from tensorhub.messages import ChunksLie, NotThisWay
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.strips import Strip
 from tensorhub.transport import unix
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.one_sided import Piece
@@ -180,6 +181,9 @@ class Destination:
     sizes = (8,)
     device = None
     is_strided = False
+
+    def strips(self, chunk: int) -> tuple[Strip, ...]:
+        raise AssertionError("it is not strided")
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         raise AssertionError("it is not strided")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages import Address
-from tensorhub.transport.dialect import Dialect, Find
+from tensorhub.transport.dialect import Dialect, Find, FindRegions, RegionsAre
 from tensorhub.transport.generation_words import NONCE_BYTES
 from tensorhub.types import Length, Range
 
@@ -22,4 +22,4 @@ class MemoryIs:
     nonce: Annotated[bytes, Length(NONCE_BYTES)]
 
 
-DIALECT = Dialect("cma", from_reader={Find: 1}, from_owner={MemoryIs: 2})
+DIALECT = Dialect("cma", from_reader={Find: 1, FindRegions: 3}, from_owner={MemoryIs: 2, RegionsAre: 4})

@@ -16,8 +16,9 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
+from tensorhub.memory.strided import Block, runs
 from tensorhub.transport.generation_words import NONCE_BYTES, WORD_BYTES, Header, order_fault
-from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, Piece
+from tensorhub.transport.one_sided import CALL_BYTES, CALL_PIECES_MAX, GROUP_BYTES, Piece
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -43,6 +44,25 @@ def copy(pid: int, call: Sequence[Piece]) -> None:
         if count:
             here_at, there_at, nbytes = left[0]
             left[0] = Piece(here_at + count, there_at + count, nbytes - count)
+
+
+def gather(pid: int, made: Sequence[Block], here: int) -> None:
+    """Copy the bytes of these blocks of that process' memory to one place here. Otherwise as `copy`."""
+    addresses, sizes = array("Q"), array("Q")
+    for block in made:
+        starts = runs(block)
+        addresses.extend(starts)
+        sizes.extend([block.run] * len(starts))
+    there = array("Q", bytes(16 * len(addresses)))
+    there[0::2], there[1::2] = addresses, sizes
+    at = there.buffer_info()[0]
+    for first in range(0, len(sizes), CALL_PIECES_MAX):
+        some = sizes[first : first + CALL_PIECES_MAX]
+        nbytes = sum(some)
+        target = array("Q", (here, nbytes))
+        if _readv(pid, target.buffer_info()[0], 1, at + 16 * first, len(some)) != nbytes:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        here += nbytes
 
 
 def _readv(pid: int, here: int, here_count: int, there: int, there_count: int) -> int:
@@ -126,6 +146,10 @@ class Process:
     def copy(self, call: Sequence[Piece]) -> None:
         """See `copy`."""
         copy(self.header.pid, call)
+
+    def gather(self, made: Sequence[Block], here: int) -> None:
+        """See `gather`."""
+        gather(self.header.pid, made, here)
 
     def is_there(self) -> bool:
         """Whether that process is the one that the header is of. OSError if it cannot be read."""

@@ -13,13 +13,18 @@ from tensorhub.transport.one_sided import OneSidedChannel, lanes_here
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
+from tensorhub.transport.strided_source import StridedSource
+from tensorhub.transport.tcp.reader import SharedTcpChannel
 from tensorhub.types import Location
+
+RUN_BYTES_MIN = 2048  # on average: shorter pieces come faster over the connection, packed by their owner
 
 
 class CmaTransport(ConnectedTransport):
     """process_vm_readv; between processes of one user on one host."""
 
     dialect = DIALECT
+    strides = True
 
     def __init__(self, local: Local) -> None:
         if (fault := cma.fault_here()) is not None:
@@ -41,7 +46,13 @@ class CmaTransport(ConnectedTransport):
         peer, right = client.peer, client.right
         if peer.header is None or peer.registration != right.registration:
             peer.header, peer.registration = _find(client), right.registration
-        return OneSidedChannel(client, cma.Process(peer.header), destination)
+        process = cma.Process(peer.header)
+        if not destination.is_strided:
+            return OneSidedChannel(client, process, destination)
+        places = StridedSource(client, destination)
+        if places.run_bytes < RUN_BYTES_MIN:
+            return SharedTcpChannel(client, destination)
+        return OneSidedChannel(client, process, destination, (process, places))
 
 
 def _find(client: ReadClient) -> Header:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages import Address
-from tensorhub.transport.dialect import Dialect, Find
+from tensorhub.transport.dialect import Dialect, Find, FindRegions, RegionsAre
 from tensorhub.types import Length
 
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
@@ -21,4 +21,4 @@ class SegmentsAre:
     segments: Annotated[tuple[tuple[Address, Address], ...], Length(SEGMENTS_MAX)]
 
 
-DIALECT = Dialect("shm", from_reader={Find: 1}, from_owner={SegmentsAre: 2})
+DIALECT = Dialect("shm", from_reader={Find: 1, FindRegions: 3}, from_owner={SegmentsAre: 2, RegionsAre: 4})

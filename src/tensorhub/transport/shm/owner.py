@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tensorhub.transport.base import NotShared
-from tensorhub.transport.dialect import Find
+from tensorhub.transport.dialect import Find, FindRegions
 from tensorhub.transport.one_sided_owner import OneSidedSession
 from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.shm.messages import DIALECT, SEGMENTS_MAX, SegmentsAre
@@ -11,8 +11,11 @@ from tensorhub.transport.shm.segments import segments_of
 
 
 class _ShmSession(OneSidedSession):
-    def answer(self, request: int, asked: Find) -> None:
+    def answer(self, request: int, asked: Find | FindRegions) -> None:
         """Hand over what the registration and its generation word are in."""
+        if isinstance(asked, FindRegions):
+            self._connection.send(DIALECT.reply(request, self.regions(asked)))
+            return
         found = self._reader.find(asked.registration, asked.generation)
         segments = segments_of([*found.memory.places, found.word])
         if not self._connection.passes_descriptors or not segments or len(segments) > SEGMENTS_MAX:
@@ -28,6 +31,7 @@ class ShmOwner(OwnerSide):
 
     dialect = DIALECT
     is_one_sided = True
+    strides = True
     shares_memory = True
 
     def session(self, reader: ServedReader) -> OwnerSession:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 from tensorhub.errors import StateError, TransportUnavailable
+from tensorhub.memory.strided import Block, bounds, gather
 from tensorhub.transport.base import Channel, Destination, Unusable
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.generation_words import WORD_BYTES
@@ -23,6 +24,7 @@ from tensorhub.transport.shm import segments as shm
 from tensorhub.transport.shm.messages import DIALECT, SegmentsAre
 from tensorhub.transport.shm.owner import ShmOwner
 from tensorhub.transport.streaming_digest import HOT_BYTES
+from tensorhub.transport.strided_source import StridedSource
 from tensorhub.types import Incarnation, Location, RegistrationId
 
 
@@ -30,6 +32,7 @@ class ShmTransport(ConnectedTransport):
     """Mappings of memory that the source's process has allocated as shared; between processes on one host."""
 
     dialect = DIALECT
+    strides = True
 
     def __init__(self, local: Local) -> None:
         if (fault := shm.fault_here()) is not None:
@@ -55,7 +58,9 @@ class ShmTransport(ConnectedTransport):
         if source is None:
             source = Mapped(self._find(client))
             self._sources.put(key, source)
-        return OneSidedChannel(client, source, destination)
+        if not destination.is_strided:
+            return OneSidedChannel(client, source, destination)
+        return OneSidedChannel(client, source, destination, (source, StridedSource(client, destination)))
 
     def _find(self, client: ReadClient) -> list[tuple[int, shm.MappedSegment]]:
         """The source's segments, each with its address there."""
@@ -106,6 +111,13 @@ class Mapped(Translated):
     def copy(self, call: Sequence[Piece]) -> None:
         for here, there, nbytes in call:
             ctypes.memmove(here, self._here(there, nbytes), nbytes)
+
+    def gather(self, made: Sequence[Block], here: int) -> None:
+        for block in made:
+            below, above = bounds(block)
+            shifted = [self._here(cell + below, above - below) - below for cell in block.cells]
+            gather(block._replace(cells=shifted), here)
+            here += block.nbytes
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """See `Source.is_unchanged`. A process that has died has not written since."""

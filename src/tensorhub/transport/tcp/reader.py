@@ -5,6 +5,7 @@ Responsible for receiving exactly the chunks that were asked for. Not responsibl
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -141,3 +142,19 @@ class TcpChannel:
 
     def close(self) -> None:
         self._client.close()
+
+
+class SharedTcpChannel(TcpChannel):
+    """The same for several threads, which receive one after the other: of a transport that may have several (`lanes`), where
+    its own way is no good.
+    """
+
+    def __init__(self, client: ReadClient, destination: Destination) -> None:
+        super().__init__(client, destination)
+        self._turn = threading.Lock()
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        with self._turn:
+            if not self._coming and self._client.is_answered:
+                return Arrival((), 0.0, 0.0)
+            return super().receive(bytes_max)
