@@ -12,7 +12,9 @@ import torch
 
 import tensorhub
 from tensorhub import Options, errors
+from tensorhub.messages import CopyRefused, MakeCopy
 from tensorhub.testing import Fault, GuaranteeBroken, RunningCluster, SimulatedCluster, WorkerCrashed, simulate
+from tensorhub.testing.drivers.facades import WorkerFacade
 
 OPTIONS = Options(chunk_bytes=4096, op_timeout_s=20, host_memory_bytes=10**6)
 BACKENDS = ("asyncio", "trio")
@@ -61,6 +63,28 @@ def test_hub_and_weights_are_the_public_classes(run: Callable[..., list[str]]) -
             assert hub.name == "trainer"
 
     run(main)
+
+
+def test_a_hub_that_closes_makes_no_copies_for_others(run: Callable[..., list[str]]) -> None:
+    said = list[object]()
+
+    async def main(cluster: RunningCluster) -> None:
+        async with cluster.connect(name="trainer", options=OPTIONS) as hub:
+            facade, weights = hub._worker, await hub.register("actor", tensors())
+            assert isinstance(facade, WorkerFacade)
+            info = await weights.publish(1)
+            close_handles = facade.close_handles
+
+            async def ordered_meanwhile(*arguments: Any) -> None:
+                facade.worker.say = said.append  # type: ignore[assignment]
+                facade.worker.copies.ordered(MakeCopy("copy", info, 0, ""))
+                del facade.worker.say
+                await close_handles(*arguments)
+
+            facade.close_handles = ordered_meanwhile  # type: ignore[method-assign, assignment]
+
+    run(main)
+    assert said[0] == CopyRefused("copy", "this worker closes")
 
 
 async def everything(cluster: RunningCluster) -> None:

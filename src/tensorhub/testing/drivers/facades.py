@@ -292,6 +292,7 @@ class WorkerFacade(CallersWorker):
 
     async def close(self) -> None:
         """Close every handle and say goodbye. Bounded in time."""
+        self.copies.machine.stop()
         if self.worker.alive and not self.cluster.is_over:
             serving = [handle for handle in self._handles if handle.simulated in self.worker.handles]
             with anyio.move_on_after(CLOSE_S, shield=True):
