@@ -53,6 +53,7 @@ from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
 GAP = 1 / 8  # of a lease: a step that is so late, with none before it, shows that the coordinator did not run
+Often = messages.Progress | messages.ReadyToWrite | messages.Prepared  # what is said most often
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
 
@@ -284,7 +285,9 @@ class Coordinator(Stateful[CoordinatorState]):
             self._membership.heard(worker, answers)
         if session.read_only and not access.admits(self.cluster, session, message):
             return
-        if isinstance(message, messages.FromAnybody):
+        if worker is not None and isinstance(message, Often):
+            self._operations.hear(worker, message)
+        elif isinstance(message, messages.FromAnybody):
             self._receive_from_anybody(session, message)
         elif worker is None:
             self.cluster.close_session(session.number, f"{type(message).__name__} before Join")
@@ -322,8 +325,6 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _receive_from_worker(self, worker: Worker, message: messages.FromJoined) -> None:
         match message:
-            case messages.Progress() | messages.Fill() | messages.ReadyToWrite() | messages.Prepared():
-                self._operations.hear(worker, message)  # what is said most often comes first
             case messages.Leave():
                 self._membership.leave(worker, message.reason[: limits.ERROR_CHARS_MAX])
             case messages.Register():

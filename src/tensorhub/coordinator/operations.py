@@ -69,7 +69,8 @@ class Operations:
         match message:
             case Progress() | ReadyToWrite() | Prepared() | ReadFailed() | Compared():
                 part = member.part
-                if part is not None and part.operation.key == key:
+                now = part.operation.key if part is not None else None  # of this group
+                if part is not None and now is not None and (now.epoch, now.sequence) == (key.epoch, key.sequence):
                     self._hear_of(part, message)
                 elif isinstance(message, ReadFailed):
                     self._readers.left(member, message.lease)

@@ -253,14 +253,18 @@ class Readers:
         layout, reader = version.layout_of(part.member), part.member.worker
         if part.member.holding is not None and part.member.holding.version is version:
             return []
-        of_own = () if layout is None else layout.get(part.shard, ())
-        ways = [[h for h in of_own if h.is_source]]
+        own = [layout[part.shard]] if layout is not None and part.shard in layout else []
+        ways = [own]
         if layout is not version.holdings:  # it needs one for each class then
-            classes = version.holdings.classes.values()
-            ways = [[*ways[0], *(h for shard in each for h in version.holdings[shard] if h.is_source)] for each in classes]
-        for sources in ways:
-            if not any(reader.reaches(h.member.worker) for h in sources if h.member is not part.member):
-                return sorted(set().union(*(h.member.worker.transports for h in sources)))
+            ways = [[*own, *(version.holdings[shard] for shard in each)] for each in version.holdings.classes.values()]
+        for way in ways:
+            theirs = set[str]()
+            for source in (holding.member for there in way for holding in there if holding.is_source):
+                if source is not part.member and reader.reaches(source.worker):
+                    break  # of very many sources mostly the first
+                theirs |= source.worker.transports
+            else:
+                return sorted(theirs)
         return []
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
