@@ -35,14 +35,7 @@ from tensorhub.runtime.worker.fill import Filler
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
-from tensorhub.types import (
-    ContentId,
-    HandleState,
-    OpKind,
-    Purpose,
-    RegistrationId,
-    VersionInfo,
-)
+from tensorhub.types import ContentId, HandleState, OpKind, Purpose, RegistrationId, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member

@@ -26,14 +26,7 @@ from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
-from tensorhub.types import (
-    ContentId,
-    FetchReport,
-    HandleState,
-    Medium,
-    Purpose,
-    RegistrationId,
-)
+from tensorhub.types import ContentId, FetchReport, HandleState, Medium, Purpose, RegistrationId
 from tensorhub.worker import calls
 from tensorhub.worker.fencing import look
 from tensorhub.worker.interpreter import Interpreter
@@ -321,12 +314,9 @@ class HandleShell:
             case calls.Say():
                 if isinstance(action.message, Publish):
                     self.cluster.guarantees.contents.promise(action.message.key, self.shard.rank, self.cells)
-                if (
-                    isinstance(action.message, Prepared)
-                    and self.last_call is not None
-                    and self.last_call.key == action.message.key
-                ):
-                    self.last_call.votes = (*self.last_call.votes, action.message.key)
+                record = self.last_call
+                if isinstance(action.message, Prepared) and record is not None and record.key == action.message.key:
+                    record.votes = (*record.votes, action.message.key)
                 self.worker.say(action.message)
             case calls.OpenGeneration():
                 try:
