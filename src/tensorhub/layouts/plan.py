@@ -324,14 +324,14 @@ class _Planning:
     def _take(self, stretch: _Stretch, parts: list[_Part]) -> None:
         region, offset, *held = stretch.places
         region_step, offset_step, *held_steps = stretch.steps
-        length = len(stretch.pieces)
-        for source, column, source_offset, reader_offset, loops, run, nbytes in parts:
-            at = 2 * column
-            first = Cell(held[at], held[at + 1] + source_offset, region, offset + reader_offset, loops, run)
-            family = Family(source, length, first, Step(held_steps[at], held_steps[at + 1], region_step, offset_step))
-            self._families.append(family if length == 1 or region_step else joined(family))
-            self._given[source] += nbytes * length
-            self._in_use.add(source)
+        for part in parts:
+            at = 2 * part.column
+            places = held[at], held[at + 1] + part.source_offset, region, offset + part.reader_offset
+            step = Step(held_steps[at], held_steps[at + 1], region_step, offset_step)
+            first, length = Cell(*places, part.loops, part.run), len(stretch.pieces)
+            self._families.append(joined(Family(part.source, length, first, step)))
+            self._given[part.source] += part.nbytes * len(stretch.pieces)
+            self._in_use.add(part.source)
         kind, box, _ = self._reader.geometry[stretch.likeness.form]
         if sum(part.nbytes for part in parts) < volume(box) * kind.itemsize:
             self._miss(stretch)

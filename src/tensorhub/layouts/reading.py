@@ -25,18 +25,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from operator import attrgetter
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.cells import Cell, Family, Loops, Step
+from tensorhub.layouts.cells import Family, Step
 from tensorhub.layouts.columns import Column, expect, pack_all, unpack_all
 from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import ID_MAX
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
-from tensorhub.strips import Around, Strip, beyond, shortest
+from tensorhub.strips import Strip, beyond, shortest
 
 FORM = 1
 STRIPS_MAX = 2**18  # of one selection; each chunk has one at least
@@ -165,19 +165,25 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
     """
     classes = publication.classes
     made = plan(reader, [each.coordinates for each in classes], turn=turn)
-    chunks = [(source, batch) for source, families in made.of_source.items() for batch in _batches(families, chunk_bytes)]
-    chunks.sort(key=lambda chunk: chunk[1].places[0][:2])  # by the first byte
+    chunks = [
+        (places, source, taken)
+        for source, families in made.of_source.items()
+        for places, taken in _batches(families, chunk_bytes)
+    ]
+    chunks.sort(key=lambda chunk: chunk[0][0][:2])  # by the first byte
     if len(chunks) > CHUNKS_MAX:
         raise RegistrationError(f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer")
     numbers: dict[int, list[int]] = {source: [] for source in made.of_source}
-    for number, (source, _) in enumerate(chunks):
+    for number, (_, source, _) in enumerate(chunks):
         numbers[source].append(number)
     parts = []
     for source, its in numbers.items():
-        selection = Selection(tuple([chunks[number][1].taken for number in its]), classes[source].coordinates.coordinates_id)
+        selection = Selection(tuple([chunks[number][2] for number in its]), classes[source].coordinates.coordinates_id)
         _refuse_too_long(selection)
         parts.append(Part(classes[source].ranks[0], classes[source].ranks, selection, tuple(its)))
-    return Reading(tuple([batch.places for _, batch in chunks]), tuple([batch.nbytes for _, batch in chunks]), tuple(parts))
+    places = tuple([places for places, _, _ in chunks])
+    sizes = tuple([sum([strip.nbytes for strip in chunk]) for chunk in places])
+    return Reading(places, sizes, tuple(parts))
 
 
 def _refuse_too_long(selection: Selection) -> None:
@@ -195,106 +201,77 @@ def _refuse_too_long(selection: Selection) -> None:
 # ------------------------------------------------------------------------------------------------------- batches
 
 
-class _Batch(NamedTuple):
-    """A chunk: its strips at the reader, and those at the source."""
-
-    places: tuple[Strip, ...]
-    taken: tuple[Strip, ...]
-    nbytes: int
-
-
-class _Form(NamedTuple):
-    """What is true of every cell with these loops around such runs: at the reader, and at the source."""
-
-    nbytes: int
-    runs: int
-    reader_loops: Around
-    reader_run: int
-    source_loops: Around
-    source_run: int
-
-
-def _form(cell: Cell) -> _Form:
-    place = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, reader) for times, _, reader in cell.loops]), cell.run))
-    taken = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, source) for times, source, _ in cell.loops]), cell.run))
-    return _Form(cell.nbytes, cell.runs, place.loops, place.run, taken.loops, taken.run)
-
-
-def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[_Batch]:
-    """The cells of one source in chunks."""
+def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[tuple[Strip, ...], tuple[Strip, ...]]]:
+    """The cells of one source in chunks: of each, the strips at the reader and those at the source."""
     batch: list[tuple[Strip, Strip]] = []
     room, runs, cells = chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
-    for family, form in _short(families, chunk_bytes):
-        at, length = 0, family.length
-        while at < length:
-            count = min(length - at, room // form.nbytes, runs // form.runs, cells)
+    for family in _short(families, chunk_bytes):
+        cell_bytes, cell_runs = family.first.nbytes, family.first.runs
+        at = 0
+        while at < family.length:
+            count = min(family.length - at, room // cell_bytes, runs // cell_runs, cells)
             if not count:
-                yield _in_order(batch, chunk_bytes - room)
+                yield _in_order(batch)
                 batch, room, runs, cells = [], chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
                 continue
-            batch.append(_strips(family, form, at, count))
-            room -= count * form.nbytes
-            runs -= count * form.runs
+            batch.append(_strips(family, at, count))
+            room -= count * cell_bytes
+            runs -= count * cell_runs
             cells -= count
             at += count
     if batch:
-        yield _in_order(batch, chunk_bytes - room)
+        yield _in_order(batch)
 
 
-def _in_order(batch: list[tuple[Strip, Strip]], nbytes: int) -> _Batch:
+def _in_order(batch: list[tuple[Strip, Strip]]) -> tuple[tuple[Strip, ...], tuple[Strip, ...]]:
     batch.sort(key=lambda both: both[0][:2])
-    return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), nbytes)
+    return tuple([place for place, _ in batch]), tuple([taken for _, taken in batch])
 
 
-def _short(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[Family, _Form]]:
+def _short(families: Sequence[Family], chunk_bytes: int) -> Iterator[Family]:
     """The same cells in families that go forward in the reader's memory, and none of which is too long for a chunk."""
     still = Step(0, 0, 0, 0)
-    forms: dict[tuple[Loops, int], _Form] = {}  # few, of whatever many families
-
-    def form_of(cell: Cell) -> _Form:
-        key = cell.loops, cell.run
-        form = forms.get(key)
-        if form is None:
-            form = forms[key] = _form(cell)
-        return form
-
-    for family in sorted(map(_forward, families), key=lambda family: family.first[2:4]):  # by the first byte
-        form = form_of(family.first)
-        cell_bytes = min(chunk_bytes, RUNS_MAX * family.first.run)
-        if form.nbytes <= cell_bytes:
-            yield family, form
+    for family in sorted(map(_forward, families), key=attrgetter("first.reader_region", "first.reader_offset")):
+        first = family.first
+        cell_bytes = min(chunk_bytes, RUNS_MAX * first.run)
+        if first.nbytes <= cell_bytes:
+            yield family
         else:
             for cell in family.cells():
-                yield from ((Family(family.source, 1, part, still), form_of(part)) for part in cell.cut(cell_bytes))
+                yield from (Family(family.source, 1, part, still) for part in cell.cut(cell_bytes))
 
 
 def _forward(family: Family) -> Family:
-    if family.step[2:] >= (0, 0):  # the reader's region and offset
+    step = family.step
+    if (step.reader_region, step.reader_offset) >= (0, 0):
         return family
     (last,) = islice(family.cells(), family.length - 1, None)
-    return family._replace(first=last, step=Step(*[-each for each in family.step]))
+    return family._replace(first=last, step=Step(*[-each for each in step]))
 
 
-def _strips(family: Family, form: _Form, at: int, count: int) -> tuple[Strip, Strip]:
+def _strips(family: Family, at: int, count: int) -> tuple[Strip, Strip]:
     """`count` cells of a family from number `at` on: at the reader, and at the source."""
-    source_region, source_offset, reader_region, reader_offset, _, _ = family.first
-    *by, reader_region_step, reader_offset_step = family.step
+    first, step = family.first, family.step
+    loops, run = first.loops, first.run
     place = Strip(
-        reader_region + at * reader_region_step,
-        reader_offset + at * reader_offset_step,
-        reader_region_step,
-        reader_offset_step,
+        first.reader_region + at * step.reader_region,
+        first.reader_offset + at * step.reader_offset,
+        step.reader_region,
+        step.reader_offset,
         count,
-        form.reader_loops,
-        form.reader_run,
+        tuple([(times, reader) for times, _, reader in loops]),
+        run,
     )
     taken = Strip(
-        source_region + at * by[0], source_offset + at * by[1], by[0], by[1], count, form.source_loops, form.source_run
+        first.source_region + at * step.source_region,
+        first.source_offset + at * step.source_offset,
+        step.source_region,
+        step.source_offset,
+        count,
+        tuple([(times, source) for times, source, _ in loops]),
+        run,
     )
-    return (
-        place if reader_region_step and count > 1 else shortest(place),
-        taken if by[0] and count > 1 else shortest(taken),
-    )
+    return shortest(place), shortest(taken)
 
 
 # ------------------------------------------------------------------------------------------------------ encoding
