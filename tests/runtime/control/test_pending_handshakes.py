@@ -113,18 +113,6 @@ def test_among_its_own_an_origins_oldest_goes_after_a_while() -> None:
     assert met(strangers, due) == [("a3", "a1")]
 
 
-def test_whoever_is_only_not_heard_has_not_taken_too_long() -> None:
-    unread = {"a0", "a1"}
-    strangers = PendingHandshakes[str](99, 2, WAIT_S, unread.__contains__)
-    speak(strangers, [f"a{number}" for number in range(5)])
-    assert met(strangers) == [("a0", None), ("a1", None)]
-    assert met(strangers, PATIENCE_S) == []  # as if they were met then
-    assert strangers.next_deadline(may_meet=True) == 2 * PATIENCE_S
-    unread.clear()
-    assert met(strangers, 2 * PATIENCE_S - 0.01) == []
-    assert met(strangers, 2 * PATIENCE_S) == [("a2", "a0"), ("a3", "a1")]
-
-
 def test_a_crowd_that_proves_itself_has_patience_however_many_wait() -> None:
     strangers = PendingHandshakes[str](99, 2, WAIT_S)
     speak(strangers, [f"a{number}" for number in range(60)])

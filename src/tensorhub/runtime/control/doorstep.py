@@ -214,14 +214,9 @@ class Doorstep:
         return True
 
 
-def has_said(stranger: Stranger) -> bool:
-    """Whether something that it has said lies in the kernel."""
-    return stranger.connection.fileno() >= 0 and _is_readable(stranger.connection)
-
-
-def _is_readable(connection: socket.socket) -> bool:
+def _is_readable(listener: socket.socket) -> bool:
     waiting = select.poll()
-    waiting.register(connection, select.POLLIN)
+    waiting.register(listener, select.POLLIN)
     return bool(waiting.poll(0))
 
 

@@ -17,7 +17,7 @@ import ipaddress
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Generic, TypeVar
 
@@ -36,17 +36,12 @@ S = TypeVar("S", bound=Hashable)
 class PendingHandshakes(Generic[S]):
     """Those of one listener. Times are seconds of any one clock."""
 
-    def __init__(self, most: int, met_max: int, wait_s: float, has_said: Callable[[S], bool] = lambda _: False) -> None:
-        """`wait_s`: after which one that was not met is given up. `has_said`: whether something of one that is met lies
-        unread. Then it is not its peer that takes long.
-        """
+    def __init__(self, most: int, met_max: int, wait_s: float) -> None:
+        """`wait_s`: after which one that was not met is given up."""
         self.most = most
         self.met_max = met_max
         self._wait_s = wait_s
-        self._has_said = has_said
-        self._by_origin: dict[
-            str, dict[S, None]
-        ] = {}  # all of them; the oldest first, as old as their meeting; none is empty
+        self._by_origin: dict[str, dict[S, None]] = {}  # all of them, oldest first, but who is met goes back; none is empty
         self._origins: dict[S, str] = {}  # where each of them comes from
         self._came: dict[S, float] = {}  # those that are not met, oldest first
         self._spoken: dict[str, dict[S, None]] = {}  # those of them that have spoken; whose turn is next is first
@@ -84,11 +79,9 @@ class PendingHandshakes(Generic[S]):
         else:
             crowd = self._crowd()
             origin = min(self._spoken, key=self._met_from)
-            if self._met_from(origin) + 1 >= self._met_from(crowd):
-                self._excuse(crowd, now)
-                if now < self._patient_until(crowd):
-                    return None
             gone = next(iter(self._met[crowd]))
+            if self._met_from(origin) + 1 >= self._met_from(crowd) and now < self._patient_until(crowd):
+                return None
             self.dismiss(gone)
             self._in_vain += 1
         waiting = self._spoken.pop(origin)  # its next turn is after the others'
@@ -104,14 +97,6 @@ class PendingHandshakes(Generic[S]):
         self._met.setdefault(origin, {})[stranger] = now
         self._counts["met"] += 1
         return stranger, gone
-
-    def _excuse(self, crowd: str, now: float) -> None:
-        """Whoever has taken too long, and is only not heard, is as good as one that was met just now."""
-        for stranger, since in list(self._met[crowd].items()):
-            if now < since + PATIENCE_S or not self._has_said(stranger):
-                return
-            del self._met[crowd][stranger]
-            self._met[crowd][stranger] = now
 
     def _met_from(self, origin: str) -> int:
         return len(self._met.get(origin, ()))

@@ -51,7 +51,7 @@ from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
-from tensorhub.runtime.control.doorstep import Doorstep, Stranger, has_said
+from tensorhub.runtime.control.doorstep import Doorstep, Stranger
 from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, descriptors_for, shares
@@ -337,7 +337,7 @@ class CoordinatorServer:
             tasks.start_soon(self._serve_stranger, stranger, doorstep)
 
         strangers = PendingHandshakes[Stranger](
-            self._strangers_max, min(MET_MAX, self._strangers_max), self._options.connect_timeout_s, has_said
+            self._strangers_max, min(MET_MAX, self._strangers_max), self._options.connect_timeout_s
         )
         self._doorstep = doorstep = Doorstep(listening, strangers, meet, self._crowding, self._shortages)
         await doorstep.keep()
