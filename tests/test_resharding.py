@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file
 
 import tensorhub
 from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
-from tensorhub.hub import Hub
+from tensorhub.hub import Hub, fetch_into
+from tensorhub.memory.file_target import FileTarget
 from tensorhub.runtime.data import lanes
 from tensorhub.types import FetchReport, Options, VersionInfo
 from tensorhub.weights import Weights
@@ -299,3 +302,37 @@ async def test_a_source_that_is_lost_is_replaced_by_its_equal() -> None:
                 gate.open()
             assert is_held(mine, 1)
             assert len(copied) == TRAINERS
+
+
+async def test_a_fetch_puts_the_whole_model_together() -> None:
+    async with world("one", "two") as (c, _, _):
+        full = whole(1)
+        fetched, some = await all_of(c.hubs[2].fetch("m", rank=None), c.hubs[3].fetch("m", rank=None, names=["q", "*n*"]))
+        assert fetched.keys() == SHAPES.keys()
+        assert all(np.array_equal(fetched[name].numpy(), full[name]) for name in SHAPES)
+        assert some.keys() == {"q", "norm", "down"}
+        assert all(np.array_equal(tensor.numpy(), full[name]) for name, tensor in some.items())
+        assert some.report.bytes_read == sum(full[name].nbytes for name in some)
+        part = await c.hubs[2].fetch("m", rank=1, names="q")
+        assert np.array_equal(part["q"].numpy(), full["q"][rows("q", 1)])
+
+
+async def test_a_checkpoint_is_exported_without_a_gather(tmp_path: Path) -> None:
+    async with world("one") as (c, _, _):
+        with FileTarget(tmp_path / "m.safetensors") as target:
+            await fetch_into(c.hubs[2], "m", "latest", target, rank=None)
+            target.commit()
+        full, found = whole(1), load_file(tmp_path / "m.safetensors")
+        assert found.keys() == SHAPES.keys()
+        assert all(np.array_equal(found[name], full[name]) for name in SHAPES)
+
+
+async def test_what_nobody_has_described_cannot_be_put_together() -> None:
+    async with cluster("trainer", "reader", transports=["tcp"]) as c:
+        ranks = [
+            await c.hubs[0].register("m", {"w": np.zeros(3, np.float32)}, group="t", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+        await all_of(*(each.publish(1) for each in ranks))
+        with pytest.raises(ManifestMismatch, match="sources="):
+            await c.hubs[1].fetch("m", rank=None)

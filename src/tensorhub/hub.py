@@ -19,7 +19,7 @@ from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_onl
 from tensorhub.fetched import Fetched
 from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.allocated import AllocatedMemory
-from tensorhub.memory.tensors import CallersMemory, Memory, RegisteredMemory
+from tensorhub.memory.tensors import CallersMemory, FilledMemory, RegisteredMemory
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
@@ -472,17 +472,18 @@ class Hub(Unpicklable):
         model: str,
         selector: Selector = LATEST,
         *,
-        rank: int = 0,
+        rank: int | None = 0,
         names: str | Sequence[str] | None = None,
         device: object = "cpu",
         timeout: float | None = None,
     ) -> Fetched:
         """Allocate the tensors of a version and fill them; nobody reads them from here. `selector`: as `Weights.replicate`.
 
-        `rank`: which shard of a version of several ranks. `names`: only these tensors, by name or glob ("layers.0.*"),
-        one or several; what is not wanted is not read (but the first reader of a version, whatever it wants, waits until its
-        publisher has digested the whole shard). `device`: a torch device, for the tensors in the end; they arrive,
-        and are verified, in host memory.
+        `rank`: which shard of a version of several ranks; None: the whole model, put together from whichever ranks have its
+        parts, if they have said what those are (DTensors, `sources=`). `names`: only these tensors, by name or glob
+        ("layers.0.*"), one or several; what is not wanted is not read (but the first reader of a version waits until its
+        publisher has digested what it reads; with `rank`, the whole shard). `device`: a torch device, for the tensors in the
+        end; they arrive, and are verified, in host memory.
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
         lacks), StateError (arguments; no torch; a device that cannot be used; no memory), OperationTimeout, GroupAborted,
@@ -541,9 +542,9 @@ async def fetch_into(
     hub: Hub,
     model: str,
     selector: Selector,
-    memory: Memory,
+    memory: FilledMemory,
     *,
-    rank: int = 0,
+    rank: int | None = 0,
     timeout: float | None = None,
     progress: ProgressListener | None = None,
 ) -> tuple[VersionInfo, FetchReport]:
@@ -555,8 +556,9 @@ async def fetch_into(
     """
     check_name("model", model)
     check_selector(selector)
-    if type(rank) is not int or not 0 <= rank < 2**20:
-        raise invalid(rank, int, f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1")
+    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**20):
+        text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"
+        raise invalid(rank, int, text)
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)

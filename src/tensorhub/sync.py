@@ -211,7 +211,7 @@ class Hub(Unpicklable):
         model: str,
         selector: Selector = LATEST,
         *,
-        rank: int = 0,
+        rank: int | None = 0,
         names: str | Sequence[str] | None = None,
         device: object = "cpu",
         timeout: float | None = None,

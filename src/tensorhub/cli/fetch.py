@@ -29,7 +29,10 @@ def fetch(
     version: Annotated[
         str, typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available: the newest held now.")
     ] = "latest",
-    rank: Annotated[int, common.whole_option(0, 2**20 - 1, help="Which shard of a version of several ranks.")] = 0,
+    rank: Annotated[
+        int | None,
+        common.whole_option(0, 2**20 - 1, help="Only this shard of a version of several ranks; default: the whole model."),
+    ] = None,
     timeout: Annotated[
         float | None,
         common.seconds_option(0, math.inf, help="Give up after so many seconds; default 60, inf: never."),

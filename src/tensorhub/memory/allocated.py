@@ -9,20 +9,18 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown
+from tensorhub.layouts.whole import choose
 from tensorhub.manifest import Manifest, TensorSpec
 from tensorhub.memory.tensors import Bytes, FilledMemory, MappedRegions, check_padding, is_packed, view
 
 if TYPE_CHECKING:
     import torch
 
-NAMES_SHOWN_MAX = 5
 EMPTY: Bytes = memoryview(b"")
 
 
@@ -49,7 +47,7 @@ class AllocatedMemory(FilledMemory):
     """
 
     def __init__(self, names: str | Sequence[str] | None = None, device: object = "cpu") -> None:
-        self._patterns = patterns(names)
+        self.patterns = patterns(names)
         self._torch = _import_torch()
         self._device = self._usable(device)
         is_cuda = self._device.type == "cuda" and fault_here() is None
@@ -74,7 +72,7 @@ class AllocatedMemory(FilledMemory):
 
         Raises ManifestMismatch (a name that nothing has, a dtype that this torch lacks), StateError (no memory).
         """
-        self._chosen = tuple(choose(self._patterns, manifest))
+        self._chosen = tuple(choose(self.patterns, manifest))
         for tensor in self._chosen:
             self._check_supported(tensor)
         wanted = {tensor.region for tensor in self._chosen}
@@ -163,22 +161,6 @@ def _import_torch() -> Any:
         return importlib.import_module("torch")
     except ImportError as error:
         raise StateError("fetch makes torch tensors, and torch is not installed: pip install 'tensorhub[torch]'") from error
-
-
-def choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorSpec]:
-    """The tensors that are wanted, in the manifest's order. A pattern that is a tensor's name is no glob."""
-    if patterns is None:
-        return list(manifest.tensors)
-    names = [tensor.name for tensor in manifest.tensors]
-    known, chosen = set(names), set[str]()
-    for pattern in patterns:
-        found = {pattern} if pattern in known else {name for name in names if fnmatchcase(name, pattern)}
-        if not found:
-            shown = ", ".join(map(repr, islice(names, NAMES_SHOWN_MAX))) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")
-            text = f"names: no tensor is called {pattern!r}; there are {shown or 'none'}"
-            raise ManifestMismatch(text, differences=(text,))
-        chosen |= found
-    return [tensor for tensor in manifest.tensors if tensor.name in chosen]
 
 
 def _first_line(error: BaseException) -> str:

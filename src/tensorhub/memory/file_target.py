@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.layouts.whole import choose
 from tensorhub.manifest import Manifest, TensorSpec
-from tensorhub.memory.allocated import choose, patterns
+from tensorhub.memory.allocated import patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
 from tensorhub.memory.safetensors import Entry, Header, make_header
 from tensorhub.memory.tensors import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
@@ -114,7 +115,7 @@ class FileTarget(FilledMemory):
         self._is_file = out.name.endswith(SUFFIX)
         self._out = Path(os.path.abspath(out) if self._is_file else os.path.realpath(out))
         self._force = force
-        self._patterns = patterns(names)
+        self.patterns = patterns(names)
         self._temporary_name = f".{self._out.name[:50]}.{secrets.token_hex(4)}.tmp"
         self._check_free()
         self._in_place = self._is_kept()
@@ -167,7 +168,7 @@ class FileTarget(FilledMemory):
         Raises ManifestMismatch (a name that no tensor has; what the format cannot hold), StateError (no room, naming the
         bytes that are needed and that are free).
         """
-        wanted = choose(self._patterns, manifest)
+        wanted = choose(self.patterns, manifest)
         self._plan = plan(manifest, wanted, self._out.name if self._is_file else None)
         self._mappings.clear()
         for name, header in self._plan.headers.items():

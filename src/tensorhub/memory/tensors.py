@@ -204,6 +204,7 @@ class FilledMemory(Memory):
     metadata = b""
     digests_first = False
     device: Device | None = None
+    patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
 
     def check_unreplaced(self) -> None:
         """Nobody else could have replaced it."""

@@ -142,15 +142,17 @@ class PlanReading:
     """Plan what is read of a version of another layout (`worker.planning.plan`), and call `Member.planned` with the number
     and what came of it.
 
-    `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled.
+    `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled; None:
+    those of the whole model, or of what these `names` are patterns of.
     """
 
     number: int
     published: Published
     parts: Mapping[str, bytes]
     publication: Publication | None
-    manifest: Manifest
+    manifest: Manifest | None
     declared: Declaration
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from tensorhub.layouts.joining import Declaration, publication_of, reading_for
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.whole import whole_manifest
 from tensorhub.manifest import Manifest
 from tensorhub.worker.calls import PlanReading
 from tensorhub.worker.member_context import MemberContext
@@ -29,13 +30,15 @@ class Planned:
 
     publication: Publication
     reading: ReshardedManifest
+    base: Manifest  # whose regions it has
 
 
 def plan(action: PlanReading) -> Planned | TensorHubError:
     """Carry it out. It takes up to seconds, and nothing but its argument."""
     try:
         publication = action.publication or publication_of(action.published, action.parts)
-        return Planned(publication, reading_for(action.published, publication, action.manifest, action.declared))
+        base = action.manifest or whole_manifest(action.published, publication, action.names)
+        return Planned(publication, reading_for(action.published, publication, base, action.declared), base)
     except TensorHubError as error:
         return error
 
@@ -53,11 +56,14 @@ class Planning:
         self._parts: dict[str, bytes] = {}  # what of that is here
         self._asked: dict[int, str] = {}  # by request, what was asked for and has not come
         self._number = 0  # of the plan that was asked for
+        self._is_whole = False  # it is a fetch of the whole model, whose regions the plan tells
 
     def begin(self) -> ReshardedManifest | None:
         """What is read, if it was planned before; else it is asked for. TensorHubError: what is known is no publication."""
         mine = self._context.shard.manifest
-        if mine is not None and self._manifest_id in ("", mine.manifest_id):
+        if mine is None and not self._manifest_id:
+            self._is_whole = True
+        elif mine is not None and self._manifest_id in ("", mine.manifest_id):
             self.base = mine
         else:
             self.base = self._context.manifests.get(self._manifest_id)
@@ -90,23 +96,25 @@ class Planning:
         return number == self._number
 
     def keep(self, planned: Planned) -> None:
-        assert self.base is not None
+        self.base = planned.base
         self._context.parts.keep(self.publication_id, planned.publication)
         self._context.readings.keep(self.publication_id, self.base.manifest_id, planned.reading)
 
     def _go_on(self) -> None:
         """Look for what is needed, ask for what is missing, and plan once all is here."""
         self._look(self.publication_id)
-        if self.base is None:
+        if self.base is None and not self._is_whole:
             self._look(self._manifest_id)
         known = self._context.parts.publication(self.publication_id)
         for part_id in self._published.part_ids if self._published is not None and known is None else ():
             self._look(part_id)
         shard = self._context.shard
-        if not self._asked and self._published is not None and self.base is not None and not self._number:
-            self._number = self._context.cause
-            declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
-            self._context.act(PlanReading(self._number, self._published, self._parts, known, self.base, declared))
+        if self._asked or self._published is None or self._number or not (self._is_whole or self.base is not None):
+            return
+        self._number = self._context.cause
+        declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
+        what = self._published, self._parts, known, self.base, declared, shard.names
+        self._context.act(PlanReading(self._number, *what))
 
     def _look(self, part_id: str) -> None:
         if part_id in self._wanted:

@@ -40,6 +40,7 @@ class Shard:
     purpose: Purpose = Purpose.USE
     declared: Declaration | None = None  # what its caller says that the tensors are; None: they are plain ones
     coordinates: Coordinates | None = None  # of that, if it can be known before a publication is
+    names: tuple[str, ...] | None = None  # patterns of what a fetch of the whole model takes; None: all
 
     @property
     def part_ids(self) -> tuple[str, ...]:

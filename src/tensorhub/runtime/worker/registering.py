@@ -15,13 +15,13 @@ from typing import Any
 import anyio
 
 from tensorhub.compaction.layout import pack_tiny
-from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
+from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.entries import without_shape
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of
-from tensorhub.manifest import Manifest, build_manifest
-from tensorhub.memory.tensors import Memory
+from tensorhub.manifest import Manifest, build_manifest, id_of
+from tensorhub.memory.tensors import FilledMemory, Memory
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
@@ -156,17 +156,27 @@ class CallersWorker(ABC):
         self,
         model: str,
         selector: Selector,
-        memory: Memory,
+        memory: FilledMemory,
         *,
-        rank: int,
+        rank: int | None,
         timeout_s: float,
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
-        """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
+        """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call. `rank`
+        None: with the whole model, whichever rank has what.
+        """
         self.version_watches.report_loss(model)
         apart = READ_ONLY if self.read_only else ""
-        group = apart + self.fresh_group()
-        handle = self.start_handle(Shard(apart + self.new_registration(), model, group, 0, 1, True, "", None, rank), memory)
+        group, registration = apart + self.fresh_group(), apart + self.new_registration()
+        if rank is None and await self._is_in_one_piece(model, timeout_s):
+            rank = 0
+        shard = Shard(registration, model, group, 0, 1, True, "", None, rank or 0)
+        if rank is None:
+            names = memory.patterns
+            layout_id = f"own/{id_of(repr(('fetch', names)).encode(errors='surrogatepass'))}"
+            declared = Declaration(partial=names is not None)
+            shard = replace(shard, layout_id=layout_id, declared=declared, names=names)
+        handle = self.start_handle(shard, memory)
         handle.show_progress(progress)
         try:
             found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
@@ -177,6 +187,14 @@ class CallersWorker(ABC):
             raise
         finally:
             self.drop_handle(handle)
+
+    async def _is_in_one_piece(self, model: str, timeout_s: float) -> bool:
+        """Whether a rank has all of what is published of this model now: then its own chunks are read."""
+        try:
+            (info,) = await self.coordinator.describe(model, timeout_s, workers_max=1)
+        except VersionUnavailable:
+            return False
+        return bool(info.versions) and all(version.world_size == 1 for version in info.versions)
 
     async def close_handles(self, handles: Iterable[CallersHandle], parting: Parting) -> None:
         """End their calls and close them, whatever is lost with them."""

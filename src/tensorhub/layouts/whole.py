@@ -1,0 +1,65 @@
+"""The whole model, or some of its tensors, as one memory: what a fetch makes of a version, whatever its layout.
+
+Each tensor has a region of its own; tensors that are tied in the publication share one. Not responsible for memory.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from itertools import islice
+
+from tensorhub.errors import ManifestMismatch
+from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.published import Published
+from tensorhub.manifest import Manifest, RegionSpec, TensorSpec
+
+NAMES_SHOWN_MAX = 5
+
+
+def whole_manifest(published: Published, publication: Publication, patterns: tuple[str, ...] | None) -> Manifest:
+    """All tensors of this publication, or those that these patterns name. ManifestMismatch: nobody knows what is whole of
+    them, or a pattern names none.
+    """
+    catalogue = publication.catalogue
+    if catalogue.local_names:
+        names = sorted(catalogue.local_names)
+        sentences = tuple([f"tensor {name!r} is plain and local to each of the publisher's ranks" for name in names])
+        text = "; ".join(sentences[:NAMES_SHOWN_MAX]) + (", and others" if len(names) > NAMES_SHOWN_MAX else "")
+        advice = "fetch one of the ranks (rank=), or publish with sources= or DTensors"
+        raise ManifestMismatch(f"the whole model cannot be put together: {text}: {advice}", differences=sentences)
+    tensors, sizes = list[TensorSpec](), list[int]()
+    region_of: dict[int, int] = {}  # by the first of the tensors that are tied
+    for number, name in enumerate(catalogue.names):
+        kind = catalogue.kind(number)
+        first = publication.ties.get(number, number)
+        region = region_of.setdefault(first, len(sizes))
+        slices = tuple([(0, size) for size in kind.shape])
+        spec = TensorSpec(name, kind.dtype, kind.shape, slices, region, 0, kind.quantization)
+        if region == len(sizes):
+            sizes.append(spec.nbytes)
+        tensors.append(spec)
+    made = Manifest(tuple(tensors), tuple(map(RegionSpec, sizes)), published.chunk_bytes, published.digest, "")
+    return made if patterns is None else _only(made, choose(patterns, made))
+
+
+def _only(manifest: Manifest, chosen: list[TensorSpec]) -> Manifest:
+    numbers = {region: number for number, region in enumerate(dict.fromkeys(tensor.region for tensor in chosen))}
+    tensors = [TensorSpec(t.name, t.dtype, t.global_shape, t.slices, numbers[t.region], 0, t.quantization) for t in chosen]
+    regions = tuple([manifest.regions[region] for region in numbers])
+    return Manifest(tuple(tensors), regions, manifest.chunk_bytes, manifest.digest, "")
+
+
+def choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorSpec]:
+    """The tensors that are wanted, in the manifest's order. A pattern that is a tensor's name is no glob."""
+    if patterns is None:
+        return list(manifest.tensors)
+    names = [tensor.name for tensor in manifest.tensors]
+    known, chosen = set(names), set[str]()
+    for pattern in patterns:
+        found = {pattern} if pattern in known else {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            shown = ", ".join(map(repr, islice(names, NAMES_SHOWN_MAX))) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")
+            text = f"names: no tensor is called {pattern!r}; there are {shown or 'none'}"
+            raise ManifestMismatch(text, differences=(text,))
+        chosen |= found
+    return [tensor for tensor in manifest.tensors if tensor.name in chosen]
