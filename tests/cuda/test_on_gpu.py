@@ -25,8 +25,9 @@ from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StaleWeightsWarning, StateError, TensorHubError
 from tensorhub.memory.tensors import RegisteredMemory, copy_bytes
-from tensorhub.testing.conformance import CHECKS, bytes_of
+from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
+from tensorhub.testing.strided_target import bytes_of
 from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
 from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import Staging

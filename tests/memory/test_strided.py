@@ -15,8 +15,10 @@ from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory import strided
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.memory.strided import BLOCK_BYTES, BUFFER_BYTES, LONG_RUN_BYTES, Stream, Strided, blocks, gather, runs
-from tensorhub.memory.tensors import address_of
+from tensorhub.memory.tensors import address_of, copy_bytes
 from tensorhub.strips import Strip, straight
+from tensorhub.testing.strided_target import bytes_of
+from tests.cuda.double import Double
 
 MiB = 2**20
 
@@ -240,3 +242,39 @@ def test_a_stream_gives_as_many_bytes_as_are_wanted() -> None:
             assert bytes(got) == expected[: len(got)]
     with pytest.raises(ValueError, match="more are wanted"):
         Stream(blocks([straight(0, 0, 5)], [0])).take(6)
+
+
+def on_device(device: Double) -> tuple[ChunkMemory, ChunkMemory]:
+    """The same chunks in host memory and on a device."""
+    memory, regions = resharded_memory([chunk for chunk in CHUNKS if chunk != tuple(strips_of("the same again"))])
+    held = [device.bytes_of(bytearray(each)) for each in regions.held]
+    strips = [memory.strips(chunk) for chunk in range(len(memory.sizes))]
+    tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
+    reading = Reading(tuple(strips), tuple(memory.sizes), ())
+    made = resharded(build_manifest(tensors, MiB, "none"), "xxh3-64", MiB, reading, "grid")
+    return memory, ChunkMemory(made, held)
+
+
+def test_a_device_gathers_and_scatters_within_itself() -> None:
+    device = Double()
+    memory, there = on_device(device)
+    chunks = range(len(memory.sizes))
+    assert there.digests(chunks) == memory.digests(chunks)
+    with pytest.raises(StateError, match="on a device"):
+        there.incoming(0)
+    room = device.allocate(there.sizes[1])
+    there.gather(1, room.address)
+    changed = bytes_of(room)[::-1]
+    copy_bytes(memoryview(bytearray(changed)), room)
+    there.scatter(1, room.address)
+    assert there.digest(1) == xxhash.xxh3_64_intdigest(changed)
+
+
+def test_chunks_move_between_a_device_and_the_host() -> None:
+    memory, there = on_device(Double())
+    other, held = resharded_memory([memory.strips(chunk) for chunk in range(len(memory.sizes))])
+    for each in held.held:
+        each[:] = bytes(len(each))
+    chunks = range(len(memory.sizes))
+    move_chunks(there, other, chunks)
+    assert other.digests(chunks) == memory.digests(chunks)

@@ -15,13 +15,15 @@ from typing import TypeAlias
 
 import xxhash
 
-from tensorhub.cuda.device import DeviceBytes
+from tensorhub.cuda.copies import copy_pieces
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Chunk, Manifest
-from tensorhub.memory.strided import BUFFER_BYTES, Strided
+from tensorhub.memory import strided_device
+from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks, runs
 from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
 from tensorhub.strips import Strip
 
@@ -141,6 +143,14 @@ class ChunkMemory:
         """Room for the bytes of a chunk of strided memory: see `Strided.incoming`."""
         return _strided_of(self).incoming(self.strips(chunk), call_bytes)
 
+    def gather(self, chunk: int, to: int) -> None:
+        """Copy a chunk of strided memory on a device to that address of it."""
+        strided_device.gather(_device_of(self), self.strips(chunk), self._addresses, to)
+
+    def scatter(self, chunk: int, source: int) -> None:
+        """Copy the bytes at that address of the device to where a chunk of strided memory is."""
+        strided_device.scatter(_device_of(self), self.strips(chunk), self._addresses, source)
+
     def buffer(self, chunk: int) -> memoryview:
         """The bytes of one chunk, which must not be on a device."""
         place = self._chunks[chunk]
@@ -196,6 +206,8 @@ class ChunkMemory:
         """Those of several chunks: by one launch, on a GPU."""
         if not self.width:
             return [0] * len(chunks)
+        if self.device is not None and self.is_strided:
+            return self._digests_on_device(self.device, chunks)
         if self.device is not None:
             return self.device.digests([(self.address(chunk), self.sizes[chunk]) for chunk in chunks])
         if self.is_strided:
@@ -203,6 +215,15 @@ class ChunkMemory:
         if not self.is_digested:
             return [int.from_bytes(hashlib.sha256(self.buffer(chunk)).digest(), "big") for chunk in chunks]
         return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
+
+    def _digests_on_device(self, device: Device, chunks: Sequence[int]) -> list[int]:
+        """Each is gathered first: a device digests what is in one piece."""
+        room = device.allocate(max([self.sizes[chunk] for chunk in chunks], default=0))
+        found: list[int] = []
+        for chunk in chunks:
+            self.gather(chunk, room.address)
+            found += device.digests([(room.address, self.sizes[chunk])])
+        return found
 
     def _digest_of_strips(self, chunk: int) -> int:
         made = xxhash.xxh3_64() if self.is_digested else hashlib.sha256()
@@ -246,6 +267,12 @@ def _strips_of(memory: ChunkMemory) -> Strips:
     return memory._strips
 
 
+def _device_of(memory: ChunkMemory) -> Device:
+    if memory.device is None:
+        raise StateError("it is in host memory")
+    return memory.device
+
+
 def _strided_of(memory: ChunkMemory) -> Strided:
     if memory._strided is None:
         raise StateError("its chunks are contiguous, or on a device, where the CPU has no view of them")
@@ -263,10 +290,28 @@ def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[
         for chunk in chunks:
             copy_bytes(source.buffer(chunk), destination.buffer(chunk))
         return
+    if source.is_strided:
+        _move_strips_on_devices(source, destination, chunks)
+        return
     queue = device.queue()
     for chunk in chunks:
         if source.sizes[chunk]:
             queue.copy(destination.address(chunk), source.address(chunk), source.sizes[chunk])
+    queue.mark().wait()
+
+
+def _move_strips_on_devices(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]) -> None:
+    """Run by run, if one of them is host memory: both are of one content, so that they have the same strips."""
+    device = _device_of(source if source.device is not None else destination)
+    queue = device.queue()
+    for chunk in chunks:
+        here, there = (blocks(memory.strips(chunk), memory.addresses) for memory in (destination, source))
+        pieces = [
+            (to, start, block.run)
+            for block, other in zip(here, there, strict=True)
+            for to, start in zip(runs(block), runs(other), strict=True)
+        ]
+        copy_pieces(queue, pieces, by_kernel=source.device is destination.device)
     queue.mark().wait()
 
 

@@ -25,9 +25,19 @@ import xxhash
 
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.layouts.reading import Selection
-from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
+from tensorhub.memory.tensors import address_of
 from tensorhub.strips import Strip, straight
-from tensorhub.testing.strided_target import CANARY, OF, SELECTION, SIZES, StridedTarget, selected, strided_content
+from tensorhub.testing.strided_target import (
+    CANARY,
+    OF,
+    SELECTION,
+    SIZES,
+    StridedTarget,
+    bytes_of,
+    new_bytes,
+    selected,
+    strided_content,
+)
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
@@ -81,7 +91,7 @@ class Target:
         self.is_strided = False
         self.sizes: Sequence[int] = SIZES
         self.device = device
-        self._buffers = [_new(device, size + 2) for size in SIZES]
+        self._buffers = [new_bytes(device, size + 2) for size in SIZES]
 
     def buffer(self, chunk: int) -> memoryview:
         part = self._buffers[chunk][1:-1]
@@ -112,23 +122,6 @@ class Target:
         for chunk, buffer in enumerate(self._buffers):
             found = bytes_of(buffer)
             _demand(found[0] == found[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
-
-
-def _new(device: Device | None, nbytes: int) -> Bytes:
-    canaries = memoryview(bytearray([CANARY]) * nbytes)
-    if device is None:
-        return canaries
-    made = device.allocate(nbytes)
-    copy_bytes(canaries, made)
-    return made
-
-
-def bytes_of(memory: Bytes) -> bytes:
-    """A copy of them, wherever they are."""
-    found = memoryview(bytearray(memory.nbytes))
-    if memory.nbytes:
-        copy_bytes(memory, found)
-    return bytes(found)
 
 
 def content(chunk: int, salt: int = 0) -> bytes:
@@ -453,11 +446,16 @@ def check_threads(transport: Transport, make_source: MakeSource) -> None:
 # --------------------------------------------------------------------------------------------------------- strided
 
 
+def _strides(transport: Transport, source: Source) -> bool:
+    """Whether there is anything to check."""
+    return transport.strides and ("host" if source.device is None else "device") in transport.fills
+
+
 @contextlib.contextmanager
 def _selecting(
     transport: Transport, source: Source, selection: Selection = SELECTION
 ) -> Iterator[tuple[Channel, StridedTarget]]:
-    target = StridedTarget()
+    target = StridedTarget(source.device)
     right = dataclasses.replace(source.right, selection=selection)
     channel = transport.open(source.endpoint, right, target, Cutter())
     try:
@@ -470,7 +468,7 @@ def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
     """1, 3: chunks of many pieces, short and long ones, arrive with the digests of their bytes in their order."""
     count = len(SELECTION.chunks)
     with _made(make_source) as source:
-        if not transport.strides or source.device is not None:
+        if not _strides(transport, source):
             return
         for chunk in range(len(SIZES)):
             source.fill(chunk, strided_content(chunk))
@@ -491,7 +489,7 @@ def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
 def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None:
     """7: a chunk of many pieces is there once all of them are."""
     with _made(make_source) as source:
-        if not transport.strides or source.device is not None:
+        if not _strides(transport, source):
             return
         for chunk in (0, 5, 1, 6):
             source.fill(chunk, strided_content(chunk))
@@ -515,12 +513,12 @@ def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
     """2: nothing of many pieces is named that was overwritten while it was copied: see `check_torn`."""
     for point in range(STRIDED_TEARS_MAX):
         with _made(make_source) as source:
-            if not transport.strides or source.device is not None:
+            if not _strides(transport, source):
                 return
             for chunk in range(len(SIZES)):
                 source.fill(chunk, strided_content(chunk))
             tear = _Tear(source, point)
-            target = StridedTarget(tear.pass_point)
+            target = StridedTarget(source.device, tear.pass_point)
             right = dataclasses.replace(source.right, selection=SELECTION)
             channel = transport.open(source.endpoint, right, target, _TearingCutter(tear))
             named: dict[int, int | None] = {}
@@ -547,7 +545,7 @@ def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
 def check_strided_rights(transport: Transport, make_source: MakeSource) -> None:
     """4: what is not within the source's memory is refused."""
     with _made(make_source) as source:
-        if not transport.strides or source.device is not None:
+        if not _strides(transport, source):
             return
         source.fill(0, strided_content(0))
         for strip in (straight(0, 0, 2), straight(len(SIZES), 0, 1), Strip(0, 0, 1, 0, len(SIZES) + 1, (), 1)):

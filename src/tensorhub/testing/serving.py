@@ -14,8 +14,8 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import Bytes, copy_bytes
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.testing.conformance import Source, bytes_of
-from tensorhub.testing.strided_target import SIZES
+from tensorhub.testing.conformance import Source
+from tensorhub.testing.strided_target import SIZES, bytes_of
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.owner import OwnerSide

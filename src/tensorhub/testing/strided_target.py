@@ -13,10 +13,29 @@ from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.memory.tensors import Bytes, copy_bytes
 from tensorhub.strips import Strip, straight
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
 CANARY: Final = 0xA5  # what a destination holds before anything arrives
+
+
+def new_bytes(device: Device | None, nbytes: int) -> Bytes:
+    """Memory of that device, or of the host, full of CANARY."""
+    canaries = memoryview(bytearray([CANARY]) * nbytes)
+    if device is None:
+        return canaries
+    made = device.allocate(nbytes)
+    copy_bytes(canaries, made)
+    return made
+
+
+def bytes_of(memory: Bytes) -> bytes:
+    """A copy of them, wherever they are."""
+    found = memoryview(bytearray(memory.nbytes))
+    if memory.nbytes:
+        copy_bytes(memory, found)
+    return bytes(found)
 
 
 @cache
@@ -52,7 +71,7 @@ def selected(chunk: int) -> bytes:
 class StridedTarget:
     """Memory full of CANARY for the chunks of SELECTION, in rows that have a pitch. `pass_point`: see `_Tear`."""
 
-    def __init__(self, pass_point: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, device: Device | None = None, pass_point: Callable[[], object] = lambda: None) -> None:
         places: list[tuple[Strip, ...]] = []
         end = 1
         for chunk, size in enumerate(SELECTION.sizes):
@@ -63,11 +82,11 @@ class StridedTarget:
             end += (rows + 1) * apart
         own = build_manifest([TensorDescription("t", "uint8", (end,), 1 << 40, end)], 2**20, "xxh3-64")
         manifest = resharded(own, "xxh3-64", 2**20, Reading(tuple(places), SELECTION.sizes, ()), "conformance")
-        self._held = bytearray([CANARY]) * end
-        self.memory = ChunkMemory(manifest, [memoryview(self._held)])
+        self._bytes = new_bytes(device, end)
+        self.memory = ChunkMemory(manifest, [self._bytes])
         self.is_digested, self.is_strided = True, True
         self.sizes: Sequence[int] = SELECTION.sizes
-        self.device: Device | None = None
+        self.device = device
         self.spans: Sequence[tuple[int, int]] = ()
         self._pass_point = pass_point
 
@@ -80,6 +99,10 @@ class StridedTarget:
                 self._pass_point()
                 yield views
 
+    def scatter(self, chunk: int, source: int) -> None:
+        self._pass_point()
+        self.memory.scatter(chunk, source)
+
     def buffer(self, chunk: int) -> memoryview:
         raise AssertionError("a chunk of a strided destination has no buffer")
 
@@ -88,11 +111,12 @@ class StridedTarget:
 
     def holds(self, chunk: int) -> bytes:
         places = [(strip.run, at) for strip in self.memory.strips(chunk) for _, at in strip.places()]
-        return b"".join([self._held[at : at + run] for run, at in places])
+        held = bytes_of(self._bytes)
+        return b"".join([held[at : at + run] for run, at in places])
 
     def is_untouched_beside(self, named: Iterable[int]) -> bool:
         """Whether what is in none of these chunks is as it was."""
-        left = bytearray(self._held)
+        left = bytearray(bytes_of(self._bytes))
         for chunk in named:
             for strip in self.memory.strips(chunk):
                 for _, at in strip.places():

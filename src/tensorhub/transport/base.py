@@ -85,7 +85,8 @@ class ReadRight:
 class Destination(Protocol):
     """Where chunks go.
 
-    A *strided* one has chunks of several pieces of memory, which is the host's. Only transports with `strides` are given it.
+    A *strided* one has chunks of several pieces of memory, which is the host's, or (`Scattering`) a
+    device's. Only transports with `strides` are given it.
     """
 
     is_digested: bool  # their digests are XXH3-64, and will be compared
@@ -119,6 +120,14 @@ class Destination(Protocol):
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         """The whole destination as ascending (address, bytes), for those who register memory. A chunk lies in one."""
+
+
+@runtime_checkable
+class Scattering(Protocol):
+    """A strided destination on a device."""
+
+    def scatter(self, chunk: int, source: int) -> None:
+        """Copy the bytes at that address of the device to where a chunk belongs."""
 
 
 class Arrival(NamedTuple):
@@ -182,7 +191,8 @@ def can_fill(transport: Transport, destination: Destination) -> bool:
     """Whether a transport reads into it. What is read into a strided one is of several pieces at the source as well, or of a
     selection.
     """
-    if destination.is_strided and (destination.device is not None or not transport.strides):
+    is_placed = destination.device is None or isinstance(destination, Scattering)
+    if destination.is_strided and not (transport.strides and is_placed):
         return False
     return ("host" if destination.device is None else "device") in transport.fills
 

@@ -256,8 +256,6 @@ class SharedOwner:
             return NOT_OPEN
         covers: Covers | None = None
         if not is_known:
-            if memory.device is not None:
-                return Refusal("this memory is on a GPU, of which no selections are served yet")
             if memory.is_strided:
                 return Refusal("this memory is of another layout than the published one: no selection is of it")
             if fault := memory.fault(selection):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from tensorhub.accesses import Access
-from tensorhub.cuda.device import Device
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow
@@ -35,6 +35,7 @@ class TcpSession:
         self._reader = reader
         self._connection = reader.connection
         self._staging: Staging | None = None  # for what is on a GPU
+        self._room: DeviceBytes | None = None  # there, for one chunk
 
     @property
     def bytes_max(self) -> int:
@@ -49,7 +50,14 @@ class TcpSession:
             self._send_one(request, access, memory)
             return
         chunks = self._reader.digests_of(access, memory)
-        if memory.is_strided:
+        if memory.is_strided and memory.device is not None:
+            staging = self._staging_for(memory.device)
+            room = self._room_for(memory.device, max([memory.sizes[chunk] for chunk in access.chunks]))
+            self._connection.send(ChunksFollow(request, chunks))
+            for chunk in access.chunks:
+                memory.gather(chunk, room.address)
+                self._send_staged(staging, [(room.address, memory.sizes[chunk])])
+        elif memory.is_strided:
             self._connection.send(ChunksFollow(request, chunks))
             for chunk in access.chunks:
                 for views in memory.outgoing(chunk, SEND_BYTES):
@@ -84,6 +92,15 @@ class TcpSession:
             except StateError as error:
                 raise CannotServe(str(error)[:1000]) from error
         return self._staging
+
+    def _room_for(self, device: Device, nbytes: int) -> DeviceBytes:
+        """Memory of that GPU, in which a chunk of several pieces is gathered. CannotServe: there is none."""
+        if self._room is None or self._room.device is not device or self._room.nbytes < nbytes:
+            try:
+                self._room = device.allocate(nbytes)
+            except StateError as error:
+                raise CannotServe(str(error)[:1000]) from error
+        return self._room
 
     def _send_staged(self, staging: Staging, places: Sequence[Place]) -> None:
         """Send bytes of a GPU: one piece is sent while the next one is copied to the host."""

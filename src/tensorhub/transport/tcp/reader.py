@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 
-from tensorhub.cuda.device import Device
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, StillWaiting
-from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Destination, Lacking
+from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Destination, Lacking, Scattering
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
@@ -52,6 +52,7 @@ class TcpChannel:
         self._connection = client.connection
         self._destination = destination
         self._staging: Staging | None = None
+        self._room: DeviceBytes | None = None  # of the GPU, for one chunk of several pieces
         self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame; digest None: it follows
 
     def __repr__(self) -> str:
@@ -101,6 +102,9 @@ class TcpChannel:
         """Receive chunks of several pieces. Their digests are made while the bytes are still together."""
         began, destination, made, digest_s = time.perf_counter(), self._destination, dict[int, int](), 0.0
         for chunk, _ in group:
+            if destination.device is not None:
+                made |= self._receive_scattered(chunk, destination.device)
+                continue
             digest = PiecewiseDigest()
             with closing(destination.incoming(chunk)) as calls:
                 for views in calls:
@@ -113,6 +117,22 @@ class TcpChannel:
         if group[0][1] is None:
             group = [(group[0][0], self._digest_behind())]
         return Arrival(group, wait_s, time.perf_counter() - began - digest_s, made, digest_s)
+
+    def _receive_scattered(self, chunk: int, device: Device) -> dict[int, int]:
+        """Receive a chunk of several pieces for a GPU, which digests it where it is in one piece, and then scatters it."""
+        destination, nbytes = self._destination, self._destination.sizes[chunk]
+        if self._staging is None:
+            self._staging = Staging(device)
+        if self._room is None or self._room.nbytes < nbytes:
+            self._room = device.allocate(nbytes)
+        place = self._room.address, nbytes
+        with closing(self._staging.incoming([place])) as pieces:
+            for piece in pieces:
+                self._connection.receive_into([piece])
+        made = {chunk: device.digests([place])[0]} if destination.is_digested else {}
+        if isinstance(destination, Scattering):
+            destination.scatter(chunk, place[0])
+        return made
 
     def _receive_staged(self, group: Sequence[tuple[int, int | None]], device: Device) -> None:
         """Receive bytes for a GPU: one piece is copied there while the next one is received."""
