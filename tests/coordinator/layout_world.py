@@ -23,6 +23,7 @@ from tensorhub.coordinator import (
     Tick,
 )
 from tensorhub.coordinator.entities import Member, Operation, RankPart, ReadLease, Version
+from tensorhub.coordinator.invariants import check_counts
 from tensorhub.coordinator.readers import Readers
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
@@ -119,6 +120,7 @@ class World:
                     pass
         self.core.check_touched()
         self.core.check_invariants()
+        check_counts(self.core.cluster)
         self.core.check_waits()
 
     def say(self, rank: Rank, message: FromWorker) -> None:

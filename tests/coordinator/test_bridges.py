@@ -19,11 +19,13 @@ from tensorhub.messages import (
     ManifestReply,
     Need,
     Outcome,
+    Refused,
+    Register,
     Start,
     Write,
 )
 from tensorhub.testing import CHUNKS
-from tensorhub.types import OpKind
+from tensorhub.types import Medium, OpKind, Purpose
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root
 
 A, B = Need(0, "half of it", 2, 20), Need(1, "half of it", 3, 30)
@@ -271,6 +273,14 @@ def test_a_fetch_of_another_layout() -> None:
     world.step_to_rest()
     assert not world.version.others
     assert not world.version.selections
+
+
+def test_a_fetch_of_another_layout_has_its_only_shard() -> None:
+    world, _ = published()
+    reader = world.arrive("f", 0, 1, "own/f", serves=False, registers=False)
+    use = (1, 2, False, False, Medium.DEVICE, Purpose.USE, "own/f", 1, CHUNKS, b"", None)
+    world.say(reader, Register(1, reader.name, "m", "f", 0, *use[:1], 1, *use[2:]))
+    assert "holds its own rank's shard" in reader.take(Refused)[0].error.message
 
 
 def test_what_only_others_needed_is_forgotten_with_the_last_of_them() -> None:

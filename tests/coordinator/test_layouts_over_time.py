@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from tensorhub.digests import root_of
 from tensorhub.errors import RetentionError
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -26,9 +29,10 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.messages.values import Begun
+from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind, VersionInfo
-from tests.coordinator.layout_world import MANIFEST, Rank, World, root
-from tests.coordinator.test_bridges import A, B, filling, finish, published
+from tests.coordinator.layout_world import MANIFEST, Rank, World, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 
 
 def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Held:
@@ -64,6 +68,28 @@ def test_after_a_restart_holders_of_each_layout_count_again() -> None:
     assert late.take(Start)
     world.ready(late, A, B)
     assert [source for source, _, _ in world.sources(late)] == ["r0"]
+
+
+def test_a_holder_of_another_layout_names_the_root_of_its_own_grid() -> None:
+    """That is not the root of the published shard of that number."""
+    world, trainers = published()
+    (reader,) = filling(world)
+    finish(world, [reader], trainers)
+    world.tell(trainers[0])
+    info = world.version.info
+    (copies,) = [world.group("c", [cut(0), cut(1)])]
+    world.fill(copies)
+    world.tell(trainers[1])
+    for copy in copies:
+        world.vote(copy, root=root_of(list_of(CHUNKS)))
+    world = world.restarted()
+    reader = back(world, reader, replace(held_by(reader, info), root=root_of(b"its own")))
+    assert [answer.keep for answer in reader.take(Registered)] == [True]
+    (copy,) = copies[:1]
+    copy = back(world, copy, replace(held_by(copy, info, is_publisher=True), published=False, root=root_of(b"others")))
+    back(world, copies[1], None)
+    world.register(copy, replace(held_by(copy, info, is_publisher=True), published=False, root=root_of(b"others")))
+    assert copy.take(Registered)[-1].keep is False
 
 
 def test_a_rank_says_again_what_it_holds_once_its_group_s_layout_is_known() -> None:

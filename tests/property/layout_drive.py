@@ -6,8 +6,9 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from tensorhub.coordinator import Connected
+from tensorhub.coordinator import Connected, Event
 from tensorhub.coordinator.entities import RankPart
+from tensorhub.coordinator.invariants import check_counts
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -62,6 +63,10 @@ class LayoutDrive(WaitDrive):
             self.say(peer, Publish(key, member.rank, member.registration, 1, next(self.numbers), 1000.0))
         self.store_answers()
         super().run(steps)
+
+    def step(self, event: Event) -> None:
+        super().step(event)
+        check_counts(self.core.cluster)
 
     # -- peers
 

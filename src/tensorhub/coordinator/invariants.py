@@ -70,10 +70,15 @@ def check_counts(cluster: Cluster) -> None:
     """
     kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun, *member.parts)]
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
+        kept.append(version.description)
         for layout in version.layouts:
             kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
             _demand(layout.parts.keys() == layout.manifests.keys(), "parts are of known manifests", version)
+        needed = {(n.shard, n.selection) for layout in version.others.values() for ns in layout.needs.values() for n in ns}
+        _demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
+    versions = [version for model in cluster.models.values() for version in model.versions.values()]
+    _demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
     for worker in cluster.workers.values():
         nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts))) for m in worker.members.values())
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)

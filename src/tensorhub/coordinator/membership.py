@@ -398,8 +398,9 @@ class Membership:
             return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
         if len(message.part_ids) not in (0, 3):
             return RegistrationError("a rank's parts are its catalogue, arrangement and coordinates: name all, or none")
-        one_shard = not message.serves or message.purpose in (Purpose.RETENTION, Purpose.SEED)
-        if message.world_size > 1 if one_shard else message.shard != message.rank:
+        is_copy = message.purpose in (Purpose.RETENTION, Purpose.SEED)
+        any_shard = is_copy or not (message.serves or message.layout_id)
+        if (message.world_size > 1 and (is_copy or not message.serves)) or not (any_shard or message.shard == message.rank):
             return RegistrationError(
                 "memory that serves holds its own rank's shard; a fetch, and a copy of one shard, is a group of its own"
             )
@@ -495,9 +496,6 @@ class Membership:
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False
-        testimony = version.testimonies.get(member.shard)
-        if testimony is not None and testimony.root and held.root not in (b"", testimony.root):
-            return False  # it is not what was published (R8)
         if member.worker.incarnation in version.condemned:
             return False
         is_publishers = held.published and group.name == version.publisher.group
@@ -512,6 +510,9 @@ class Membership:
             return False
         if member.shard not in layout:
             return False
+        testimony = version.testimonies.get(member.shard) if layout is version.holdings else None
+        if testimony is not None and testimony.root and held.root not in (b"", testimony.root):
+            return False  # it is not what was published (R8)
         if not layout.manifests.get(member.shard) and not self._has_room(held.manifest, *parts):
             return False
         cluster.learn(version, layout, member.shard, held.manifest, parts)
