@@ -168,6 +168,42 @@ def test_a_source_that_leaves_waits_for_its_readers_of_other_layouts_and_they_ar
     assert dropped.lease not in world.core.cluster.leases
 
 
+def test_nothing_is_overwritten_before_each_class_can_be_read() -> None:
+    world, trainers = published()
+    (reader,) = world.group("r", [wide(0)])
+    world.fill([reader])
+    world.cut_off(trainers[1])
+    world.ready(reader, A, B)
+    assert not reader.take(Write)
+    world.connect(trainers[1])
+    (write,) = reader.take(Write)
+    assert [grant.shard for grant in write.grants] == [0, 1]
+
+
+def test_who_lacks_a_class_is_given_it_when_it_is_there() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    world.lose_source(reader, world.lease(reader, "t1"))
+    world.cut_off(trainers[1])
+    world.pass_time(3.0, silent=trainers[1:])
+    assert not reader.take(AddSource)
+    world.connect(trainers[1])
+    assert [added.grant.shard for added in reader.take(AddSource)] == [1]
+
+
+def test_a_follower_is_moved_only_if_it_finds_all_that_it_needs() -> None:
+    world, trainers = published()
+    (holder,) = filling(world)
+    finish(world, [holder], trainers)
+    (follower,) = filling(world, "f")
+    world.cut_off(trainers[1])
+    world.leave(holder)
+    assert not follower.take(DropSource)
+    world.connect(trainers[1])
+    world.pass_time(0.1)
+    assert world.sources(follower) == [("r0", "", 0)]
+
+
 def test_a_follower_whose_source_is_lost_bridges() -> None:
     world, trainers = published()
     (first,) = filling(world, "first")

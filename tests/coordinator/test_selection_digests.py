@@ -114,6 +114,7 @@ def test_of_a_class_the_first_rank_that_is_left_decides() -> None:
         [(A.selection, 0)],
         [],
     ]
+    assert not reader.take(TellDigests)  # its second-hand word is not needed
     world.tell(trainers[1], B)
     world.tell(trainers[2], A)
     assert reader.take(Outcome)[0].committed
