@@ -314,8 +314,8 @@ def test_a_fetch_of_another_layout() -> None:
 def test_a_fetch_of_another_layout_has_its_only_shard() -> None:
     world, _ = published()
     reader = world.arrive("f", 0, 1, "own/f", serves=False, registers=False)
-    use = (1, 2, False, False, Medium.DEVICE, Purpose.USE, "own/f", 1, CHUNKS, b"", None)
-    world.say(reader, Register(1, reader.name, "m", "f", 0, *use[:1], 1, *use[2:]))
+    use = (False, False, Medium.DEVICE, Purpose.USE, "own/f", 1, CHUNKS, b"", None)
+    world.say(reader, Register(1, reader.name, "m", "f", 0, 1, 1, *use))
     assert "holds its own rank's shard" in reader.take(Refused)[0].error.message
 
 
