@@ -2,7 +2,7 @@
 
 import sys
 
-from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, strided, tiny
+from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny
 from benches.scale import core
 
 SUBJECTS = {
@@ -14,6 +14,7 @@ SUBJECTS = {
     "one_sided": one_sided.main,
     "one_to_n": one_to_n.main,
     "plan": plan.main,
+    "resharded": resharded.main,
     "strided": strided.main,
     "scale": core.main,
     "tiny": tiny.main,

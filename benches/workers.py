@@ -106,10 +106,14 @@ async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> N
         await obey(pipe, {"publish": publish, "update": update, "trip": trip})
 
 
-async def _cpu() -> float:
+def cpu_seconds() -> float:
     """CPU seconds of this process so far, of all its threads, in user and kernel mode."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+async def _cpu() -> float:
+    return cpu_seconds()
 
 
 def _commands(own: Memory, handles: dict[str, tensorhub.Weights]) -> Commands:
