@@ -15,16 +15,18 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import tensorhub
 from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
-from tensorhub.hub import Hub, fetch_into
+from tensorhub.hub import Hub, fetch_into, register_memory
 from tensorhub.memory.file_target import FileTarget
+from tensorhub.memory.files import FileMemory
 from tensorhub.runtime.data import lanes
 from tensorhub.types import FetchReport, Options, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Cluster, cluster, gated, until
+from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
 
@@ -336,3 +338,41 @@ async def test_what_nobody_has_described_cannot_be_put_together() -> None:
         await all_of(*(each.publish(1) for each in ranks))
         with pytest.raises(ManifestMismatch, match="sources="):
             await c.hubs[1].fetch("m", rank=None)
+
+
+async def test_published_files_feed_tensor_parallel_readers(tmp_path: Path) -> None:
+    save_file(whole(1), tmp_path / "m.safetensors")
+    with FileMemory(tmp_path / "m.safetensors") as memory:
+        async with cluster("files", "one", transports=["tcp"]) as c:
+            await (await register_memory(c.hubs[0], "m", memory)).publish(1)
+            weights, mine = await rollout(c.hubs[1:], "rollout")
+            await all_of(*(each.replicate() for each in weights))
+            assert is_held(mine, 1)
+
+
+async def test_a_fill_in_mid_read_goes_on_under_another_coordinator(tmp_path: Path) -> None:
+    """What was planned is not planned again, and nothing that was verified is read again."""
+    with gated(2) as gate:
+        async with restartable("trainer", "one", state_dir=tmp_path) as (coordinator, hubs):
+            trained, _ = await trainer(hubs[:1], 1)
+            await all_of(*(each.publish(1) for each in trained))
+            weights, mine = await rollout(hubs[1:], "rollout")
+            found: list[FetchReport] = []
+
+            async def fill(rank: Weights) -> None:
+                found.append(await rank.replicate())
+
+            async with anyio.create_task_group() as tasks:
+                for each in weights:
+                    tasks.start_soon(fill, each)
+                await until(lambda: gate.holds)
+                await coordinator.restart(*hubs)
+                gate.open()
+            assert is_held(mine, 1)
+            assert [report.reread_bytes for report in found] == [0, 0]
+            for each in trained:
+                await each.unpublish()
+            gate.open()
+            second, theirs = await rollout(hubs[:1], "second")
+            await all_of(*(each.replicate(1) for each in second))
+            assert is_held(theirs, 1)
