@@ -282,6 +282,23 @@ def test_what_cannot_be_used_is_tried_again_later_and_each_time_twice_as_late(
     assert chosen(channels, grant("rdma", "tcp")) == "rdma"
 
 
+class InPieces(Nowhere):
+    is_strided = True
+
+
+def test_what_is_read_in_pieces_is_read_by_a_transport_that_can() -> None:
+    ways = [Way("ours"), Way("rdma"), Way("tcp")]
+    ways[2].strides = True
+    channels = channels_of(*ways)
+    opener = channels.opener(ContentId("c"))
+    assert opener(grant("ours", "rdma", "tcp"), InPieces(), Cutter()).transport == "tcp"
+    assert [way.opened for way in ways] == [0, 0, 1]
+    with pytest.raises(ReadFailure, match=r"of these, tcp can read across layouts"):
+        opener(grant("ours", "rdma"), InPieces(), Cutter())
+    with pytest.raises(ReadFailure, match=r"refused: it is granted for a selection that this rank does not read"):
+        opener(replace(grant("tcp"), selection="unknown"), InPieces(), Cutter())
+
+
 def test_what_is_about_one_registration_is_said_of_no_other_one(caplog: pytest.LogCaptureFixture) -> None:
     way = Way("shm", NotShared("its tensors are not in shared memory"))
     channels = channels_of(way, Way("tcp"))

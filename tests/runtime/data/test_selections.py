@@ -169,15 +169,17 @@ async def test_a_reader_follows_a_holder_that_is_being_filled() -> None:
     its.check()
 
 
-async def test_a_holder_of_the_readers_layout_serves_its_chunks() -> None:
-    its, other = setting(), setting()
+@pytest.mark.parametrize("columns", [700, 2300])
+@pytest.mark.parametrize("transport", KINDS)
+async def test_a_holder_of_the_readers_layout_serves_its_chunks(transport: str, columns: int) -> None:
+    its, other = setting(columns=columns), setting(columns=columns)
     for node in (its.a, its.b):
         node.open(complete=True)
     its.reader.open(complete=False)
     other.reader.name, other.reader.registration = "follower", other.reader.registration + "2"  # type: ignore[assignment]
     other.reader.open(complete=False)
     nodes = (its.a, its.b, its.reader, other.a, other.b, other.reader)
-    async with serving(*nodes), its.runner() as bridges, other.runner() as follows:
+    async with serving(*nodes), its.runner() as bridges, other.runner(transport) as follows:
         follows.add_source(its.reader.grant(complete=False))
         bridges.add_source(its.grant(its.a))
         bridges.add_source(its.grant(its.b))

@@ -136,13 +136,16 @@ class Channels:
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+            part = (selections or {}).get(grant.selection)
+            if grant.selection and part is None:
+                raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
                 RegistrationId(grant.registration),
                 grant.generation,
                 content_id,
-                (selections or {})[grant.selection].selection if grant.selection else None,
+                None if part is None else part.selection,
             )
             for transport, endpoint in self._common(grant, destination):
                 try:
