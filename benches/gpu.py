@@ -185,7 +185,7 @@ def prove_ipc(options: argparse.Namespace) -> None:
     from benches.remotes import Remote
     from tensorhub.cuda.cupy_device import cuda_device
     from tensorhub.cuda.device import DeviceBytes
-    from tensorhub.testing.conformance import bytes_of
+    from tensorhub.testing.strided_target import bytes_of
 
     exporter = Remote("exporter", exporter_main)
     try:

@@ -14,7 +14,7 @@ from tensorhub.errors import (
     ManifestMismatch,
     StateError,
 )
-from tensorhub.messages import Start, Write
+from tensorhub.messages import Need, Start, Write
 from tensorhub.testing import BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 
@@ -34,9 +34,11 @@ def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: p
     counted: Counter[tuple[int, Holding]] = Counter()
     choose, count = Readers.choose, Shards.count
 
-    def choose_once(self: Readers, part: RankPart, version: Version, **more: Holding | None) -> Holding | None:
+    def choose_once(
+        self: Readers, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
+    ) -> Holding | None:
         chosen.append(part)
-        return choose(self, part, version, **more)
+        return choose(self, part, version, need, other_than=other_than)
 
     def count_once(self: Shards[Holding]) -> None:
         counted.update((cluster.coordinator.cluster.cause, holding) for holding in self.uncounted)

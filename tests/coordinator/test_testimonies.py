@@ -501,7 +501,7 @@ def test_who_takes_a_publishers_place_is_not_its_publisher() -> None:
         spot=False,
         medium=before.medium,
         purpose=before.purpose,
-        layout_id=before.group.layout_id,
+        layout_id=before.layout_id,
         nbytes=before.nbytes,
         chunks=CHUNKS,
         manifest=before.manifest,

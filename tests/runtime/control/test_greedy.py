@@ -190,7 +190,7 @@ async def test_long_answers_that_read_only_sessions_do_not_take_are_bounded_toge
         version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
         core = server._core.cluster
         core.model("m").versions[1] = version
-        core.learn(version, 0, manifest)
+        core.learn(version, version.holdings, 0, manifest)
         greedy = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(4)]
         monkeypatch.setattr(codec, "encode", counted_encode)
         for messages in greedy:
@@ -245,7 +245,7 @@ async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> No
         version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
         core = server._core.cluster
         core.model("m").versions[1] = version
-        core.learn(version, 0, bytes(15 * 2**20))
+        core.learn(version, version.holdings, 0, bytes(15 * 2**20))
         await deaf.send(GetManifest(1, "m", "content", 0))
         number = 0
         while server._sessions:

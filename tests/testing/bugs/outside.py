@@ -318,11 +318,11 @@ def rollback_does_not_order_out() -> Iterator[None]:
 def another_content_announced() -> Iterator[None]:
     announce = Membership._announce
 
-    def broken(self: Membership, member: Member, held: Any) -> bool:
+    def broken(self: Membership, member: Member, held: Any, parts: Any, request: int) -> bool:
         version = member.group.model.versions.get(held.version)
         if version is not None:
             object.__setattr__(held, "content_id", version.info.content_id)
-        return announce(self, member, held)
+        return announce(self, member, held, parts, request)
 
     with replaced(Membership, "_announce", broken):
         yield
