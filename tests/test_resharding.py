@@ -99,13 +99,22 @@ def engine(rank: int) -> tuple[Tensors, dict[str, object]]:
     views = {name: tensorhub.source(name) for name in SHAPES}
     sources: dict[str, object] = {
         "norm": views["norm"],
+        "padded": [(tensorhub.at[1:4], views["norm"])],  # tiny, so that it shares a region with the one before
         "qkv": [views[name][part(name, rank)] for name in "qkv"],
         "o": views["o"][part("o", rank, 1)],
         "gate_up": [views[name][part(name, rank)] for name in ("gate", "up")],
         "down": views["down"][part("down", rank, 1)],
         "embed": [(tensorhub.at[: 51 - rank, :128], views["embed"][51 * rank : 51 + 50 * rank])],
     }
-    shapes = {"norm": (3,), "qkv": (80, 128), "o": (128, 48), "gate_up": (256, 128), "down": (128, 128), "embed": (51, 130)}
+    shapes = {
+        "norm": (3,),
+        "padded": (5,),
+        "qkv": (80, 128),
+        "o": (128, 48),
+        "gate_up": (256, 128),
+        "down": (128, 128),
+        "embed": (51, 130),
+    }
     return {name: np.full(shape, PAD, np.float32) for name, shape in shapes.items()}, sources
 
 
@@ -115,6 +124,7 @@ def expected(content: int, rank: int) -> Tensors:
     embed[: 51 - rank, :128] = full["embed"][51 * rank : 51 + 50 * rank]
     return {
         "norm": full["norm"],
+        "padded": np.array([PAD, *full["norm"], PAD], np.float32),
         "qkv": np.concatenate([full[name][part(name, rank)] for name in "qkv"]),
         "o": full["o"][part("o", rank, 1)],
         "gate_up": np.concatenate([full[name][part(name, rank)] for name in ("gate", "up")]),
@@ -173,7 +183,7 @@ async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too() 
         assert is_held(mine, 1)
         assert read_from(reports) == {"trainer-0", "trainer-1"}
         sizes = [sum(tensor.nbytes for tensor in expected(1, rank).values()) for rank in range(ROLLOUTS)]
-        padding = [4 * (51 * 2 + 128 * rank) for rank in range(ROLLOUTS)]
+        padding = [4 * (2 + 51 * 2 + 128 * rank) for rank in range(ROLLOUTS)]
         assert [report.bytes_read for report in reports] == [size - pad for size, pad in zip(sizes, padding, strict=True)]
 
         await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
@@ -376,3 +386,50 @@ async def test_a_fill_in_mid_read_goes_on_under_another_coordinator(tmp_path: Pa
             second, theirs = await rollout(hubs[:1], "second")
             await all_of(*(each.replicate(1) for each in second))
             assert is_held(theirs, 1)
+
+
+async def halves(hubs: Sequence[Hub], group: str, content: int, ranks: int) -> list[Weights]:
+    """Ranks that have one half of the rows each, in turn: replicas of one another, as of HSDP, if there are more than 2."""
+    made = []
+    for rank in range(ranks):
+        cuts = {name: slice(*((0, -(-n // 2)) if rank % 2 == 0 else (-(-n // 2), n))) for name, (n, *_) in SHAPES.items()}
+        memory = {name: tensor[cuts[name]].copy() for name, tensor in whole(content).items()}
+        sources = {name: tensorhub.source(name, shape=shape)[cuts[name]] for name, shape in SHAPES.items()}
+        hub = hubs[rank // 2 % len(hubs)]
+        made.append(await hub.register("m", memory, group=group, rank=rank, world_size=ranks, sources=sources))
+    return made
+
+
+async def test_a_lost_replica_of_hsdp_is_made_up_for_by_its_equal() -> None:
+    with gated(2) as gate:
+        async with cluster("kept", "lost", "reader", transports=["tcp"]) as c:
+            trained = await halves(c.hubs[:2], "hsdp", 1, 4)
+            await all_of(*(each.publish(1) for each in trained))
+            weights, mine = await rollout(c.hubs[2:], "rollout")
+            async with anyio.create_task_group() as tasks:
+                for each in weights:
+                    tasks.start_soon(each.replicate)
+                await until(lambda: gate.holds)
+                await c.hubs[1].close()
+                gate.open()
+            assert is_held(mine, 1)
+
+
+async def test_the_next_version_may_come_from_a_trainer_of_another_size() -> None:
+    async with world("one", "other") as (c, trained, _):
+        weights, mine = await rollout(c.hubs[2:3], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        smaller = await halves(c.hubs[3:], "smaller", 2, 2)
+        await all_of(*(each.publish(2) for each in smaller))
+        reports = await all_of(*(each.update() for each in weights))
+        assert is_held(mine, 2)
+        assert [report.version for report in reports] == [2, 2]
+        assert read_from(reports) == {"other"}
+        assert [each.version for each in trained] == [1] * TRAINERS
+
+
+async def test_what_is_nobodys_in_tensors_that_are_packed_stays_as_it_is() -> None:
+    async with world("one", options=replace(OPTIONS, pack_bytes=64)) as (c, _, _):
+        weights, mine = await rollout(c.hubs[2:], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
