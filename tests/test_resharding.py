@@ -176,7 +176,8 @@ def read_from(reports: Sequence[FetchReport]) -> set[str]:
     return {source.name for report in reports for source in report.sources if source.bytes_read}
 
 
-async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too() -> None:
+async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
     async with world("one", "two") as (c, trained, memory):
         weights, mine = await rollout(c.hubs[2:], "rollout")
         reports = await all_of(*(each.replicate() for each in weights))
@@ -190,6 +191,9 @@ async def test_rows_become_columns_and_fused_tensors_and_the_next_version_too() 
         reports = await all_of(*(each.update(2) for each in weights))
         assert is_held(mine, 2)
         assert [report.version for report in reports] == [2, 2]
+        planned = [each for each in caplog.messages if "event='reading_planned'" in each]
+        assert len(planned) == ROLLOUTS  # and not again for the second version
+        assert all("shards=4 " in each for each in planned)
 
 
 async def test_another_group_reads_from_the_first_when_the_trainer_has_gone() -> None:

@@ -7,6 +7,7 @@ worker runtime's loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -293,11 +294,20 @@ class Handle(CallersHandle):
         """In a thread: of a large model it takes seconds."""
         made: Planned | TensorHubError
         try:
-            made = await anyio.to_thread.run_sync(plan, action)
+            made = await anyio.to_thread.run_sync(self._planned, action)
         except Exception as error:
             log.exception("reading_not_planned", registration=self._registration)
             made = StateError(f"{self.member.shard.title}: what to read could not be planned: {text_of(error)}")
         self.apply(self.member.planned(action.number, made, clock.now()))
+
+    def _planned(self, action: calls.PlanReading) -> Planned | TensorHubError:
+        started, made = time.perf_counter(), plan(action)
+        if isinstance(made, Planned):
+            reading, seconds = made.reading, round(time.perf_counter() - started, 3)
+            runs = sum([strip.runs for strips in reading.reading.places for strip in strips])
+            counts = {"shards": len(reading.parts), "nbytes": reading.nbytes, "chunks": reading.chunk_count, "runs": runs}
+            log.info("reading_planned", registration=self._registration, seconds=seconds, **counts)
+        return made
 
     def _answered(self, refusal: Exception | None) -> None:
         self.registration_error = refusal or self.registration_error
