@@ -88,6 +88,7 @@ class Cluster:
         self.links = Links()  # what readers report of links; only the choice of sources depends on it
         self.manifests = Manifests()  # those of all members and versions
         self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
+        self.list_bytes = 0  # of these lists
         self.selections = 0  # those of all versions
         self.manifest_bytes: Counter[str] = Counter()  # by incarnation: of all its members, equal manifests included
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
@@ -330,7 +331,9 @@ class Cluster:
 
     def forget_list(self, testimony: Testimony) -> None:
         """Its root stays."""
-        self.testimonies.pop(testimony, None)
+        if testimony in self.testimonies:
+            del self.testimonies[testimony]
+            self.list_bytes -= testimony.nbytes
         testimony.begin(-1)
         testimony.turned_away = False
 

@@ -202,8 +202,8 @@ class Version(_Moving[VersionState]):
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
     abandoned: bool = False  # its last live source left on purpose, and none has come since
-    # Other layouts in which it has live sources; with "": any other one, since each class of published shards has one.
-    readable_in: set[str] = field(default_factory=set)
+    # Other layouts in which it has live sources; "": any other one, since each class has one, though not each shard.
+    readable_in: list[str] = field(default_factory=list)
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
     others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)  # by layout id; in which it is held or filled
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.

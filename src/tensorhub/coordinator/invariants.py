@@ -77,6 +77,8 @@ def check_counts(cluster: Cluster) -> None:
         needed = {(n.shard, n.selection) for layout in version.others.values() for ns in layout.needs.values() for n in ns}
         _demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
+    list_bytes = sum(testimony.nbytes for testimony in cluster.testimonies)
+    _demand(cluster.list_bytes == list_bytes, "lists of digests are counted", cluster.list_bytes)
     versions = [version for model in cluster.models.values() for version in model.versions.values()]
     _demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
     for worker in cluster.workers.values():

@@ -232,16 +232,16 @@ class Testimonies:
         """Make room for a list. Lists whose root is known make room for others: they can be told again."""
         nbytes = chunks * (testimony.width + 1)
         lists = self._cluster.testimonies
-        for other in list(lists):
-            if sum(each.nbytes for each in lists) + nbytes <= limits.DIGEST_BYTES_MAX:
-                break
-            if other.root:
+        most = limits.DIGEST_BYTES_MAX - nbytes
+        for other in list(lists) if self._cluster.list_bytes > most else ():
+            if other.root and self._cluster.list_bytes > most:
                 self._cluster.forget_list(other)
                 other.answered.clear()
-        testimony.turned_away = sum(each.nbytes for each in lists) + nbytes > limits.DIGEST_BYTES_MAX
+        testimony.turned_away = self._cluster.list_bytes > most
         if not testimony.turned_away:
             testimony.begin(chunks)
             lists[testimony] = None
+            self._cluster.list_bytes += nbytes
         return not testimony.turned_away
 
     def recover(self, version: Version, roots: bytes) -> None:

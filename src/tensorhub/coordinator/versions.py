@@ -201,11 +201,11 @@ class Versions:
         for version in model.versions.values():
             if version.others:
                 self._cluster.forget_layouts(version)
-            can_read = {layout_id for layout_id, layout in version.others.items() if layout.have_sources()}
-            if version.visible and version.is_described and version.has_each_class():
-                can_read.add("")
-            changed = changed or can_read != version.readable_in
-            version.readable_in = can_read
+            can_read = [layout_id for layout_id, layout in version.others.items() if layout.have_sources()]
+            if version.holdings.sourceless and version.visible and version.is_described and version.has_each_class():
+                can_read.append("")
+            if can_read != version.readable_in:
+                version.readable_in, changed = can_read, True
         return changed
 
     def _outlive(self, version: Version, model: Model) -> None:
