@@ -143,6 +143,8 @@ def test_a_reader_behind_one_that_finds_no_source_is_moved_to_one_that_it_reache
     assert added.grant.source == "copier"
     assert isinstance(dropped, DropSource)
     assert dropped.lease == start.grants[0].lease
+    (found,) = [heard for heard in hall.heard[4] if isinstance(heard, AddSource)]  # once the reader is filled from elsewhere
+    assert found.grant.source == "reader"
 
 
 def test_of_a_chain_whose_source_comes_back_only_the_first_one_is_given_another() -> None:

@@ -322,8 +322,11 @@ class Readers:
                 todo += [reader for reader in each.filled if not reader.bridges or reader.is_filled_by(_is_fed)]
 
     def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
-        """Who reads there needs another source from now on, or needs none any more."""
+        """Who reads there needs another source from now on, or needs none any more; who lacks one may read what is fed."""
         holding.is_fed = is_so
+        if is_so:
+            holding.layout.has_grown = True
+            self._cluster.reckon(holding)
         self._cluster.note(holding.member)
         for lease in holding.readers.values():
             self._cluster.wake(lease.part.operation)
