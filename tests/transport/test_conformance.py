@@ -10,7 +10,8 @@ import pytest
 from tensorhub.cuda import cupy_device
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing import conformance
-from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
+from tensorhub.testing.checking import ConformanceBroken, Source
+from tensorhub.testing.conformance import CHECKS, transport_conformance
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport.base import (

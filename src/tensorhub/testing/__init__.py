@@ -7,7 +7,8 @@ a transport keeps its promises. The same seed gives the same trace, always. `sim
 Not responsible for anything that happens outside tests: no other package imports this one.
 """
 
-from tensorhub.testing.conformance import ConformanceBroken, transport_conformance
+from tensorhub.testing.checking import ConformanceBroken
+from tensorhub.testing.conformance import transport_conformance
 from tensorhub.testing.drivers.hosted import WorkerCrashed
 from tensorhub.testing.drivers.stepwise import Choice, StepwiseCluster
 from tensorhub.testing.drivers.virtual import VirtualLoop

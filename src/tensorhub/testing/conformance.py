@@ -18,69 +18,44 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Final
 
 import xxhash
 
 from tensorhub.cuda.device import Device, DeviceBytes
-from tensorhub.layouts.reading import Selection
 from tensorhub.memory.tensors import address_of
-from tensorhub.strips import Strip, straight
+from tensorhub.strips import Strip
+from tensorhub.testing.checking import (
+    Check,
+    ConformanceBroken,
+    MakeSource,
+    Source,
+    Tear,
+    TearingCutter,
+    demand,
+    failure_of,
+    made,
+    receive_all,
+    take,
+)
+from tensorhub.testing.strided_checks import (
+    check_strided_bytes,
+    check_strided_lacking,
+    check_strided_rights,
+    check_strided_torn,
+)
 from tensorhub.testing.strided_target import (
     CANARY,
-    OF,
-    SELECTION,
     SIZES,
-    StridedTarget,
     bytes_of,
     new_bytes,
-    selected,
-    strided_content,
 )
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
-from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
+from tensorhub.types import ContentId, Incarnation, RegistrationId
 
 SOON_S: Final = 3.0  # what must be soon takes less, on any machine
 TEARS_MAX: Final = 32  # points of one read at which it is torn
-STRIDED_TEARS_MAX: Final = 6  # of one in pieces
-HELD_UP_S: Final = 0.2  # for what is taken back there: an owner that copies by itself does so first
-
-
-class ConformanceBroken(AssertionError):
-    """The transport does not keep a rule. The text says which one, and what was seen."""
-
-
-class Source(Protocol):
-    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Each chunk is a region. Used by
-    one thread. Inherit from it, for what is usual.
-    """
-
-    endpoint: Endpoint
-    right: ReadRight  # under which it may be read now
-    device: Device | None = None  # on which destinations are to be; None: they are in host memory
-
-    def fill(self, chunk: int, content: bytes) -> None:
-        """Have these bytes there, and let them be read, with their XXH3-64 as the digest."""
-
-    def spoil(self, chunk: int) -> None:
-        """Change a byte of an available chunk, of which the owner knows nothing."""
-
-    def take_back(self) -> None:
-        """Fence all of it as `unpublish` does; when this returns, every byte of it is overwritten with other ones."""
-
-    def freeze(self) -> bool:
-        """Have the source answer nothing any more, its connections open. False: there is nobody who could be silent."""
-
-    def die(self) -> None:
-        """End the source, with its connections, as the end of its process does."""
-
-    def close(self) -> None:
-        """Release everything, after whatever else was called."""
-
-
-MakeSource = Callable[[], Source]
-Check = Callable[[Transport, MakeSource], None]
 
 
 class Target:
@@ -121,7 +96,7 @@ class Target:
     def check_edges(self) -> None:
         for chunk, buffer in enumerate(self._buffers):
             found = bytes_of(buffer)
-            _demand(found[0] == found[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
+            demand(found[0] == found[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
 
 
 def content(chunk: int, salt: int = 0) -> bytes:
@@ -140,23 +115,23 @@ def transport_conformance(transport: Transport, make_source: MakeSource) -> None
 
 def check_bytes(transport: Transport, make_source: MakeSource) -> None:
     """1, 3: what was submitted arrives, each chunk once, with its digest, and nothing else is written."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         wanted = [chunk for chunk in range(len(SIZES)) if chunk != 3]
         _fill(source)
         channel.submit(wanted[:4])
         channel.submit(wanted[4:])
-        named = _receive_all(channel, len(wanted), bytes_max=5000)
-        _demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
+        named = receive_all(channel, len(wanted), bytes_max=5000)
+        demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
         for chunk, digest in named.items():
-            _demand(target.holds(chunk) == content(chunk), 1, f"chunk {chunk} has other bytes than its source")
-            _demand(digest == xxhash.xxh3_64_intdigest(content(chunk)), 3, f"chunk {chunk} came with digest {digest}")
-        _demand(target.is_untouched(3), 1, "a chunk that was not asked for was written")
+            demand(target.holds(chunk) == content(chunk), 1, f"chunk {chunk} has other bytes than its source")
+            demand(digest == xxhash.xxh3_64_intdigest(content(chunk)), 3, f"chunk {chunk} came with digest {digest}")
+        demand(target.is_untouched(3), 1, "a chunk that was not asked for was written")
         target.check_edges()
 
 
 def check_bytes_max(transport: Transport, make_source: MakeSource) -> None:
     """`receive` gives one chunk at least, and beyond it no more than it may."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, _, _):
         _fill(source)
         channel.submit(range(len(SIZES)))
         left = len(SIZES)
@@ -165,48 +140,44 @@ def check_bytes_max(transport: Transport, make_source: MakeSource) -> None:
             if isinstance(answer, Arrival):
                 chunks = [chunk for chunk, _ in answer.chunks]
                 nbytes = sum(SIZES[chunk] for chunk in chunks)
-                _demand(len(chunks) == 1 or nbytes <= 5000, 1, f"{nbytes} bytes came, and 5000 were wanted at most")
+                demand(len(chunks) == 1 or nbytes <= 5000, 1, f"{nbytes} bytes came, and 5000 were wanted at most")
                 left -= len(chunks)
 
 
 def check_spoilt(transport: Transport, make_source: MakeSource) -> None:
     """3: the digest is the publisher's, so that bytes which have changed since do not have it."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         source.fill(1, content(1))
         source.spoil(1)
         channel.submit([1])
-        named = _receive_all(channel, 1)
+        named = receive_all(channel, 1)
         found = xxhash.xxh3_64_intdigest(target.holds(1))
-        _demand(
-            named[1] == xxhash.xxh3_64_intdigest(content(1)) != found, 3, "a changed chunk came with a digest of its own"
-        )
+        demand(named[1] == xxhash.xxh3_64_intdigest(content(1)) != found, 3, "a changed chunk came with a digest of its own")
 
 
 def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
     """2: what is named was read under the right's generation, also when that ends in mid-read; then it is refused."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         _fill(source)
         channel.submit(range(len(SIZES)))
         named: dict[int, int | None] = {}
-        _take(channel.receive(1), named)
+        take(channel.receive(1), named)
         source.take_back()
 
         def go_on() -> None:
             while len(named) < len(SIZES):  # what was on its way already may come
-                _take(channel.receive(1), named)
+                take(channel.receive(1), named)
 
-        failure = _failure(go_on)
-        _demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+        failure = failure_of(go_on)
+        demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
         for chunk in named:
-            _demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was named, and read after it was taken back")
-    with _made(make_source) as source:
+            demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was named, and read after it was taken back")
+    with made(make_source) as source:
         source.fill(0, content(0))
         before = source.right
         source.take_back()
-        failure = _failure(lambda: _read_one(transport, source, before))
-        _demand(
-            failure is not None and failure.reason == "refused", 2, f"an old generation was read, or failed as {failure}"
-        )
+        failure = failure_of(lambda: _read_one(transport, source, before))
+        demand(failure is not None and failure.reason == "refused", 2, f"an old generation was read, or failed as {failure}")
 
 
 def check_torn(transport: Transport, make_source: MakeSource) -> None:
@@ -216,11 +187,11 @@ def check_torn(transport: Transport, make_source: MakeSource) -> None:
     """
     for bytes_max in (SIZES[5], 2**30):  # digested in the cache, and not
         for point in range(TEARS_MAX):
-            with _made(make_source) as source:
+            with made(make_source) as source:
                 _fill(source)
-                tear = _Tear(source, point)
+                tear = Tear(source, point)
                 target = _TearingTarget(source.device, tear)
-                channel = transport.open(source.endpoint, source.right, target, _TearingCutter(tear))
+                channel = transport.open(source.endpoint, source.right, target, TearingCutter(tear))
                 try:
                     _check_torn(channel, target, tear, bytes_max)
                 finally:
@@ -230,46 +201,24 @@ def check_torn(transport: Transport, make_source: MakeSource) -> None:
                 break
 
 
-def _check_torn(channel: Channel, target: Target, tear: _Tear, bytes_max: int) -> None:
+def _check_torn(channel: Channel, target: Target, tear: Tear, bytes_max: int) -> None:
     channel.submit(range(len(SIZES)))
     named: dict[int, int | None] = {}
     tear.is_armed = True
 
     def go_on() -> None:
         while len(named) < len(SIZES):
-            _take(channel.receive(bytes_max), named)
+            take(channel.receive(bytes_max), named)
 
-    failure = _failure(go_on)
+    failure = failure_of(go_on)
     tear.is_armed = False
-    _demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+    demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
     for chunk in named:
-        _demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was overwritten while it was copied, and named")
-
-
-class _Tear:
-    """Has the source take everything back at one of the read's points."""
-
-    def __init__(self, source: Source, point: int) -> None:
-        self.left = point  # points until then; -1: it has been taken back
-        self.is_armed = False
-        self._thread = threading.Thread(target=source.take_back)
-
-    def pass_point(self) -> None:
-        if not self.is_armed or self.left < 0:
-            return
-        self.left -= 1
-        if self.left < 0:
-            self._thread.start()
-            self._thread.join(HELD_UP_S)
-
-    def end(self) -> None:
-        """Wait until the source has it back, if it was taken."""
-        if self.left < 0:
-            self._thread.join()
+        demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was overwritten while it was copied, and named")
 
 
 class _TearingTarget(Target):
-    def __init__(self, device: Device | None, tear: _Tear) -> None:
+    def __init__(self, device: Device | None, tear: Tear) -> None:
         super().__init__(device)
         self._tear = tear
 
@@ -282,22 +231,9 @@ class _TearingTarget(Target):
         return super().address(chunk)
 
 
-class _TearingCutter(Cutter):
-    __slots__ = ("_tear",)
-
-    def __init__(self, tear: _Tear) -> None:
-        super().__init__()
-        self._tear = tear
-
-    @property
-    def is_cut(self) -> bool:
-        self._tear.pass_point()
-        return super().is_cut
-
-
 def check_rights(transport: Transport, make_source: MakeSource) -> None:
     """4: another registration, generation, content or incarnation is not read, and nothing is written."""
-    with _made(make_source) as source:
+    with made(make_source) as source:
         source.fill(0, content(0))
         right = source.right
         for other, reasons in (
@@ -306,27 +242,27 @@ def check_rights(transport: Transport, make_source: MakeSource) -> None:
             (dataclasses.replace(right, content_id=ContentId("another")), ("refused",)),
             (dataclasses.replace(right, incarnation=Incarnation("another")), ("unreachable",)),
         ):
-            failure = _failure(lambda other=other: _read_one(transport, source, other))  # type: ignore[misc]
-            _demand(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
+            failure = failure_of(lambda other=other: _read_one(transport, source, other))  # type: ignore[misc]
+            demand(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
 
 
 def check_again(transport: Transport, make_source: MakeSource) -> None:
     """1: what a transport keeps from one channel for the next brings nothing that the next one has not asked for."""
-    with _made(make_source) as source:
+    with made(make_source) as source:
         _fill(source)
         for unread in ([], [0, 5], []):
             with _opened(transport, source) as (channel, target, _):
                 channel.submit([2])
-                named = _receive_all(channel, 1)
-                _demand(list(named) == [2] and target.holds(2) == content(2), 1, f"2 was asked for, and {named} arrived")
+                named = receive_all(channel, 1)
+                demand(list(named) == [2] and target.holds(2) == content(2), 1, f"2 was asked for, and {named} arrived")
                 if unread:
                     channel.submit(unread)
-            _demand(target.is_untouched(0) and target.is_untouched(5), 1, "a chunk came that was not waited for")
+            demand(target.is_untouched(0) and target.is_untouched(5), 1, "a chunk came that was not waited for")
 
 
 def check_lacking(transport: Transport, make_source: MakeSource) -> None:
     """7: a source that lacks chunks says so soon, and what it has; they can be asked for again."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         source.fill(1, content(1))
         source.fill(2, content(2))
         channel.submit([0, 1, 2, 3])
@@ -338,20 +274,20 @@ def check_lacking(transport: Transport, make_source: MakeSource) -> None:
             if isinstance(answer, Lacking):
                 lacking = answer
             else:
-                _take(answer, named)
-        _demand(time.monotonic() - started < SOON_S, 7, "it takes long to say what is lacking")
-        _demand(sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived")
-        _demand(sorted(lacking.chunks) == [0, 3], 7, f"chunks 0 and 3 are lacking, and {lacking.chunks} were said to be")
-        _demand(list(lacking.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {lacking.has}")
-        _demand(target.is_untouched(0) and target.is_untouched(3), 7, "a chunk that is lacking was written")
+                take(answer, named)
+        demand(time.monotonic() - started < SOON_S, 7, "it takes long to say what is lacking")
+        demand(sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived")
+        demand(sorted(lacking.chunks) == [0, 3], 7, f"chunks 0 and 3 are lacking, and {lacking.chunks} were said to be")
+        demand(list(lacking.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {lacking.has}")
+        demand(target.is_untouched(0) and target.is_untouched(3), 7, "a chunk that is lacking was written")
         source.fill(0, content(0))
         channel.submit([0])
-        _demand(0 in _receive_all(channel, 1), 7, "what has come since does not arrive")
+        demand(0 in receive_all(channel, 1), 7, "what has come since does not arrive")
 
 
 def check_cut(transport: Transport, make_source: MakeSource) -> None:
     """5: a cut, from any thread, ends a call that waits, and one that is still to come."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, _, cutter):
+    with made(make_source) as source, _opened(transport, source) as (channel, _, cutter):
         channel.submit([0])  # which the source lacks
         found: list[ReadFailure | None] = []
 
@@ -360,60 +296,62 @@ def check_cut(transport: Transport, make_source: MakeSource) -> None:
                 _ask_again(channel, channel.receive(1))
 
         def wait() -> None:
-            found.append(_failure(ask_on))
+            found.append(failure_of(ask_on))
 
         thread = threading.Thread(target=wait)
         thread.start()
         cutter.cut()
         thread.join(SOON_S)
-        _demand(not thread.is_alive(), 5, "a call went on after the cut")
-        _demand(found != [None], 5, "a call that was cut off has not failed")
-    with _made(make_source) as source:
+        demand(not thread.is_alive(), 5, "a call went on after the cut")
+        demand(found != [None], 5, "a call that was cut off has not failed")
+    with made(make_source) as source:
         source.fill(0, content(0))
         cutter = Cutter()
         cutter.cut()
-        _demand(_failure(lambda: _read_one(transport, source, source.right, cutter)) is not None, 5, "it was cut, and reads")
+        demand(
+            failure_of(lambda: _read_one(transport, source, source.right, cutter)) is not None, 5, "it was cut, and reads"
+        )
 
 
 def check_death(transport: Transport, make_source: MakeSource) -> None:
     """4: the end of a source is a failure, in mid-read and before."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, _, _):
         _fill(source)
         channel.submit([0])
-        _receive_all(channel, 1)
+        receive_all(channel, 1)
         source.die()
 
         def go_on() -> None:
             channel.submit([1, 2])
-            _receive_all(channel, 2)
+            receive_all(channel, 2)
 
-        failure = _failure(go_on)
-        _demand(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
+        failure = failure_of(go_on)
+        demand(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
         try:
-            failure = _failure(lambda: _read_one(transport, source, source.right))
+            failure = failure_of(lambda: _read_one(transport, source, source.right))
         except Unusable:  # another transport may tell more
             return
-        _demand(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
+        demand(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
 
 
 def check_silence(transport: Transport, make_source: MakeSource) -> None:
     """6: a source that says nothing any more is given up."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, _, _):
         source.fill(0, content(0))
         if not source.freeze():
             return
 
         def go_on() -> None:
             channel.submit([0])
-            _receive_all(channel, 1)
+            receive_all(channel, 1)
 
-        failure = _failure(go_on)
-        _demand(failure is not None and failure.reason == "stalled", 6, f"a silent source is no failure: {failure}")
+        failure = failure_of(go_on)
+        demand(failure is not None and failure.reason == "stalled", 6, f"a silent source is no failure: {failure}")
 
 
 def check_threads(transport: Transport, make_source: MakeSource) -> None:
     """8: as many threads as the transport says may drive a channel, and each chunk comes to one of them."""
-    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+    with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         _fill(source)
         named: list[int] = []
         failures: list[BaseException] = []
@@ -437,127 +375,10 @@ def check_threads(transport: Transport, make_source: MakeSource) -> None:
             thread.start()
         for thread in threads:
             thread.join(4 * SOON_S)
-        _demand(not any(thread.is_alive() for thread in threads), 8, "a thread waits for what another one has")
-        _demand(not failures, 8, f"a thread failed: {failures[:1]}")
-        _demand(sorted(named) == list(range(len(SIZES))), 8, f"{sorted(named)} arrived")
-        _demand(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
-
-
-# --------------------------------------------------------------------------------------------------------- strided
-
-
-def _strides(transport: Transport, source: Source) -> bool:
-    """Whether there is anything to check."""
-    return transport.strides and ("host" if source.device is None else "device") in transport.fills
-
-
-@contextlib.contextmanager
-def _selecting(
-    transport: Transport, source: Source, selection: Selection = SELECTION
-) -> Iterator[tuple[Channel, StridedTarget]]:
-    target = StridedTarget(source.device)
-    right = dataclasses.replace(source.right, selection=selection)
-    channel = transport.open(source.endpoint, right, target, Cutter())
-    try:
-        yield channel, target
-    finally:
-        channel.close()
-
-
-def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
-    """1, 3: chunks of many pieces, short and long ones, arrive with the digests of their bytes in their order."""
-    count = len(SELECTION.chunks)
-    with _made(make_source) as source:
-        if not _strides(transport, source):
-            return
-        for chunk in range(len(SIZES)):
-            source.fill(chunk, strided_content(chunk))
-        for bytes_max in (2**16, 2**30):
-            with _selecting(transport, source) as (channel, target):
-                wanted = [chunk for chunk in range(count) if chunk != 4]
-                channel.submit(wanted[:5])
-                channel.submit(wanted[5:])
-                named = _receive_all(channel, len(wanted), bytes_max)
-                _demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
-                for chunk, digest in named.items():
-                    held = selected(chunk)
-                    _demand(target.holds(chunk) == held, 1, f"chunk {chunk} has other bytes than its source")
-                    _demand(digest == xxhash.xxh3_64_intdigest(held), 3, f"chunk {chunk} came with digest {digest}")
-                _demand(target.is_untouched_beside(wanted), 1, "bytes beside the pieces of a chunk were written")
-
-
-def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None:
-    """7: a chunk of many pieces is there once all of them are."""
-    with _made(make_source) as source:
-        if not _strides(transport, source):
-            return
-        for chunk in (0, 5, 1, 6):
-            source.fill(chunk, strided_content(chunk))
-        with _selecting(transport, source) as (channel, target):
-            there = [chunk for chunk, of in enumerate(OF) if {0, 1, 5, 6}.issuperset(of)]
-            channel.submit(range(len(OF)))
-            named: dict[int, int | None] = {}
-            while isinstance(answer := channel.receive(2**20), Arrival):
-                _take(answer, named)
-            _demand(sorted(named) == there, 7, f"{there} are there, and {sorted(named)} arrived")
-            _demand(sorted(answer.chunks) == [4, 6], 7, f"4 and 6 are lacking, and {answer.chunks} were said to be")
-            _demand(list(answer.has) == [(0, 4), (5, 1), (7, 3)], 7, f"it says that it has {answer.has}")
-            for chunk in (2, 4, 7):
-                source.fill(chunk, strided_content(chunk))
-            channel.submit([4, 6])
-            _demand(set(_receive_all(channel, 2)) == {4, 6}, 7, "what has come since does not arrive")
-            _demand(target.holds(4) == selected(4), 1, "a chunk has other bytes than its source")
-
-
-def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
-    """2: nothing of many pieces is named that was overwritten while it was copied: see `check_torn`."""
-    for point in range(STRIDED_TEARS_MAX):
-        with _made(make_source) as source:
-            if not _strides(transport, source):
-                return
-            for chunk in range(len(SIZES)):
-                source.fill(chunk, strided_content(chunk))
-            tear = _Tear(source, point)
-            target = StridedTarget(source.device, tear.pass_point)
-            right = dataclasses.replace(source.right, selection=SELECTION)
-            channel = transport.open(source.endpoint, right, target, _TearingCutter(tear))
-            named: dict[int, int | None] = {}
-            try:
-                channel.submit(range(len(OF)))
-                tear.is_armed = True
-
-                def go_on(channel: Channel = channel, named: dict[int, int | None] = named) -> None:
-                    while len(named) < len(OF):
-                        _take(channel.receive(2**20), named)
-
-                failure = _failure(go_on)
-                tear.is_armed = False
-                _demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
-                for chunk in named:
-                    _demand(target.holds(chunk) == selected(chunk), 2, f"chunk {chunk} was overwritten, and named")
-            finally:
-                channel.close()
-                tear.end()
-        if tear.left >= 0:
-            break
-
-
-def check_strided_rights(transport: Transport, make_source: MakeSource) -> None:
-    """4: what is not within the source's memory is refused."""
-    with _made(make_source) as source:
-        if not _strides(transport, source):
-            return
-        source.fill(0, strided_content(0))
-        for strip in (straight(0, 0, 2), straight(len(SIZES), 0, 1), Strip(0, 0, 1, 0, len(SIZES) + 1, (), 1)):
-            beyond = Selection(((strip,),))
-
-            def read(beyond: Selection = beyond) -> None:
-                with _selecting(transport, source, beyond) as (channel, _):
-                    channel.submit([0])
-                    _receive_all(channel, 1)
-
-            failure = _failure(read)
-            _demand(failure is not None and failure.reason == "refused", 4, f"{strip} gave {failure}, not a refusal")
+        demand(not any(thread.is_alive() for thread in threads), 8, "a thread waits for what another one has")
+        demand(not failures, 8, f"a thread failed: {failures[:1]}")
+        demand(sorted(named) == list(range(len(SIZES))), 8, f"{sorted(named)} arrived")
+        demand(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
 
 
 CHECKS: Final[Mapping[str, Check]] = {
@@ -586,20 +407,6 @@ CHECKS: Final[Mapping[str, Check]] = {
 # ----------------------------------------------------------------------------------------------------------- tools
 
 
-def _demand(holds: bool, rule: int, text: str) -> None:
-    if not holds:
-        raise ConformanceBroken(f"rule {rule} of tensorhub.transport.base: {text}")
-
-
-@contextlib.contextmanager
-def _made(make_source: MakeSource) -> Iterator[Source]:
-    source = make_source()
-    try:
-        yield source
-    finally:
-        source.close()
-
-
 def _fill(source: Source) -> None:
     for chunk in range(len(SIZES)):
         source.fill(chunk, content(chunk))
@@ -622,35 +429,12 @@ def _read_one(transport: Transport, source: Source, right: ReadRight, cutter: Cu
     try:
         with _opened(transport, source, right, cutter) as (channel, target, _):
             channel.submit([0])
-            _receive_all(channel, 1)
+            receive_all(channel, 1)
     except ReadFailure:
-        _demand(target.is_untouched(0), 2, "what was refused was written")
+        demand(target.is_untouched(0), 2, "what was refused was written")
         raise
-
-
-def _take(answer: Arrival | Lacking, named: dict[int, int | None]) -> None:
-    _demand(isinstance(answer, Arrival), 7, f"the source has every chunk, and lacks {answer.chunks}")
-    for chunk, digest in answer.chunks if isinstance(answer, Arrival) else ():
-        _demand(chunk not in named, 1, f"chunk {chunk} arrived twice")
-        named[chunk] = digest
-
-
-def _receive_all(channel: Channel, count: int, bytes_max: int = 2**20) -> dict[int, int | None]:
-    named: dict[int, int | None] = {}
-    while len(named) < count:
-        _take(channel.receive(bytes_max), named)
-    return named
 
 
 def _ask_again(channel: Channel, answer: Arrival | Lacking) -> None:
     if isinstance(answer, Lacking):
         channel.submit(sorted(answer.chunks))
-
-
-def _failure(read: Callable[[], object]) -> ReadFailure | None:
-    """How a read fails, if it does."""
-    try:
-        read()
-    except ReadFailure as failure:
-        return failure
-    return None

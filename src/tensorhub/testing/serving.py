@@ -14,7 +14,7 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import Bytes, copy_bytes
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.testing.conformance import Source
+from tensorhub.testing.checking import Source
 from tensorhub.testing.strided_target import SIZES, bytes_of
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import ReadRight
@@ -33,7 +33,7 @@ def _shared(nbytes: int) -> memoryview:
 
 
 class ServedSource(Source):
-    """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `side`: that of
+    """See `checking.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `side`: that of
     the transport by which it is read, closed with the source (None: tcp's). `device`: on which its memory and its readers'
     destinations are.
     """

@@ -1,0 +1,132 @@
+"""The checks of the conformance suite that read in pieces: for transports with `strides`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Final
+
+import xxhash
+
+from tensorhub.layouts.reading import Selection
+from tensorhub.strips import Strip, straight
+from tensorhub.testing.checking import MakeSource, Source, Tear, TearingCutter, demand, failure_of, made, receive_all, take
+from tensorhub.testing.strided_target import OF, SELECTION, SIZES, StridedTarget, selected, strided_content
+from tensorhub.transport.base import Arrival, Channel, Cutter, Transport
+
+STRIDED_TEARS_MAX: Final = 6  # of one in pieces
+
+
+def _strides(transport: Transport, source: Source) -> bool:
+    """Whether there is anything to check."""
+    return transport.strides and ("host" if source.device is None else "device") in transport.fills
+
+
+@contextlib.contextmanager
+def _selecting(
+    transport: Transport, source: Source, selection: Selection = SELECTION
+) -> Iterator[tuple[Channel, StridedTarget]]:
+    target = StridedTarget(source.device)
+    right = dataclasses.replace(source.right, selection=selection)
+    channel = transport.open(source.endpoint, right, target, Cutter())
+    try:
+        yield channel, target
+    finally:
+        channel.close()
+
+
+def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
+    """1, 3: chunks of many pieces, short and long ones, arrive with the digests of their bytes in their order."""
+    count = len(SELECTION.chunks)
+    with made(make_source) as source:
+        if not _strides(transport, source):
+            return
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, strided_content(chunk))
+        for bytes_max in (2**16, 2**30):
+            with _selecting(transport, source) as (channel, target):
+                wanted = [chunk for chunk in range(count) if chunk != 4]
+                channel.submit(wanted[:5])
+                channel.submit(wanted[5:])
+                named = receive_all(channel, len(wanted), bytes_max)
+                demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
+                for chunk, digest in named.items():
+                    held = selected(chunk)
+                    demand(target.holds(chunk) == held, 1, f"chunk {chunk} has other bytes than its source")
+                    demand(digest == xxhash.xxh3_64_intdigest(held), 3, f"chunk {chunk} came with digest {digest}")
+                demand(target.is_untouched_beside(wanted), 1, "bytes beside the pieces of a chunk were written")
+
+
+def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None:
+    """7: a chunk of many pieces is there once all of them are."""
+    with made(make_source) as source:
+        if not _strides(transport, source):
+            return
+        for chunk in (0, 5, 1, 6):
+            source.fill(chunk, strided_content(chunk))
+        with _selecting(transport, source) as (channel, target):
+            there = [chunk for chunk, of in enumerate(OF) if {0, 1, 5, 6}.issuperset(of)]
+            channel.submit(range(len(OF)))
+            named: dict[int, int | None] = {}
+            while isinstance(answer := channel.receive(2**20), Arrival):
+                take(answer, named)
+            demand(sorted(named) == there, 7, f"{there} are there, and {sorted(named)} arrived")
+            demand(sorted(answer.chunks) == [4, 6], 7, f"4 and 6 are lacking, and {answer.chunks} were said to be")
+            demand(list(answer.has) == [(0, 4), (5, 1), (7, 3)], 7, f"it says that it has {answer.has}")
+            for chunk in (2, 4, 7):
+                source.fill(chunk, strided_content(chunk))
+            channel.submit([4, 6])
+            demand(set(receive_all(channel, 2)) == {4, 6}, 7, "what has come since does not arrive")
+            demand(target.holds(4) == selected(4), 1, "a chunk has other bytes than its source")
+
+
+def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
+    """2: nothing of many pieces is named that was overwritten while it was copied: see `check_torn`."""
+    for point in range(STRIDED_TEARS_MAX):
+        with made(make_source) as source:
+            if not _strides(transport, source):
+                return
+            for chunk in range(len(SIZES)):
+                source.fill(chunk, strided_content(chunk))
+            tear = Tear(source, point)
+            target = StridedTarget(source.device, tear.pass_point)
+            right = dataclasses.replace(source.right, selection=SELECTION)
+            channel = transport.open(source.endpoint, right, target, TearingCutter(tear))
+            named: dict[int, int | None] = {}
+            try:
+                channel.submit(range(len(OF)))
+                tear.is_armed = True
+
+                def go_on(channel: Channel = channel, named: dict[int, int | None] = named) -> None:
+                    while len(named) < len(OF):
+                        take(channel.receive(2**20), named)
+
+                failure = failure_of(go_on)
+                tear.is_armed = False
+                demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+                for chunk in named:
+                    demand(target.holds(chunk) == selected(chunk), 2, f"chunk {chunk} was overwritten, and named")
+            finally:
+                channel.close()
+                tear.end()
+        if tear.left >= 0:
+            break
+
+
+def check_strided_rights(transport: Transport, make_source: MakeSource) -> None:
+    """4: what is not within the source's memory is refused."""
+    with made(make_source) as source:
+        if not _strides(transport, source):
+            return
+        source.fill(0, strided_content(0))
+        for strip in (straight(0, 0, 2), straight(len(SIZES), 0, 1), Strip(0, 0, 1, 0, len(SIZES) + 1, (), 1)):
+            beyond = Selection(((strip,),))
+
+            def read(beyond: Selection = beyond) -> None:
+                with _selecting(transport, source, beyond) as (channel, _):
+                    channel.submit([0])
+                    receive_all(channel, 1)
+
+            failure = failure_of(read)
+            demand(failure is not None and failure.reason == "refused", 4, f"{strip} gave {failure}, not a refusal")
