@@ -168,6 +168,19 @@ def test_a_source_that_leaves_waits_for_its_readers_of_other_layouts_and_they_ar
     assert dropped.lease not in world.core.cluster.leases
 
 
+def test_who_waits_for_a_source_does_not_read_from_who_follows_it() -> None:
+    """Partial copies complete one another only where nobody holds all of what they read."""
+    world, trainers = published(1)
+    (first,) = filling(world, "first", needs=[A])
+    filling(world, "second", needs=[A])
+    world.cut_off(trainers[0])
+    world.lose_source(first, world.lease(first, "t0"))
+    assert world.sources(first) == []
+    world.connect(trainers[0])
+    world.pass_time(1.0)
+    assert len(world.sources(first)) == 1
+
+
 def test_nothing_is_overwritten_before_each_class_can_be_read() -> None:
     world, trainers = published()
     (reader,) = world.group("r", [wide(0)])

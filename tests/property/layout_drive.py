@@ -102,7 +102,7 @@ class LayoutDrive(WaitDrive):
         layout, size, layout_id = LAYOUTS.get(group, ""), 1, ""
         if layout:
             size, layout_id = self.world_sizes[layout], f"own/{layout}{rank}"
-        elif not serves and self.often(0.5) and not peer.read_only:
+        elif not serves and self.often(0.5):
             layout_id = "own/f"  # a fetch of another layout
         parts = self._parts(layout, rank) if layout else ()
         use = (serves, False, Medium.DEVICE, Purpose.USE, layout_id, 1, CHUNKS, self.manifest if serves else b"", held)

@@ -74,7 +74,12 @@ class Readers:
         if part.holding is not None:
             self._cluster.reckon(part.holding)
             if holding.is_fed and (need is None or part.holding.is_filled_by(_is_fed)):
-                self._spread(part.holding)
+                if (
+                    partial and self._dry
+                ):  # the source may be filled from this reader: that is not known before all are settled
+                    self._dry[part.holding] = None
+                else:
+                    self._spread(part.holding)
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
@@ -137,7 +142,7 @@ class Readers:
         lacking = [] if None in fed else [need for need in part.lacking() if need not in fed]
         grants = [self.lend(part, *source) for source in self.sources(part, lacking)] if lacking else []
         own, published = part.layout.of(part.shard), version.holdings
-        if grants or version.abandoned or own.complete or not part.needs_source:
+        if grants or version.abandoned or part.can_be_whole or not part.needs_source:
             return grants
         grants += [self._lend(part, each, partial=True) for each in self._partial_holdings(part, version, own)]
         for need in lacking:
