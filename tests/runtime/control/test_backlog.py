@@ -19,6 +19,7 @@ from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.control.polled_stream import PolledStream
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import Location, Options, parse_address
 from tests.rig import WAIT_S, nothing_left, until
@@ -99,3 +100,32 @@ async def test_who_is_away_has_a_second_lease_while_somebody_waits_to_be_let_in(
             assert seconds >= 2 * LEASE_S
         else:
             assert event == Silent((DOOR,))
+
+
+async def test_whose_words_come_between_the_question_and_the_verdict_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator with much to do gives its verdict long after it has asked the kernel."""
+    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server, await thin_worker(server, 1) as worker:
+        say_at_once(worker, Join("w1", Location(), (), 1, 0))
+        assert isinstance(await worker.receive(), Welcome)
+        ask, asked, verdicts = CoordinatorServer._has_nothing_unread, list[bool](), list[Silent]()
+        step = CoordinatorServer._step
+
+        def asks(self: CoordinatorServer, number: int) -> bool:
+            asked.append(ask(self, number))
+            if len(asked) == 1:
+                monkeypatch.setattr(PolledStream, "receive_nowait", lambda *_: None)  # nobody is heard for now
+                say_at_once(worker, Heartbeat(1))
+            return asked[-1]
+
+        def notes(self: CoordinatorServer, event: Event) -> None:
+            if isinstance(event, Silent) and not verdicts:
+                verdicts.append(event)
+                monkeypatch.undo()
+                say_at_once(worker, Heartbeat(2))
+            step(self, event)
+
+        monkeypatch.setattr(CoordinatorServer, "_has_nothing_unread", asks)
+        monkeypatch.setattr(CoordinatorServer, "_step", notes)
+        said = await worker.receive()
+        assert isinstance(said, HeartbeatAck)
+        assert verdicts == [Silent(())]

@@ -269,8 +269,8 @@ class CoordinatorServer:
 
     async def _keep_looking(self) -> None:
         """Tell the core which of the sessions that it asks about are silent: nothing of them lies in the kernel, and what
-        was between the kernel and the core when the kernel was asked has been passed on since. A session that is not heard,
-        because its peer does not take what it is told, is silent as well.
+        was between the kernel and the core when the kernel was asked has been passed on since. That takes a while, so the
+        kernel is asked again. Who is not heard because its peer does not take what it is told is silent as well.
         """
         while True:
             await self._look_wanted.wait()
@@ -281,7 +281,8 @@ class CoordinatorServer:
             for _ in range(TURNS_TO_CORE):  # for those that a task hears
                 await anyio.lowlevel.checkpoint()
             for first in range(0, len(quiet), SILENT_PER_STEP):
-                silent = [number for number in quiet[first : first + SILENT_PER_STEP] if self._waits_for_peer(number)]
+                few = quiet[first : first + SILENT_PER_STEP]
+                silent = [each for each in few if self._waits_for_peer(each) and self._has_nothing_unread(each)]
                 self._step(Silent(tuple(silent)))
                 await anyio.lowlevel.checkpoint()
 
