@@ -85,7 +85,7 @@ class TearingCutter(Cutter):
         return super().is_cut
 
 
-def demand(holds: bool, rule: int, text: str) -> None:
+def require(holds: bool, rule: int, text: str) -> None:
     if not holds:
         raise ConformanceBroken(f"rule {rule} of tensorhub.transport.base: {text}")
 
@@ -100,9 +100,9 @@ def made(make_source: MakeSource) -> Iterator[Source]:
 
 
 def take(answer: Arrival | Lacking, named: dict[int, int | None]) -> None:
-    demand(isinstance(answer, Arrival), 7, f"the source has every chunk, and lacks {answer.chunks}")
+    require(isinstance(answer, Arrival), 7, f"the source has every chunk, and lacks {answer.chunks}")
     for chunk, digest in answer.chunks if isinstance(answer, Arrival) else ():
-        demand(chunk not in named, 1, f"chunk {chunk} arrived twice")
+        require(chunk not in named, 1, f"chunk {chunk} arrived twice")
         named[chunk] = digest
 
 

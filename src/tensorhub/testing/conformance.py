@@ -33,10 +33,10 @@ from tensorhub.testing.checking import (
     Source,
     Tear,
     TearingCutter,
-    demand,
     failure_of,
     made,
     receive_all,
+    require,
     take,
 )
 from tensorhub.testing.strided_checks import (
@@ -96,7 +96,7 @@ class Target:
     def check_edges(self) -> None:
         for chunk, buffer in enumerate(self._buffers):
             found = bytes_of(buffer)
-            demand(found[0] == found[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
+            require(found[0] == found[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
 
 
 def content(chunk: int, salt: int = 0) -> bytes:
@@ -121,11 +121,11 @@ def check_bytes(transport: Transport, make_source: MakeSource) -> None:
         channel.submit(wanted[:4])
         channel.submit(wanted[4:])
         named = receive_all(channel, len(wanted), bytes_max=5000)
-        demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
+        require(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
         for chunk, digest in named.items():
-            demand(target.holds(chunk) == content(chunk), 1, f"chunk {chunk} has other bytes than its source")
-            demand(digest == xxhash.xxh3_64_intdigest(content(chunk)), 3, f"chunk {chunk} came with digest {digest}")
-        demand(target.is_untouched(3), 1, "a chunk that was not asked for was written")
+            require(target.holds(chunk) == content(chunk), 1, f"chunk {chunk} has other bytes than its source")
+            require(digest == xxhash.xxh3_64_intdigest(content(chunk)), 3, f"chunk {chunk} came with digest {digest}")
+        require(target.is_untouched(3), 1, "a chunk that was not asked for was written")
         target.check_edges()
 
 
@@ -140,7 +140,7 @@ def check_bytes_max(transport: Transport, make_source: MakeSource) -> None:
             if isinstance(answer, Arrival):
                 chunks = [chunk for chunk, _ in answer.chunks]
                 nbytes = sum(SIZES[chunk] for chunk in chunks)
-                demand(len(chunks) == 1 or nbytes <= 5000, 1, f"{nbytes} bytes came, and 5000 were wanted at most")
+                require(len(chunks) == 1 or nbytes <= 5000, 1, f"{nbytes} bytes came, and 5000 were wanted at most")
                 left -= len(chunks)
 
 
@@ -152,7 +152,9 @@ def check_spoilt(transport: Transport, make_source: MakeSource) -> None:
         channel.submit([1])
         named = receive_all(channel, 1)
         found = xxhash.xxh3_64_intdigest(target.holds(1))
-        demand(named[1] == xxhash.xxh3_64_intdigest(content(1)) != found, 3, "a changed chunk came with a digest of its own")
+        require(
+            named[1] == xxhash.xxh3_64_intdigest(content(1)) != found, 3, "a changed chunk came with a digest of its own"
+        )
 
 
 def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
@@ -169,15 +171,17 @@ def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
                 take(channel.receive(1), named)
 
         failure = failure_of(go_on)
-        demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+        require(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
         for chunk in named:
-            demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was named, and read after it was taken back")
+            require(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was named, and read after it was taken back")
     with made(make_source) as source:
         source.fill(0, content(0))
         before = source.right
         source.take_back()
         failure = failure_of(lambda: _read_one(transport, source, before))
-        demand(failure is not None and failure.reason == "refused", 2, f"an old generation was read, or failed as {failure}")
+        require(
+            failure is not None and failure.reason == "refused", 2, f"an old generation was read, or failed as {failure}"
+        )
 
 
 def check_torn(transport: Transport, make_source: MakeSource) -> None:
@@ -212,9 +216,9 @@ def _check_torn(channel: Channel, target: Target, tear: Tear, bytes_max: int) ->
 
     failure = failure_of(go_on)
     tear.is_armed = False
-    demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+    require(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
     for chunk in named:
-        demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was overwritten while it was copied, and named")
+        require(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was overwritten while it was copied, and named")
 
 
 class _TearingTarget(Target):
@@ -243,7 +247,7 @@ def check_rights(transport: Transport, make_source: MakeSource) -> None:
             (dataclasses.replace(right, incarnation=Incarnation("another")), ("unreachable",)),
         ):
             failure = failure_of(lambda other=other: _read_one(transport, source, other))  # type: ignore[misc]
-            demand(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
+            require(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
 
 
 def check_again(transport: Transport, make_source: MakeSource) -> None:
@@ -254,10 +258,10 @@ def check_again(transport: Transport, make_source: MakeSource) -> None:
             with _opened(transport, source) as (channel, target, _):
                 channel.submit([2])
                 named = receive_all(channel, 1)
-                demand(list(named) == [2] and target.holds(2) == content(2), 1, f"2 was asked for, and {named} arrived")
+                require(list(named) == [2] and target.holds(2) == content(2), 1, f"2 was asked for, and {named} arrived")
                 if unread:
                     channel.submit(unread)
-            demand(target.is_untouched(0) and target.is_untouched(5), 1, "a chunk came that was not waited for")
+            require(target.is_untouched(0) and target.is_untouched(5), 1, "a chunk came that was not waited for")
 
 
 def check_lacking(transport: Transport, make_source: MakeSource) -> None:
@@ -275,14 +279,14 @@ def check_lacking(transport: Transport, make_source: MakeSource) -> None:
                 lacking = answer
             else:
                 take(answer, named)
-        demand(time.monotonic() - started < SOON_S, 7, "it takes long to say what is lacking")
-        demand(sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived")
-        demand(sorted(lacking.chunks) == [0, 3], 7, f"chunks 0 and 3 are lacking, and {lacking.chunks} were said to be")
-        demand(list(lacking.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {lacking.has}")
-        demand(target.is_untouched(0) and target.is_untouched(3), 7, "a chunk that is lacking was written")
+        require(time.monotonic() - started < SOON_S, 7, "it takes long to say what is lacking")
+        require(sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived")
+        require(sorted(lacking.chunks) == [0, 3], 7, f"chunks 0 and 3 are lacking, and {lacking.chunks} were said to be")
+        require(list(lacking.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {lacking.has}")
+        require(target.is_untouched(0) and target.is_untouched(3), 7, "a chunk that is lacking was written")
         source.fill(0, content(0))
         channel.submit([0])
-        demand(0 in receive_all(channel, 1), 7, "what has come since does not arrive")
+        require(0 in receive_all(channel, 1), 7, "what has come since does not arrive")
 
 
 def check_cut(transport: Transport, make_source: MakeSource) -> None:
@@ -302,13 +306,13 @@ def check_cut(transport: Transport, make_source: MakeSource) -> None:
         thread.start()
         cutter.cut()
         thread.join(SOON_S)
-        demand(not thread.is_alive(), 5, "a call went on after the cut")
-        demand(found != [None], 5, "a call that was cut off has not failed")
+        require(not thread.is_alive(), 5, "a call went on after the cut")
+        require(found != [None], 5, "a call that was cut off has not failed")
     with made(make_source) as source:
         source.fill(0, content(0))
         cutter = Cutter()
         cutter.cut()
-        demand(
+        require(
             failure_of(lambda: _read_one(transport, source, source.right, cutter)) is not None, 5, "it was cut, and reads"
         )
 
@@ -326,12 +330,12 @@ def check_death(transport: Transport, make_source: MakeSource) -> None:
             receive_all(channel, 2)
 
         failure = failure_of(go_on)
-        demand(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
+        require(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
         try:
             failure = failure_of(lambda: _read_one(transport, source, source.right))
         except Unusable:  # another transport may tell more
             return
-        demand(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
+        require(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
 
 
 def check_silence(transport: Transport, make_source: MakeSource) -> None:
@@ -346,7 +350,7 @@ def check_silence(transport: Transport, make_source: MakeSource) -> None:
             receive_all(channel, 1)
 
         failure = failure_of(go_on)
-        demand(failure is not None and failure.reason == "stalled", 6, f"a silent source is no failure: {failure}")
+        require(failure is not None and failure.reason == "stalled", 6, f"a silent source is no failure: {failure}")
 
 
 def check_threads(transport: Transport, make_source: MakeSource) -> None:
@@ -375,10 +379,10 @@ def check_threads(transport: Transport, make_source: MakeSource) -> None:
             thread.start()
         for thread in threads:
             thread.join(4 * SOON_S)
-        demand(not any(thread.is_alive() for thread in threads), 8, "a thread waits for what another one has")
-        demand(not failures, 8, f"a thread failed: {failures[:1]}")
-        demand(sorted(named) == list(range(len(SIZES))), 8, f"{sorted(named)} arrived")
-        demand(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
+        require(not any(thread.is_alive() for thread in threads), 8, "a thread waits for what another one has")
+        require(not failures, 8, f"a thread failed: {failures[:1]}")
+        require(sorted(named) == list(range(len(SIZES))), 8, f"{sorted(named)} arrived")
+        require(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
 
 
 CHECKS: Final[Mapping[str, Check]] = {
@@ -431,7 +435,7 @@ def _read_one(transport: Transport, source: Source, right: ReadRight, cutter: Cu
             channel.submit([0])
             receive_all(channel, 1)
     except ReadFailure:
-        demand(target.is_untouched(0), 2, "what was refused was written")
+        require(target.is_untouched(0), 2, "what was refused was written")
         raise
 
 

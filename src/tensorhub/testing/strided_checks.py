@@ -11,7 +11,7 @@ import xxhash
 
 from tensorhub.layouts.reading import Selection
 from tensorhub.strips import Strip, straight
-from tensorhub.testing.checking import MakeSource, Source, Tear, TearingCutter, demand, failure_of, made, receive_all, take
+from tensorhub.testing.checking import MakeSource, Source, Tear, TearingCutter, failure_of, made, receive_all, require, take
 from tensorhub.testing.strided_target import OF, SELECTION, SIZES, StridedTarget, selected, strided_content
 from tensorhub.transport.base import Arrival, Channel, Cutter, Transport
 
@@ -50,12 +50,12 @@ def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
                 channel.submit(wanted[:5])
                 channel.submit(wanted[5:])
                 named = receive_all(channel, len(wanted), bytes_max)
-                demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
+                require(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
                 for chunk, digest in named.items():
                     held = selected(chunk)
-                    demand(target.holds(chunk) == held, 1, f"chunk {chunk} has other bytes than its source")
-                    demand(digest == xxhash.xxh3_64_intdigest(held), 3, f"chunk {chunk} came with digest {digest}")
-                demand(target.is_untouched_beside(wanted), 1, "bytes beside the pieces of a chunk were written")
+                    require(target.holds(chunk) == held, 1, f"chunk {chunk} has other bytes than its source")
+                    require(digest == xxhash.xxh3_64_intdigest(held), 3, f"chunk {chunk} came with digest {digest}")
+                require(target.is_untouched_beside(wanted), 1, "bytes beside the pieces of a chunk were written")
 
 
 def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None:
@@ -71,14 +71,14 @@ def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None
             named: dict[int, int | None] = {}
             while isinstance(answer := channel.receive(2**20), Arrival):
                 take(answer, named)
-            demand(sorted(named) == there, 7, f"{there} are there, and {sorted(named)} arrived")
-            demand(sorted(answer.chunks) == [4, 6], 7, f"4 and 6 are lacking, and {answer.chunks} were said to be")
-            demand(list(answer.has) == [(0, 4), (5, 1), (7, 3)], 7, f"it says that it has {answer.has}")
+            require(sorted(named) == there, 7, f"{there} are there, and {sorted(named)} arrived")
+            require(sorted(answer.chunks) == [4, 6], 7, f"4 and 6 are lacking, and {answer.chunks} were said to be")
+            require(list(answer.has) == [(0, 4), (5, 1), (7, 3)], 7, f"it says that it has {answer.has}")
             for chunk in (2, 4, 7):
                 source.fill(chunk, strided_content(chunk))
             channel.submit([4, 6])
-            demand(set(receive_all(channel, 2)) == {4, 6}, 7, "what has come since does not arrive")
-            demand(target.holds(4) == selected(4), 1, "a chunk has other bytes than its source")
+            require(set(receive_all(channel, 2)) == {4, 6}, 7, "what has come since does not arrive")
+            require(target.holds(4) == selected(4), 1, "a chunk has other bytes than its source")
 
 
 def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
@@ -104,9 +104,9 @@ def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
 
                 failure = failure_of(go_on)
                 tear.is_armed = False
-                demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+                require(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
                 for chunk in named:
-                    demand(target.holds(chunk) == selected(chunk), 2, f"chunk {chunk} was overwritten, and named")
+                    require(target.holds(chunk) == selected(chunk), 2, f"chunk {chunk} was overwritten, and named")
             finally:
                 channel.close()
                 tear.end()
@@ -129,4 +129,4 @@ def check_strided_rights(transport: Transport, make_source: MakeSource) -> None:
                     receive_all(channel, 1)
 
             failure = failure_of(read)
-            demand(failure is not None and failure.reason == "refused", 4, f"{strip} gave {failure}, not a refusal")
+            require(failure is not None and failure.reason == "refused", 4, f"{strip} gave {failure}, not a refusal")
