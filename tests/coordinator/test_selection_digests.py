@@ -12,6 +12,7 @@ from tensorhub.messages import (
     Compared,
     DigestAgain,
     DigestedAgain,
+    Digests,
     Origin,
     Outcome,
     Revoked,
@@ -97,6 +98,21 @@ def test_if_the_publisher_has_gone_those_who_read_from_it_say_what_it_said() -> 
     world.vote(reader, root(A), root(B))
     (asked,) = reader.take(TellDigests)
     assert (asked.selection, asked.shard, asked.origin) == (B.selection, B.shard, "t1")
+    world.tell(reader, B, shard=B.shard)
+    assert reader.take(Outcome)[0].committed
+
+
+def test_a_publisher_where_nobody_has_read_that_selection_does_not_say_that_it_is_empty() -> None:
+    """It does not know the selection: it was read from replicas of what it has published."""
+    world, trainers = published()
+    (reader,) = filling(world)
+    world.tell(trainers[0], A)
+    world.vote(reader, root(A), root(B))
+    assert trainers[1].take(TellDigests)
+    world.say(trainers[1], Digests(trainers[1].name, trainers[1].generation, 0, (), b"", True, B.selection, B.shard))
+    assert not reader.take(Compare)
+    (asked,) = reader.take(TellDigests)
+    assert asked.selection == B.selection
     world.tell(reader, B, shard=B.shard)
     assert reader.take(Outcome)[0].committed
 

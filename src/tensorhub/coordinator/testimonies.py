@@ -220,6 +220,8 @@ class Testimonies:
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
+        if testimony.need is not None and message.chunks != testimony.need.chunks:
+            return False  # it does not know that selection: nobody has read it there
         within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
         if not within or len(message.digests) != sum(count for _, count in message.runs) * testimony.width:
             return False
