@@ -26,6 +26,7 @@ from tensorhub.messages import (
     ManifestReply,
     Outcome,
     Refused,
+    RegisterAgain,
     Registered,
     Revoked,
     SetRetained,
@@ -167,3 +168,24 @@ def test_a_state_is_lost_with_another_cluster_or_an_older_epoch() -> None:
         steps = router.welcomed(Welcome(cluster, epoch, 5.0, True))
         anew = [Anew.WATCH, *map(Resume, "abc"), Anew.PIN]
         assert steps == ([*map(LoseState, "abc"), Anew.FORGET_VERSIONS, *anew] if is_lost else anew), (cluster, epoch)
+
+
+def test_a_register_that_was_answered_may_be_asked_for_again() -> None:
+    """Once the other ranks are here, and the group's layout is known."""
+    router = two_ranks()
+    older, newer = router.new_request(shard("a")), router.new_request(shard("a"))
+    for request in (older, newer):
+        router.route(Registered(request, "a", 1, 0, True, None))
+    again = RegisterAgain(newer, whole=False)
+    assert router.route(again) == [Deliver("a", again)]
+    assert router.route(RegisterAgain(older, whole=False)) == []
+    router.remove(shard("a"))
+    assert router.route(again) == []
+
+
+def test_what_was_answered_over_a_former_session_is_not_asked_for_again() -> None:
+    router = two_ranks()
+    request = router.new_request(shard("a"))
+    router.route(Registered(request, "a", 1, 0, True, None))
+    router.welcomed(Welcome("c", 1, 10.0, True))
+    assert router.route(RegisterAgain(request, whole=False)) == []

@@ -102,6 +102,9 @@ class Router(Generic[H]):
         self._numbers = numbers
         self._at: dict[tuple[str, str, int], str] = {}  # by (model, group, rank): a registration that has not left
         self._asked: dict[int, str] = {}  # by request that is not answered yet: a registration that has not ended
+        self._registered: dict[
+            str, int
+        ] = {}  # by registration: its Register that was answered last, which may be asked for again
         self._coordinator: messages.Welcome | None = None  # the one of the newest session
 
     def __repr__(self) -> str:
@@ -110,7 +113,7 @@ class Router(Generic[H]):
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept here of anybody."""
-        return not (self.handles or self._at or self._asked)
+        return not (self.handles or self._at or self._asked or self._registered)
 
     # -- who there is
 
@@ -137,6 +140,7 @@ class Router(Generic[H]):
         """It is no more, and nobody waits for its answers."""
         self.leave(shard)
         self.handles.pop(shard.registration, None)
+        self._registered.pop(shard.registration, None)
         for request in [number for number, asker in self._asked.items() if asker == shard.registration]:
             del self._asked[request]
 
@@ -162,6 +166,7 @@ class Router(Generic[H]):
         """
         before, self._coordinator = self._coordinator, message
         self._asked.clear()  # nothing that was said before is answered over it
+        self._registered.clear()
         steps = list[Welcomed[H]]()
         if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
             steps = [*map(LoseState, self.handles.values()), Anew.FORGET_VERSIONS]
@@ -170,7 +175,14 @@ class Router(Generic[H]):
     def route(self, message: messages.FromCoordinator) -> list[Routed[H]]:
         """Whom it concerns, in order."""
         match message:
-            case messages.Registered() | messages.RegisterAgain() | messages.LeaveGranted():
+            case messages.Registered():
+                asker = self._asked.get(message.request, "")
+                if asker in self.handles:
+                    self._registered[asker] = message.request
+                return self._tell(self._answer(message.request), message)
+            case messages.RegisterAgain():
+                return self._tell(self._answer(message.request) or self._answered(message.request), message)
+            case messages.LeaveGranted():
                 return self._tell(self._answer(message.request), message)
             case messages.Done() | messages.Refused() | messages.ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]
@@ -216,6 +228,11 @@ class Router(Generic[H]):
     def _answer(self, request: int) -> H | None:
         """Who has asked, and was not answered yet."""
         return self.handles.get(self._asked.pop(request, ""))
+
+    def _answered(self, request: int) -> H | None:
+        """Whose Register that was. It is wanted again once its group's layout is known."""
+        found = (name for name, answered in self._registered.items() if answered == request)
+        return self.handles.get(next(found, ""))
 
     @staticmethod
     def _tell(handle: H | None, message: messages.ToRank) -> list[Routed[H]]:
