@@ -24,6 +24,7 @@ from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
+from tensorhub.testing.sim.layouts import draw_layouts
 from tensorhub.types import Options
 
 SEED_VARIABLE = "TENSORHUB_SEED"
@@ -45,7 +46,7 @@ class SimulatedCluster(TimedCluster):
         super().__init__(seed, faults, options, events)
         self.options_given = options
         self.events_least = events
-        self.users = self.injector.users = Users(self, self.timeline)
+        self.users = self.injector.users = Users(self, self.timeline, draw_layouts(seed, self.chunks))
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
 
     def run(self) -> None:

@@ -9,6 +9,7 @@ from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
@@ -41,7 +42,7 @@ class Healing:
         users = self._users
         self._awaited = users.next_version + OUT_OF_REACH
         ready = [group for group in users.groups if self._is_whole(group) and all(handle.idle for handle in group.ranks)]
-        for group in [group for group in ready[1:] if group.world_size == ready[0].world_size]:
+        for group in [group for group in ready[1:] if group.fits(ready[0])]:
             reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in group.ranks)
             for handle in group.ranks:
                 if reads:
@@ -152,7 +153,7 @@ class Healing:
         if wanted is None or wanted.abandoned or (operation is not None and operation.staying):
             return False
         # Once it writes, a fetch needs its own shard only; until then the whole version, like any fill (R7, R12).
-        alone = not shard.serves and operation is not None and operation.writing
+        alone = not (shard.serves or shard.layout_id) and operation is not None and operation.writing
         numbers = [shard.number] if alone else [*wanted.holdings]
         return all(self._is_there(number, wanted.info.content_id) for number in numbers)
 
@@ -167,9 +168,9 @@ class Healing:
                 continue
             runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
             has_left = self._world.guarantees.retained.has_left(handle, content_id) is not None
-            if handle.shard.serves and not content.spoiled and not has_left:
+            if handle.shard.serves and not content.spoiled and not has_left and not is_of_other_layout(content.manifest):
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
-        return len(there) == self._world.chunks
+        return len(there) == len(self._world.guarantees.contents.truth[content_id][shard])
 
     def _leave_as_last(self, writer: UserGroup) -> None:
         """Who alone holds a retained version may leave, if somebody has room for it (G5, R5)."""
@@ -204,10 +205,10 @@ class Healing:
     def _meet_the_waiting(self) -> None:
         """What is waited for is published: each call that still waits ends well (G7)."""
         waiting = self._that_wait_whole()
-        groups = {record.handle.shard.group for record in waiting}
-        writers = [group for group in self._users.groups if self._is_whole(group) and group.name not in groups]
-        sizes = {record.handle.shard.world_size for record in waiting}
-        writers = [group for group in writers if group.world_size in sizes]
+        names = {record.handle.shard.group for record in waiting}
+        readers = [group for group in self._users.groups if group.name in names]
+        writers = [group for group in self._users.groups if self._is_whole(group) and group.name not in names]
+        writers = [group for group in writers if any(map(group.fits, readers))]
         if not writers:
             for record in waiting:
                 record.handle.cancel()
@@ -252,7 +253,7 @@ class Healing:
         number = users.next_version
         self._must(writer, number, lambda handle: handle.publish(number))
         for reader in whole:
-            if reader is not writer and reader.world_size == writer.world_size:
+            if reader is not writer and reader.fits(writer):
                 self._must(reader, number, lambda handle: handle.update("latest"))
 
     def _take_back(self, writer: UserGroup) -> None:

@@ -14,7 +14,9 @@ from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
-from tensorhub.testing.sim.worker import SimHandle
+from tensorhub.testing.sim.layouts import Layout, described, is_of_other_layout
+from tensorhub.testing.sim.pulling import Reading
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState, Location, Purpose, Selector
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
@@ -38,12 +40,22 @@ class UserGroup:
     spot: bool
     ranks: list[SimHandle] = field(default_factory=list)
     differs: bool = False  # its next call is not the same on all ranks
+    cut: Layout | None = None  # None: the one that all have
+
+    def register(self, worker: SimWorker, rank: int) -> SimHandle:
+        """That rank's memory, in this process."""
+        return worker.register(self.name, rank, self.world_size, spot=self.spot, cut=self.cut)
+
+    def fits(self, other: UserGroup) -> bool:
+        """Whether each of the two can read what the other one publishes."""
+        return self.world_size == other.world_size or (self.cut is not None and other.cut is not None)
 
 
 class Users:
     """Everybody who calls."""
 
-    def __init__(self, world: World, timeline: Timeline) -> None:
+    def __init__(self, world: World, timeline: Timeline, layouts: list[Layout]) -> None:
+        """`layouts`: of the groups, where these differ; none: they have one layout."""
         self._world = world
         self._timeline = timeline
         self._random = random = timeline.random
@@ -61,6 +73,7 @@ class Users:
         self._calls = self._habits(CALLS)
         self._orders = self._habits(ORDERS)
         self._workers = 0
+        self._layouts = layouts
 
     def __repr__(self) -> str:
         return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
@@ -78,17 +91,27 @@ class Users:
         """Start everybody's processes."""
         random = self._random
         world_size = random.choice((1, 1, 1, 2, 2, 3, LARGE_GROUP))
+        if self._layouts:
+            self._lay_out(self._layouts[0].rows)
         for number in range(3 if world_size == LARGE_GROUP else random.randint(3, 5)):
             odd = random.random() < 0.04
             group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
+            if self._layouts:
+                group.cut = random.choice(self._layouts)
+                group.world_size = group.cut.ranks
             before = self.groups[-1] if self.groups and random.random() < 0.2 else None
             for rank in range(group.world_size):
                 shared = before.ranks[rank].worker if before is not None and rank < len(before.ranks) else None
                 worker = shared or self.new_process()
-                group.ranks.append(worker.register(group.name, rank, group.world_size, spot=group.spot))
+                group.ranks.append(group.register(worker, rank))
             self.groups.append(group)
             self._timeline.after(random.random(), None, self._turn, group)
         self._timeline.after(REVIVE_S, None, self._revive)
+
+    def _lay_out(self, rows: int) -> None:
+        """Groups differ in which part of a tensor of so many rows each rank has."""
+        self._world.chunks = rows
+        self._world.manifest, _, _ = described(Layout(rows, 1), 0)
 
     def new_process(self) -> TimedWorker:
         """A new worker, somewhere."""
@@ -165,11 +188,11 @@ class Users:
                 handle.close(1.0, abandon=True)
             else:
                 worker.drop(handle)
-                group.ranks[rank] = worker.register(group.name, rank, group.world_size, spot=group.spot)
+                group.ranks[rank] = group.register(worker, rank)
 
     def replace(self, group: UserGroup, rank: int) -> None:
         """A new process takes a dead one's place."""
-        group.ranks[rank] = self.new_process().register(group.name, rank, group.world_size, spot=group.spot)
+        group.ranks[rank] = group.register(self.new_process(), rank)
 
     def _revive(self) -> None:
         """Where hardly any group is whole, somebody starts processes again: a seed has to go somewhere."""
@@ -241,7 +264,8 @@ class Users:
         workers = [handle.worker for handle in group.ranks if handle.worker.alive and not handle.worker.stopped_until]
         if workers:
             selector: Selector = random.choice(("latest", "latest", "available", "latest-1", max(0, self.next_version - 1)))
-            fetcher = random.choice(workers).fetcher(random.randrange(group.world_size))
+            worker, shard = random.choice(workers), random.randrange(group.world_size)
+            fetcher = worker.fetcher(None if self._layouts and random.random() < 0.5 else shard)
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
 
     def _order(self, group: UserGroup) -> None:
@@ -287,6 +311,8 @@ class Users:
                 world.took("left offline")
             case FillCall() if error is None and record.changed:
                 pull = handle.pull
+                if pull is not None and is_of_other_layout(handle.grid):
+                    self._was_of_other_layout(pull)
                 if record.what.staged:
                     world.took("staged update done")
                 if pull is not None and pull.books.retries:
@@ -297,3 +323,9 @@ class Users:
                 world.took("staged update given up, nothing written")
             case _:
                 pass
+
+    def _was_of_other_layout(self, pull: Reading) -> None:
+        lanes = [lane for lane in pull.all_lanes if lane.part is not None]
+        self._world.took("bridged" if lanes else "followed")
+        if any(lane.failure and not lane.is_cut for lane in lanes):
+            self._world.took("bridge lost a source")

@@ -13,13 +13,13 @@ from functools import partial
 
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.digests import WIDTHS
-from tensorhub.messages import Origin
+from tensorhub.messages import Origin, SelectionRoot
 from tensorhub.testing.sim.judges.ports import Cells
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, LocalCopy, StartPull
-from tensorhub.worker.chunk_reports import compare, root_of_all
+from tensorhub.worker.chunk_reports import compare, roots
 from tensorhub.worker.local_copying import Copier
 
 
@@ -86,7 +86,9 @@ class SimFiller:
     def _begin(self, action: StartPull | CopyLocally) -> None:
         """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""
         handle, chunks = self._handle, action.manifest.chunk_count
-        if action.staged:
+        if not action.staged:
+            handle.lay_out(action.manifest)
+        else:
             if handle.staging is None:
                 handle.take_staging(action.manifest.nbytes)
                 handle.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
@@ -127,10 +129,10 @@ class SimFiller:
 
     # -- what was published
 
-    def root(self, start: StartPull | CopyLocally) -> bytes:
-        """Of the digests of all that is there; empty, where not every chunk is there with one."""
+    def roots(self, start: StartPull | CopyLocally) -> tuple[bytes, tuple[SelectionRoot, ...]]:
+        """See `worker.chunk_reports.roots`."""
         digests = self._handle.worker.owner.digests(self._target(staged=start.staged)[0], start.generation)
-        return b"" if digests is None else root_of_all(WIDTHS[start.manifest.digest], digests)
+        return (b"", ()) if digests is None else roots(start.manifest, WIDTHS[start.manifest.digest], digests)
 
     def compare(self, action: CompareDigests) -> None:
         """Find what is not as was published; nobody reads it any more."""

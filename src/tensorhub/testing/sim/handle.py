@@ -16,12 +16,14 @@ from typing import Protocol, assert_never
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import StateError, TensorHubError
+from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
 from tensorhub.messages import DigestAgain, Prepared, Publish, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.judges.ports import Cells, JudgedCall
+from tensorhub.testing.sim.layouts import cell_of, covered, is_of_other_layout
 from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
@@ -91,7 +93,8 @@ class HandleShell:
         self.shard = shard
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
-        self.cells: Cells = ["unset"] * cluster.chunks
+        self.grid = shard.manifest
+        self.cells: Cells = ["unset"] * (shard.manifest.chunk_count if shard.manifest is not None else cluster.chunks)
         self.hooks: deque[calls.CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
         self.serving: dict[SimLane, None] = {}  # of others, which read this memory
@@ -196,6 +199,8 @@ class HandleShell:
         cluster.guarantees.contents.spoil(self, info.content_id, chunk, cell)
         cluster.guarantees.contents.lies.add(cell)
         self.cells[chunk], held.own.digests[chunk] = cell, None
+        for grid in held.selections.values():
+            grid.digests = [None if chunk in grid.covers(n) else digest for n, digest in enumerate(grid.digests)]
         return True
 
     def _chunk_to_spoil(self) -> int:
@@ -321,6 +326,8 @@ class HandleShell:
             case calls.OpenGeneration():
                 try:
                     self._take_memory(action.manifest)
+                    if action.complete and is_of_other_layout(self.grid):
+                        self.lay_out(action.manifest)
                 except TensorHubError as error:
                     self.interpreter.not_opened(error)
                     return
@@ -346,7 +353,7 @@ class HandleShell:
                 self.filler.compare(action)
             case calls.CopyLocally():
                 copied = self.filler.copy(action)
-                self.apply(self.member.copied(copied, self.cluster.now, self.filler.root(action)))
+                self.apply(self.member.copied(copied, self.cluster.now, self.filler.roots(action)[0]))
             case calls.AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
@@ -396,7 +403,7 @@ class HandleShell:
 
     def pull_done(self, start: calls.StartPull) -> None:
         """All that was wanted is there."""
-        self.apply(self.member.pull_done(self.cluster.now, self.filler.root(start)))
+        self.apply(self.member.pull_done(self.cluster.now, *self.filler.roots(start)))
 
     def tell_made(self) -> None:
         """Say which digests were made of what is published."""
@@ -407,10 +414,12 @@ class HandleShell:
         """Say which digests the cells of this memory have, or of what is staged for it."""
         owner, generation, content = self.worker.owner, question.generation, self.member.content
         if content is not None and self.interpreter.must_make(question):
-            access = owner.begin(self.id, generation, ContentId(content.version.content_id), range(len(self.cells)), 2**62)
+            selection, content_id = question.selection, ContentId(content.version.content_id)
+            chunks = range(owner.chunk_count(self.id, selection))
+            access = owner.begin(self.id, generation, content_id, chunks, 2**62, selection)
             if isinstance(access, Access):
                 for chunk, known in zip(access.chunks, access.digests, strict=True):
-                    sent_digest(owner, access, chunk, known, self.cells[chunk])
+                    sent_digest(owner, access, chunk, known, self.cell_in(selection, chunk))
                 owner.end(access)
 
         def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
@@ -422,6 +431,25 @@ class HandleShell:
 
         for message in self.interpreter.tell_digests(question, listed, read_from):
             self.worker.say(message)
+
+    def lay_out(self, manifest: Manifest) -> None:
+        """From now on its cells are that manifest's chunks."""
+        self.grid = manifest
+        if len(self.cells) != manifest.chunk_count:
+            self.cells = ["half-filled"] * manifest.chunk_count
+
+    def select(self, generation: int, selection: Selection) -> None:
+        """A reader says of which of its bytes the next chunks are."""
+        chunks = selection.chunks
+        self.worker.selections[selection.selection_id] = selection
+        sizes = [CHUNK_BYTES] * len(chunks)
+        self.worker.owner.select(self.id, generation, selection.selection_id, sizes, lambda chunk: covered(chunks[chunk]))
+
+    def cell_in(self, selection: str, chunk: int) -> str:
+        """What that chunk of a selection holds, or ("") of its own grid."""
+        if not selection:
+            return self.cells[chunk]
+        return cell_of(self.worker.selections[selection].chunks[chunk], self.cells)
 
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
@@ -479,11 +507,12 @@ class HandleShell:
         content, changed, digest = self.member.content, None, b""
         if content is not None:
             right = (question.generation, ContentId(content.version.content_id))
-            access = self.worker.owner.begin(self.id, *right, [question.chunk], 1)
+            chunk, selection = self.interpreter.asked_about(question)
+            access = self.worker.owner.begin(self.id, *right, [chunk], 1, selection)
             if isinstance(access, Access):
                 if content.manifest.digest != "none":
-                    cell = self.cells[question.chunk]
-                    known = sent_digest(self.worker.owner, access, question.chunk, access.digests[0], cell)
+                    cell = self.cell_in(selection, chunk)
+                    known = sent_digest(self.worker.owner, access, chunk, access.digests[0], cell)
                     changed, digest = digest_of(cell) != known, known.to_bytes(8, "big")
                 self.worker.owner.end(access)
                 if changed:

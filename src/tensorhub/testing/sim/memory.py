@@ -50,5 +50,5 @@ def sent_digest(owner: Owner, access: Access, chunk: int, known: int | None, cel
     if known is not None:
         return known
     made = digest_of(cell)
-    kept = owner.set_digest(access.registration, access.generation, chunk, made)
+    kept = owner.set_digest(access.registration, access.generation, chunk, made, access.selection)
     return made if kept is None else kept

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, Protocol
 
+from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker
 from tensorhub.testing.sim.judges.guarantees import Guarantees
@@ -27,6 +28,7 @@ class SimWorkerPort(JudgedWorker, Protocol):
     host_bytes: int
     manifests: dict[str, Manifest]
     found_copies: LocalCopies
+    selections: dict[str, Selection]  # that its readers have said, by their ids
 
     @property
     def cluster(self) -> WorldPort: ...
@@ -67,6 +69,9 @@ class HandlePort(JudgedHandle, Protocol):
 
     def take_staging(self, nbytes: int) -> None:
         """Take memory for what is staged, of which there is room."""
+
+    def lay_out(self, manifest: Manifest) -> None:
+        """From now on its cells are that manifest's chunks."""
 
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for these chunks."""

@@ -8,15 +8,21 @@ Responsible for what each step does to the books, to memory and to the owner. No
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
+from tensorhub.digests import runs_of
+from tensorhub.layouts.reading import Selection
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests, patience_s
+from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.filler import SimFiller
+from tensorhub.testing.sim.layouts import covered, part_of
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, LeaseId
@@ -44,6 +50,12 @@ class LaneEnd(HandlePort, Protocol):
 
     @property
     def cluster(self) -> LaneWorld: ...
+
+    def select(self, generation: int, selection: Selection) -> None:
+        """A reader says of which of its bytes the next chunks are."""
+
+    def cell_in(self, selection: str, chunk: int) -> str:
+        """What that chunk of a selection holds, or ("") of its own grid."""
 
     def pull_done(self, start: StartPull) -> None:
         """All that was wanted is there."""
@@ -97,6 +109,9 @@ class SimLane:
         self.reader = reading.reader
         self.grant = grant
         self.lease = LeaseId(grant.lease)
+        # What it brings, where it reads a selection. On its way are that selection's numbers; frames have the reader's.
+        self.part = part_of(reading.start.manifest, grant.shard, grant.selection)
+        demand(not grant.selection or self.part is not None, f"reads: {grant} is of what {self.reader.name} does not read")
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         stall_timeout_s = reading.reader.cluster.options.stall_timeout_s
@@ -140,7 +155,15 @@ class SimLane:
         """Ask for batches."""
         if self.is_cut or self.ended:
             return []
-        return [batch[::-1] if self.reader.reads_backwards else batch for batch in self.requests.ask(batch_bytes)]
+        batches = self.requests.ask(batch_bytes)
+        if self.part is not None:
+            brings = self.part.chunks
+            batches = [tuple([bisect_left(brings, chunk) for chunk in batch]) for batch in batches]
+        return [batch[::-1] if self.reader.reads_backwards else batch for batch in batches]
+
+    def _mine(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """The same chunks in the reader's numbers."""
+        return tuple(chunks) if self.part is None else tuple([self.part.chunks[chunk] for chunk in chunks])
 
     def settle(self, frame: Frame) -> None:
         """Take what arrived: check it, enter it into the books, and offer it to others."""
@@ -155,7 +178,7 @@ class SimLane:
                 return
             reader.cluster.data.lanes_wanted(reading)
             return
-        nbytes = sum(reading.start.manifest.chunks[chunk].nbytes for chunk, _, _ in frame.chunks)
+        nbytes = sum(reading.start.manifest.sizes[chunk] for chunk, _, _ in frame.chunks)
         self.meter.arrived(nbytes, reader.cluster.now)
         for chunk, cell, _ in frame.chunks:
             reader.filler.receive(chunk, cell, reading.start)
@@ -177,20 +200,28 @@ class SimLane:
         if self.is_stopped:
             return Refusal("this reader is served no more")
         grant, content = self.grant, ContentId(self.reading.start.version.content_id)
-        begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max)
+        if self.part is not None:
+            self.source.select(grant.generation, self.part.selection)
+        begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
         if isinstance(begun, Access):
-            self.access = begun
-            self.source.cluster.guarantees.served(self.source, grant.generation, begun.chunks, self.reading.start.version)
+            self.access, chunks = begun, begun.chunks
+            if self.part is not None:
+                selected = self.part.selection.chunks
+                chunks = tuple(own for chunk in chunks for own in covered(selected[chunk]))
+            self.source.cluster.guarantees.served(self.source, grant, chunks, self.reading.start.version)
         return begun
 
     def lack(self) -> Frame:
         """End the request at the head of the queue: nothing of it is here, or comes soon."""
-        return Frame(lacking=self.queue.popleft(), has=self.has())
+        return Frame(lacking=self._mine(self.queue.popleft()), has=self.has())
 
     def has(self) -> tuple[tuple[int, int], ...]:
         """What the owner could send, as runs."""
         assert self.source is not None
-        return self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX)
+        has = self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX, self.grant.selection)
+        if self.part is None:
+            return has
+        return tuple(run for first, count in has for run in runs_of(self._mine(range(first, first + count))))
 
     def finish(self) -> Frame:
         """End the access: what its cells hold now is on its way, with digests that are made of it if there are none yet."""
@@ -200,9 +231,10 @@ class SimLane:
         digested = self.reading.start.manifest.digest != "none"
         found: list[tuple[int, str, int | None]] = []
         for chunk, known in zip(access.chunks, access.digests, strict=True):
-            cell = source.cells[chunk]
+            cell = source.cell_in(access.selection, chunk)
             digest = sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
-            found.append((chunk, cell, digest))
+            (number,) = self._mine([chunk])
+            found.append((number, cell, digest))
         self.let_go()
         if source.worker.alive:
             source.tell_made()
@@ -243,8 +275,8 @@ class Reading:
     def __init__(self, reader: LaneEnd, start: StartPull) -> None:
         self.reader = reader
         self.start = start
-        self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks], start.copied)
-        self.chunk_bytes = max((chunk.nbytes for chunk in start.manifest.chunks), default=1)
+        self.books = Pull(start.manifest.sizes, start.copied)
+        self.chunk_bytes = max(start.manifest.sizes, default=1)
         self.lanes: dict[str, SimLane] = {}  # by lease; those that have not ended
         self.all_lanes: list[SimLane] = []
         self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
@@ -276,9 +308,9 @@ class Reading:
         """Read from this source as well."""
         if self.over:
             return
-        self.books.add_source(LeaseId(grant.lease), grant.complete)
-        self.resumed = self.books.chunks_verified > 0
         lane = self.lanes[grant.lease] = SimLane(self, grant)
+        self.books.add_source(lane.lease, grant.complete, None if lane.part is None else lane.part.chunks)
+        self.resumed = self.books.chunks_verified > 0
         self.all_lanes.append(lane)
         self.reader.cluster.data.lane_made(lane)
 

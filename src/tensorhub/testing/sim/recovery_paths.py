@@ -28,7 +28,10 @@ SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
 # All that a long search has to take. (The kinds of errors that calls end with are counted besides.)
 RECOVERY_PATHS: Final = (
     *PATHS.values(),
+    "bridge lost a source",
+    "bridged",
     "connected again",
+    "followed",
     "copy evicted",
     "copy must stay",
     "copy not ended",

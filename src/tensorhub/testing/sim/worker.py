@@ -5,15 +5,19 @@ Responsible for carrying out what `worker.router` says of each message. Not resp
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, assert_never
 
 from tensorhub import messages
 from tensorhub.coordinator import Retention
 from tensorhub.errors import GroupAborted, TensorHubError
+from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.handle import CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
+from tensorhub.testing.sim.layouts import Layout, described
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
@@ -35,7 +39,9 @@ class SimHandle(HandleShell):
     def write(self) -> None:
         """Fill the memory with something that nobody else ever wrote."""
         assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
-        self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", self.cluster.chunks)
+        self.grid = self.shard.manifest
+        chunks = self.grid.chunk_count if self.grid is not None else self.cluster.chunks
+        self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", chunks)
 
     def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
         """Write the memory, where it is the caller's to write, and publish it."""
@@ -133,6 +139,7 @@ class SimWorker:
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[SimHandle] = []
         self.found_copies = LocalCopies()
+        self.selections: dict[str, Selection] = {}
         self.link: Link | None = None
         self.beats = Heartbeats(cluster.options.lease_s)
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
@@ -157,16 +164,30 @@ class SimWorker:
     # -- registering
 
     def register(
-        self, group: str, rank: int = 0, world_size: int = 1, *, model: str = "actor", spot: bool = False, layout: str = ""
+        self,
+        group: str,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        model: str = "actor",
+        spot: bool = False,
+        layout: str = "",
+        cut: Layout | None = None,
     ) -> SimHandle:
-        """One rank's memory."""
+        """One rank's memory. `cut`: what it has of a tensor that all have a part of."""
         number = next(self.cluster.registrations)
-        return self.take(Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank))
+        shard = Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank)
+        if cut is not None:
+            manifest, declared, coordinates = described(cut, rank)
+            its = replace(shard, manifest=manifest, declared=declared, coordinates=coordinates)
+            shard = replace(its, layout_id=manifest.layout_id)
+        return self.take(shard)
 
-    def fetcher(self, shard: int = 0, *, model: str = "actor") -> SimHandle:
-        """What can fetch once."""
+    def fetcher(self, shard: int | None = 0, *, model: str = "actor") -> SimHandle:
+        """What can fetch once: that shard, or (None) the whole model."""
         number = next(self.cluster.registrations)
-        return self.take(Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard))
+        made = Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard or 0)
+        return self.take(made if shard is not None else replace(made, layout_id="own/fetch", declared=Declaration()))
 
     def take(self, shard: Shard) -> SimHandle:
         """What registers that memory, of any kind."""

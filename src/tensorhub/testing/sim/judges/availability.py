@@ -15,6 +15,7 @@ from tensorhub.messages import Outcome, Start
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
+from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.types import AVAILABLE
 from tensorhub.worker.calls import FillCall
 
@@ -108,8 +109,11 @@ class AvailabilityJudge:
             for m in self._world.coordinator.cluster.members.values()
             if m.worker.state is WorkerState.LIVE
         ]
-        sources = {shard for shard, h in held if h is not None and h.is_source and h.version.info.content_id == content_id}
-        return sources >= set(self._contents.truth[content_id])
+        sources = [
+            (n, h.layout) for n, h in held if h is not None and h.is_source and h.version.info.content_id == content_id
+        ]
+        layouts = [layout for _, layout in sources]
+        return any({n for n, its in sources if its is layout} >= set(layout) for layout in layouts)
 
     def _holders(self, shard: int) -> Iterator[JudgedHandle]:
         return (h for h in self._world.live_handles() if h.shard.number == shard and h.shard.serves)
@@ -117,6 +121,8 @@ class AvailabilityJudge:
     def _offers(self, handle: JudgedHandle, content_id: str) -> bool:
         content, known = handle.member.content, self._world.coordinator.cluster.members.get(handle.id)
         if content is None or content.version.content_id != content_id or known is None or known.holding is None:
+            return False
+        if is_of_other_layout(content.manifest):
             return False
         is_known = known.holding.is_source and known.holding.generation == content.generation
         return is_known and handle.member.state in HOLDING and known.worker.state is WorkerState.LIVE

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tensorhub.coordinator import Publication
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import Cells, JudgedHandle
+from tensorhub.testing.sim.layouts import AND, is_of_other_layout, resharded_cells, tags_in
 from tensorhub.types import OpKey, VersionInfo
 
 
@@ -19,6 +21,8 @@ class Contents:
         self.retired: set[str] = set()  # content ids that were rolled back
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
         self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
+        self._same: dict[str, str] = {}  # cells by which their publisher has overwritten others, which come first
+        self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}  # by content, and grid: what is held in other layouts
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
 
     def state_lost(self) -> None:
@@ -44,11 +48,13 @@ class Contents:
         """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
         of which no digest has been made yet is what it is then.
         """
-        held = handle.worker.owner._memories.get(handle.id)
-        if held is not None and held.own.digests[chunk] is None and handle.lied != content_id:
+        held, other = handle.worker.owner._memories.get(handle.id), is_of_other_layout(handle.grid)
+        if held is not None and held.own.digests[chunk] is None and handle.lied != content_id and not other:
             cells = list(self.truth[content_id][handle.shard.number])
+            self._same[cell] = self._same.get(cells[chunk], cells[chunk])
             cells[chunk] = cell
             self.truth[content_id][handle.shard.number] = tuple(cells)
+            self._resharded.clear()
         else:
             self._spoilt.add((handle.id, content_id))
 
@@ -61,10 +67,30 @@ class Contents:
         """Whether its own user has overwritten that there."""
         return (handle.id, content_id) in self._spoilt
 
+    def held_by(self, handle: JudgedHandle, content_id: str) -> tuple[str, ...]:
+        """What the memory of that handle holds, where it holds that."""
+        truth, grid = self.truth[content_id], handle.grid
+        if not isinstance(grid, ReshardedManifest):
+            return truth[handle.shard.number]
+        name = content_id, grid.grid_id
+        if name not in self._resharded:
+            cells = resharded_cells(grid, truth)
+            self._resharded[name] = tuple([self.published_as(handle, cell) for cell in cells])
+        return self._resharded[name]
+
+    def published_as(self, handle: JudgedHandle, cell: str) -> str:
+        """That cell, whenever it was read: of a publisher's chunk that was overwritten, each grid in which it is read has
+        its own first digest, so that one may say what it was before, and another one what it is since.
+        """
+        if not self._same or not is_of_other_layout(handle.grid):
+            return cell
+        return AND.join(self._same.get(tag, tag) + of for tag, of in tags_in(cell))
+
     def check_cells(self, handle: JudgedHandle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):
             return
-        truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)
+        truth = self.held_by(handle, version.content_id)
+        cells = tuple([self.published_as(handle, cell) for cell in handle.cells])
         if cells == truth:
             return
         wrong = [n for n, cell in enumerate(cells) if cell != truth[n] and n not in handle.unwanted]

@@ -14,17 +14,20 @@ from math import inf
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
-from tensorhub.messages import Fenced, FromWorker, LeaveRequest, Outcome, Register, Registered, Start, Write
+from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.messages import Fenced, FromWorker, Grant, LeaveRequest, Outcome, Register, Registered, Start, Write
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
+from tensorhub.testing.sim.layouts import is_of_other_layout, part_of, tags_in
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Call, CloseCall, FillCall, SetAsideCall, UnpublishCall
+from tensorhub.worker.filling import Filling
 from tensorhub.worker.member_memory import Content
 from tensorhub.worker.registration_session import LEASE_MARGIN
 
@@ -201,18 +204,21 @@ class Guarantees:
 
     # -- memory
 
-    def served(self, handle: JudgedHandle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
-        """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
+    def served(self, handle: JudgedHandle, grant: Grant, chunks: Iterable[int], version: VersionInfo) -> None:
+        """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+        generation = grant.generation
         demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
         if self.contents.is_spoilt(handle, version.content_id):
             return
-        truth = self.contents.truth[version.content_id][handle.shard.number]
+        other = is_of_other_layout(handle.grid)
+        demand(not (grant.selection and other), f"reads: {grant} is of {handle}, which does not have what was published")
+        truth = self.contents.held_by(handle, version.content_id)
         for chunk in chunks:
-            cell = handle.cells[chunk]
+            cell = self.contents.published_as(handle, handle.cells[chunk])
             if cell != truth[chunk] and handle.was_written(chunk):
                 self.contents.spoil(handle, version.content_id, chunk, cell)
                 continue
-            if cell in self.contents.lies:
+            if not self.contents.lies.isdisjoint(tag for tag, _ in tags_in(cell)):
                 continue  # it has the digest that its source has told; who reads it finds out before it is committed
             demand(
                 cell == truth[chunk],
@@ -261,6 +267,12 @@ class Guarantees:
             bool(message.grants),
             f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
         )
+        running = handle.member.running
+        manifest = running.manifest if isinstance(running, Filling) and running.key == message.key else None
+        if isinstance(manifest, ReshardedManifest) and all(grant.selection for grant in message.grants):
+            brought = [part_of(manifest, grant.shard, grant.selection) for grant in message.grants]
+            lacks = [part.shard for part in manifest.parts if part not in brought]
+            demand(not lacks, f"update destroys last: {handle} is to be overwritten, and nobody is said to have {lacks}")
 
     def writes(self, handle: JudgedHandle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""

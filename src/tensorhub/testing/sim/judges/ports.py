@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Coordinator, Entry
+from tensorhub.manifest import Manifest
 from tensorhub.testing.sim.judges import reference_model
 from tensorhub.types import OpKey, Options, RegistrationId, VersionInfo
 from tensorhub.worker.calls import Action, Call
@@ -81,6 +82,7 @@ class JudgedHandle(Protocol):
     member: Member
     todo: deque[Action]
     cells: Cells
+    grid: Manifest | None  # of whose chunks they are; None: not known yet
     staging: list[str] | None  # the cells of what is staged
     generation: int  # under which its memory is open, or was last
     last_held: str  # the content id that it held last

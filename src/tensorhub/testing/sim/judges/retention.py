@@ -15,6 +15,7 @@ from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
+from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.registration_session import LEASE_MARGIN
@@ -181,7 +182,7 @@ class RetentionJudge:
     def _is_whole(self, handle: JudgedHandle, record: JudgedCall, content_id: str) -> bool:
         """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
         for shard in self._contents.truth[content_id]:
-            holders = (h for h in self._world.all_handles() if h.shard.number == shard and h.shard.serves)
+            holders = (h for h in self._world.all_handles() if _has_shard(h, shard))
             holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, record.began, handle))
             holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
             if not any(map(self._is_reliable, holders)):
@@ -192,7 +193,7 @@ class RetentionJudge:
         """Whether some other group keeps that shard of what this handle holds; `elsewhere`: in another process."""
         assert handle.member.content is not None
         content_id = handle.member.content.version.content_id
-        holders = (h for h in self._world.all_handles() if h.shard.number == shard and h.shard.serves)
+        holders = (h for h in self._world.all_handles() if _has_shard(h, shard))
         return any(
             h.shard.group != handle.shard.group
             and not (elsewhere and h.worker is handle.worker)
@@ -306,6 +307,13 @@ class RetentionJudge:
                 content = handle.member.content if handle is not None and handle.worker.alive else None
                 if content is not None and content.generation == holding.generation:
                     demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
+
+
+def _has_shard(handle: JudgedHandle, shard: int) -> bool:
+    """Whether it may hold that published shard. Who holds a version in another layout does not count."""
+    content, staged = handle.member.content, handle.member.staged
+    manifest = content.manifest if content is not None else staged.manifest if staged is not None else None
+    return handle.shard.number == shard and handle.shard.serves and not is_of_other_layout(manifest)
 
 
 def _asks_to_leave(handle: JudgedHandle) -> bool:

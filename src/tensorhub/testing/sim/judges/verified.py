@@ -31,7 +31,8 @@ class VerifiedChunks:
         """
         before = self._filled.get(memory)
         if before is not None and before.content_id == content_id:
-            lost = [chunk for chunk, cell in before.cells.items() if cells[chunk] == cell and chunk not in kept]
+            there = ((chunk, cell) for chunk, cell in before.cells.items() if chunk < len(cells))
+            lost = [chunk for chunk, cell in there if cells[chunk] == cell and chunk not in kept]
             demand(not lost, f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
         self._filled[memory] = _Filled(content_id, {chunk: cells[chunk] for chunk in kept})
 
