@@ -9,7 +9,7 @@ import pytest
 from tensorhub.testing import GuaranteeBroken, run_seed
 from tests.testing.bugs import BUGS, Bug
 
-for _module in ("outside", "inside", "seen", "woken", "behind", "carried"):
+for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged"):
     importlib.import_module(f"tests.testing.bugs.{_module}")
 
 

@@ -495,6 +495,7 @@ def test_digests_are_told_of_memory_or_else_of_what_is_staged_for_it() -> None:
     assert told(question) == (3, ((0, 2),))
     asked_of_one = TellDigests(at.handle.id, content.generation, "another")
     assert told(asked_of_one) == (3, ((1, 1),))
+    assert told(replace(asked_of_one, selection="a selection")) == (3, ())  # it was read in its own grid
     assert at.interpreter.must_make(question)
     assert not at.interpreter.must_make(asked_of_one)
 

@@ -407,6 +407,8 @@ class Interpreter:
                 continue
             chunks = own if own is not None else range(len(digests))
             told = set(read_from(target)) if question.origin else set(chunks)
+            if question.origin and selection and own is None:
+                told = set()  # made here, of what was read in its own grid: they are nobody else's word
             named = ((number, digests[chunk]) for number, chunk in enumerate(chunks) if chunk in told)
             return list(tell(len(chunks), width, [(number, digest) for number, digest in named if digest is not None]))
         return list(tell(0, 0, []))

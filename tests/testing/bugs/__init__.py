@@ -3,8 +3,8 @@
 A bug is a context manager that breaks the code while it is entered. `tests/testing/test_bugs.py` runs seeds in it until one
 fails; if none does, that is a hole in the checks, not in this list. Modules here are `outside` (written by somebody who had
 read the public API and the rules only, not the checks), `inside`, `seen` (what callers see, for the reference model),
-`woken` (who goes on when), `behind` (what lies unread at the coordinator), and `carried` (what a worker's shell is told
-to carry out).
+`woken` (who goes on when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told
+to carry out), and `bridged` (readers of another layout).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Contents:
         self.retired: set[str] = set()  # content ids that were rolled back
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
         self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
-        self._same: dict[str, str] = {}  # cells by which their publisher has overwritten others, which come first
+        self._same: dict[str, str] = {}  # cells by which users have overwritten others, which come first
         self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}  # by content, and grid: what is held in other layouts
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
 
@@ -57,6 +57,8 @@ class Contents:
             self._resharded.clear()
         else:
             self._spoilt.add((handle.id, content_id))
+            if not other:
+                self._same[cell] = self.truth[content_id][handle.shard.number][chunk]
 
     def misled(self, handle: JudgedHandle, content_id: str) -> None:
         """Its own process has lied to it: the coordinator will not count it."""
@@ -79,8 +81,9 @@ class Contents:
         return self._resharded[name]
 
     def published_as(self, handle: JudgedHandle, cell: str) -> str:
-        """That cell, whenever it was read: of a publisher's chunk that was overwritten, each grid in which it is read has
-        its own first digest, so that one may say what it was before, and another one what it is since.
+        """That cell, whenever it was read: where a chunk was overwritten, each grid in which it is read has its own first
+        digest, so that one may say what it was before, and another one what it is since. (Also at a replica: nobody knows
+        better, unless the publisher serves that selection itself.)
         """
         if not self._same or not is_of_other_layout(handle.grid):
             return cell

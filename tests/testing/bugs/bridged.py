@@ -1,0 +1,47 @@
+"""Bugs in what readers of another layout read, and in what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from tensorhub.coordinator import bridges
+from tensorhub.coordinator.entities import RankPart
+from tensorhub.worker.owner import Owner
+from tensorhub.worker.router import Router
+from tests.testing.bugs import bug, replaced
+from tests.testing.bugs.inside import around
+
+
+@bug("R7: a rank overwrites what it holds once there is a source for any class of shards that it needs")
+def one_class_is_enough() -> Iterator[None]:
+    def are_enough(sources: Iterable[bridges.Source], needs: object) -> bool:
+        return bool(list(sources))
+
+    with replaced(bridges, "are_enough", are_enough):
+        yield
+
+
+@bug("G6: a chunk of a selection is read before all that it has bytes of is there")
+def half_a_selected_chunk_is_enough() -> Iterator[None]:
+    def select(before: Callable[..., bool], self: Owner, *args: Any) -> bool:
+        *rest, covers = args
+        return before(self, *rest, lambda chunk: covers(chunk)[:1])
+
+    with around(Owner, "select", select):
+        yield
+
+
+@bug("G7: who bridges is not given another source when one of several is lost")
+def bridge_is_not_mended() -> Iterator[None]:
+    def lacking(before: Callable[..., list[Any]], self: RankPart, without: Any = None) -> list[Any]:
+        return [] if self.leases else before(self, without)
+
+    with around(RankPart, "lacking", lacking):
+        yield
+
+
+@bug("R2: a rank whose Register was answered does not hear that it shall say it again, once its group's layout is known")
+def not_asked_again() -> Iterator[None]:
+    with replaced(Router, "_answered", lambda self, request: None):
+        yield
