@@ -6,7 +6,7 @@ from tensorhub.coordinator import Publication
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import Cells, JudgedHandle
-from tensorhub.testing.sim.layouts import AND, is_of_other_layout, resharded_cells, tags_in
+from tensorhub.testing.sim.layouts import AND, OF, is_of_other_layout, resharded_cells, tags_in
 from tensorhub.types import OpKey, VersionInfo
 
 
@@ -58,7 +58,9 @@ class Contents:
         else:
             self._spoilt.add((handle.id, content_id))
             if not other:
-                self._same[cell] = self.truth[content_id][handle.shard.number][chunk]
+                first = self.truth[content_id][handle.shard.number][chunk]
+                self._same[cell] = self._same.get(first, first)
+                self._resharded.clear()
 
     def misled(self, handle: JudgedHandle, content_id: str) -> None:
         """Its own process has lied to it: the coordinator will not count it."""
@@ -85,9 +87,9 @@ class Contents:
         digest, so that one may say what it was before, and another one what it is since. (Also at a replica: nobody knows
         better, unless the publisher serves that selection itself.)
         """
-        if not self._same or not is_of_other_layout(handle.grid):
+        if not is_of_other_layout(handle.grid):
             return cell
-        return AND.join(self._same.get(tag, tag) + of for tag, of in tags_in(cell))
+        return AND.join(f"{self._same.get(tag, tag)}{OF}{of}" for tag, of in tags_in(cell))
 
     def check_cells(self, handle: JudgedHandle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):

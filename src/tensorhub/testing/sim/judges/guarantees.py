@@ -158,6 +158,8 @@ class Guarantees:
         wanted = {
             c for n, c in self.contents.numbers.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")
         }
+        # In another layout others may have held it, when those who held it as it was published had left, and be lost since.
+        other = handle.shard.declared is not None
         gone = any(self._given_up.get(content_id, -inf) >= record.began for content_id in wanted)
         going = any(
             h.last_held in wanted
@@ -167,7 +169,7 @@ class Guarantees:
             for h in self._world.all_handles()
         )
         demand(
-            gone or going or not wanted or self.contents.has_outsiders,
+            gone or going or not wanted or self.contents.has_outsiders or other,
             f"selectors: nobody has left what {handle} waited for: {text}",
         )
 
