@@ -308,7 +308,9 @@ class World(WorkerWorld):
             if content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
                 leaving = [each for each in leaving if not (each.quarantined and each.generation == held)]
                 held = None
-            if state is not HandleState.IN_DOUBT:
+            # In which layout it holds that, nobody knows before the other ranks are here: then it is asked again.
+            is_unheard = member.unheard > 0 and known is None
+            if state is not HandleState.IN_DOUBT and not is_unheard:
                 demand(known == held, f"liveness: {handle} holds generation {held}, the coordinator thinks {known}")
             demand(not leaving, f"liveness: {handle} is thought to leave, for ever: {leaving}")
         for ident, member in self.coordinator.cluster.members.items():
