@@ -513,3 +513,21 @@ def convert_without_a_loop(address: str) -> None:
         weights.publish(1)
         assert weights.version == 1
         weights.close()
+
+
+# ------------------------------------------------------------------------------------------------------ other layouts
+
+
+@shows("source", "at")
+async def layouts(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    weights = {name: torch.full((4, 8), value) for name, value in (("q", 1.0), ("k", 2.0), ("embed", 3.0))}
+    await (await trainer.register("actor", weights)).publish(1)
+    engine = {"qk": torch.zeros(6, 8), "padded": torch.zeros(5, 8)}
+    q, k, embed = (tensorhub.source(name) for name in ("q", "k", "embed"))
+    sources = {
+        "qk": [q[0:4], k[0:2]],  # one behind the other
+        "padded": [(tensorhub.at[0:4], embed)],  # the last row stays as it is
+    }
+    await (await rollout.register("actor", engine, sources=sources, partial=True)).replicate()
+    assert engine["qk"][:, 0].tolist() == [1, 1, 1, 1, 2, 2]
+    assert engine["padded"][:, 0].tolist() == [3, 3, 3, 3, 0]

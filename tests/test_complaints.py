@@ -361,7 +361,7 @@ async def test_14_nobody_sees_which_phase_costs_what() -> None:
 SIGNATURES = {
     "serve": "(host, port, *, token, state_dir, options)",
     "connect": "(address, *, name, location, token, transports, prefetch, options)",
-    "Hub.register": "(self, model, tensors, *, group, rank, world_size, spot)",
+    "Hub.register": "(self, model, tensors, *, group, rank, world_size, spot, sources, partial)",
     "Hub.retain": "(self, model, *, latest, timeout)",
     "Hub.pin": "(self, model, version, timeout)",
     "Hub.rollback": "(self, model, *, to, timeout)",

@@ -24,8 +24,8 @@ NUMBERS = """
 """
 RETIRED = {85, 104, 105, *range(107, 112), *range(114, 120), 124, 125}  # used once, and never to be used again
 OWN = {
-    CMA: "Find=1 MemoryIs=2",
-    SHM: "Find=1 SegmentsAre=2",
+    CMA: "Find=1 MemoryIs=2 FindRegions=3 RegionsAre=4",
+    SHM: "Find=1 SegmentsAre=2 FindRegions=3 RegionsAre=4",
     CUDA_IPC: "Find=1 AllocationsAre=2",
     NIXL: "Find=1 AgentIs=2",
     RDMA: "FindPorts=1 Pair=2 PieceTaken=3 PortsAre=4 Paired=5 ChunksPinned=6 PieceStaged=7",

@@ -111,7 +111,7 @@ class SimLane:
         self.lease = LeaseId(grant.lease)
         # What it brings, where it reads a selection. On its way are that selection's numbers; frames have the reader's.
         self.part = part_of(reading.start.manifest, grant.shard, grant.selection)
-        demand(not grant.selection or self.part is not None, f"reads: {grant} is of what {self.reader.name} does not read")
+        demand(not grant.selection or self.part is not None, f"content: {grant} is of what {self.reader.name} does not read")
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         stall_timeout_s = reading.reader.cluster.options.stall_timeout_s

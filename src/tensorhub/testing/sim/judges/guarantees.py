@@ -213,7 +213,7 @@ class Guarantees:
         if self.contents.is_spoilt(handle, version.content_id):
             return
         other = is_of_other_layout(handle.grid)
-        demand(not (grant.selection and other), f"reads: {grant} is of {handle}, which does not have what was published")
+        demand(not (grant.selection and other), f"content: {grant} is of {handle}, which does not have what was published")
         truth = self.contents.held_by(handle, version.content_id)
         for chunk in chunks:
             cell = self.contents.published_as(handle, handle.cells[chunk])
