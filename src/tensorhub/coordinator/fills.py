@@ -231,7 +231,8 @@ class Fills:
             part.voted = holders[rank]
             part.ready = holders[rank] or (part.has_written and not is_other)
             if manifest := _named(part):
-                self._cluster.learn(version, layout, part.shard, manifest)
+                parts = part.member.parts if manifest == part.member.manifest else ()  # else they are of other regions
+                self._cluster.learn(version, layout, part.shard, manifest, parts)
                 self._cluster.keep_begun(part.member, b"")
             elif is_other:
                 self._cluster.learn(version, layout, part.shard, part.member.manifest, part.member.parts)
