@@ -14,8 +14,7 @@ from functools import partial
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.digests import WIDTHS
 from tensorhub.messages import Origin, SelectionRoot
-from tensorhub.testing.sim.judges.ports import Cells
-from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
+from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, LocalCopy, StartPull

@@ -22,9 +22,9 @@ from tensorhub.messages import DigestAgain, Prepared, Publish, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
-from tensorhub.testing.sim.judges.ports import Cells, JudgedCall
+from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.layouts import cell_of, covered, is_of_other_layout
-from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
+from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells, digest_of, sent_digest
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show

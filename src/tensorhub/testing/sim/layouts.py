@@ -20,8 +20,7 @@ from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.views import source
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.strips import Strip
-from tensorhub.testing.sim.judges.ports import Cells
-from tensorhub.testing.sim.memory import CHUNK_BYTES
+from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 
 AND, OF = " + ", "@"  # between the pieces of a cell, and between a published cell's tag and which of its bytes they are
 LAYOUTS_DRAWN = 0.25  # of all seeds

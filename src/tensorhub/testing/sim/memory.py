@@ -6,7 +6,9 @@ fence stands is caught. Nothing of the bytes that a manifest speaks of is alloca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Protocol
 
 import xxhash
 
@@ -14,6 +16,16 @@ from tensorhub.accesses import Access
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.types import Medium, Purpose
 from tensorhub.worker.owner import Owner
+
+
+class Cells(Protocol):
+    """What memory holds, chunk by chunk."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __getitem__(self, chunk: int, /) -> str: ...
+    def __setitem__(self, chunk: int, cell: str, /) -> None: ...
+
 
 DEVICE = (Medium.DEVICE, Purpose.USE)  # what a caller's own memory is
 CHUNKS = 2

@@ -5,8 +5,9 @@ from __future__ import annotations
 from tensorhub.coordinator import Publication
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
-from tensorhub.testing.sim.judges.ports import Cells, JudgedHandle
+from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.layouts import AND, OF, is_of_other_layout, resharded_cells, tags_in
+from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import OpKey, VersionInfo
 
 

@@ -13,6 +13,7 @@ from tensorhub.accesses import Access
 from tensorhub.coordinator import Coordinator, Entry
 from tensorhub.manifest import Manifest
 from tensorhub.testing.sim.judges import reference_model
+from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import OpKey, Options, RegistrationId, VersionInfo
 from tensorhub.worker.calls import Action, Call
 from tensorhub.worker.member import Member
@@ -42,15 +43,6 @@ class JudgedCall:
     version: VersionInfo | None = None
     changed: bool = False
     error: Exception | None = None
-
-
-class Cells(Protocol):
-    """What memory holds, chunk by chunk."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[str]: ...
-    def __getitem__(self, chunk: int, /) -> str: ...
-    def __setitem__(self, chunk: int, cell: str, /) -> None: ...
 
 
 class JudgedWorker(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tensorhub.testing.sim.assertion import demand
-from tensorhub.testing.sim.judges.ports import Cells
+from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import RegistrationId
 
 
