@@ -13,7 +13,7 @@ import pytest
 
 from tests.testing.bugs import BUGS
 
-for _module in ("outside", "inside", "seen", "woken", "behind"):
+for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged"):
     importlib.import_module(f"tests.testing.bugs.{_module}")
 
 ROOT = Path(__file__).parent.parent

@@ -158,6 +158,9 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
                 found[about.group] = found[about.version] = None
             case Operation():
                 found[about.group] = None
+                for part in about.parts.values():
+                    if part.bridges and part.member.holding is not None:  # what it lacks decides whether that is filled
+                        found[part.member] = None
             case _:
                 pass
     return found
