@@ -17,7 +17,7 @@ VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
     "Endpoint"
 ).split()
-SUMMARIES = ("ModelSummary", "VersionSummary", "CallsSummary", "SilentWorker")
+SUMMARIES = ("ModelSummary", "VersionSummary", "LayoutSummary", "CallsSummary", "SilentWorker")
 CONVERSION = ("register_converted", "cast", "Conversion", "ConvertedWeights", "ConversionReport")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
 INTRODUCTION = """# API reference

@@ -333,6 +333,19 @@ async def test_a_fetch_puts_the_whole_model_together() -> None:
         assert np.array_equal(part["q"].numpy(), full["q"][rows("q", 1)])
 
 
+async def test_the_whole_model_of_one_rank_has_the_published_tensors_and_not_the_ranks_own() -> None:
+    full = whole(1)
+    kv = np.concatenate([full["k"], full["v"]])
+    sources = {"kv": [tensorhub.source(name, shape=SHAPES[name]) for name in "kv"]}
+    async with cluster("trainer", "reader", transports=["tcp"]) as c:
+        trainer = await c.hubs[0].register("m", {"kv": kv, "q": full["q"]}, sources=sources)
+        await trainer.publish(1)
+        fetched = await c.hubs[1].fetch("m", rank=None)
+        assert fetched.keys() == {"k", "v", "q"}
+        assert all(np.array_equal(tensor.numpy(), full[name]) for name, tensor in fetched.items())
+        assert (await c.hubs[1].fetch("m", rank=0)).keys() == {"kv", "q"}
+
+
 async def test_a_checkpoint_is_exported_without_a_gather(tmp_path: Path) -> None:
     async with world("one") as (c, _, _):
         with FileTarget(tmp_path / "m.safetensors") as target:

@@ -12,6 +12,22 @@ from tensorhub.types import U64, Id, Length, Name, Seconds
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutSummary:
+    """One of the layouts in which a version is held, in `summarize`. Readers of one layout read from one another chunk by
+    chunk; its first ones bridge: they read from holders of the published layout.
+    """
+
+    layout_id: Name
+    published: bool  # it is the one in which the version was published
+    replicas: U64
+    ready: U64  # of these
+    bridging: U64  # groups of which a rank reads from replicas of another layout now
+    shards: U64  # of all its replicas
+    chunks: U64  # of all these shards, when they are complete
+    chunks_verified: U64  # that are there
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSummary:
     """One version in `summarize`. Replicas are counted by state; a shard of a replica is one rank's memory."""
 
@@ -29,6 +45,9 @@ class VersionSummary:
     doubtful: U64  # shards whose worker is not heard at the moment, and may be dead
     quarantined: U64  # shards whose bytes have changed: nobody reads them
     readers: U64  # reads that are running
+    layouts_known: U64 = 0  # in which there are replicas; `layouts` has 8 of them at most
+    # If it is held in other layouts than the published one: that one first, then those with the most replicas.
+    layouts: Annotated[tuple[LayoutSummary, ...], Length(1024)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,6 +361,7 @@ class VersionView:
     world_size: U64
     lineage: U64
     retained: bool  # `retain` or a pin keeps it
+    layout_id: Name = ""  # in which it was published; other replicas may have others
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +372,7 @@ class ShardView:
     bytes have changed, and nobody reads them.
     """
 
-    rank: U64  # whose shard of the version it is
+    rank: U64  # whose shard of the version it is, in the replica's layout
     worker: Name
     state: Name
     chunks_verified: U64
@@ -385,6 +386,8 @@ class ReplicaView:
 
     `state`: "ready", "filling", "draining": it takes no new readers; or "torn": its fill was broken off. `medium`: "device"
     is the caller's own memory, "host" a host copy. `purpose`: what it is for: "use", "prefetch", "retention" or "seed".
+    `layout_id`: names which part of which tensors each rank has. `bridging`: how many of its ranks read from replicas of
+    another layout now, those of which this answer tells counted.
     """
 
     group: Name
@@ -396,13 +399,15 @@ class ReplicaView:
     spot: bool
     shards: Annotated[tuple[ShardView, ...], Length(2**20)]
     replica: Id = ""  # an id that no other replica has
+    bridging: U64 = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
     """One running read in `describe`: who reads which version from whom.
 
-    `state`: "active"; or "fencing": the source must not be read any more, and its owner has not said yet that it is not.
+    `rank`: of the source's replica, whose shard is read. `state`: "active"; or "fencing": the source must not be read any
+    more, and its owner has not said yet that it is not.
     """
 
     lease: Id
@@ -411,6 +416,7 @@ class LeaseView:
     version: U64
     rank: U64
     state: Name
+    across: bool = False  # the reader has another layout than the source, and reads a part of the shard
 
 
 @dataclass(frozen=True, slots=True)

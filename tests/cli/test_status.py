@@ -18,7 +18,7 @@ from tensorhub.cli import status
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.cli.status import _Question
 from tensorhub.errors import CoordinatorUnavailable, StateError
-from tensorhub.model_summary import CallsSummary, ModelSummary, SilentWorker, VersionSummary
+from tensorhub.model_summary import CallsSummary, LayoutSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import (
     Endpoint,
     LeaseView,
@@ -186,6 +186,43 @@ def test_a_summary_shows_what_waits_who_is_not_heard_and_how_much_there_is(text:
     assert "node-0017 7.2 s" in lines
     assert "and 39 more" in lines
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("show", [terminal, piped])
+def test_a_summary_shows_the_layouts_of_a_version_that_has_several(show: Callable[..., str]) -> None:
+    layouts = (
+        LayoutSummary("own/0123456789abcdef", True, 1, 1, 0, 4, 48, 48),
+        LayoutSummary("own/fed", False, 9, 7, 1, 18, 90, 81),
+    )
+    counted = replace(COUNTED, versions=(replace(COUNTED.versions[0], layouts_known=4, layouts=layouts),))
+    lines = [" ".join(line.split()) for line in show(counted, **({"width": 80} if show is terminal else {})).splitlines()]
+    assert "version 7 by layout, and 2 others" in lines
+    assert "layout replicas ready bridging shards chunks" in lines
+    assert "published 1 1 0 4 48/48" in lines
+    assert "own/fed 9 7 1 18 81/90" in lines
+    assert "by layout" not in show(COUNTED)
+
+
+@pytest.mark.parametrize("show", [terminal, piped])
+def test_rows_show_layouts_and_who_bridges_where_there_are_several(show: Callable[..., str]) -> None:
+    (shard,) = MODEL.replicas[0].shards
+    several = replace(
+        MODEL,
+        versions=(replace(MODEL.versions[0], layout_id="ranks/0123456789abcdef"),),
+        replicas=(
+            replace(MODEL.replicas[0], layout_id="own/0123456789abcdef", bridging=1, spot=False),
+            replace(
+                MODEL.replicas[0], group="trainer", layout_id="ranks/0123456789abcdef", shards=(replace(shard, worker="t"),)
+            ),
+        ),
+        leases=(replace(MODEL.leases[0], across=True),),
+    )
+    lines = [" ".join(line.split()) for line in show(several).splitlines()]
+    assert "version state rank chunks readers layout kind worker group" in lines
+    assert "7 filling 0 3/12 1 own/01234567 bridging w1 group-1" in lines
+    assert "7 filling 0 3/12 1 published spot t trainer" in lines
+    assert "7 active 0 a part w1 [bold]w2" in lines
+    assert "layout" not in show(MODEL)
 
 
 def test_a_terminal_is_told_what_shows_the_rows() -> None:

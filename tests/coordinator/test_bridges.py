@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tensorhub.coordinator import limits
+from tensorhub.coordinator import limits, summaries, views
 from tensorhub.digests import root_of
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.layouts.published import Published
@@ -24,6 +24,7 @@ from tensorhub.messages import (
     Start,
     Write,
 )
+from tensorhub.model_summary import LayoutSummary
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, OpKind, Purpose
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root
@@ -343,3 +344,44 @@ def test_what_only_others_needed_is_forgotten_with_the_last_of_them() -> None:
     assert not world.version.others
     assert not world.version.selections
     assert world.core.cluster.selections == 0
+
+
+# -- what is shown of it
+
+
+def test_what_is_described_says_which_layouts_there_are_and_who_bridges() -> None:
+    world, _ = published()
+    filling(world)
+    filling(world, "follower")
+    (info,), _, _ = views.page(world.core.cluster, None)
+    layouts = {replica.group: (replica.layout_id, replica.bridging) for replica in info.replicas}
+    assert layouts["t"] == (info.versions[0].layout_id, 0)
+    assert layouts["r"] == (layouts["follower"][0], 1) == ("own/r0", 1)
+    assert layouts["follower"][1] == 0
+    reads = sorted((lease.reader, lease.source, lease.rank, lease.across) for lease in info.leases)
+    assert reads == [("follower0", "r0", 0, False), ("r0", "t0", 0, True), ("r0", "t1", 1, True)]
+
+
+def test_a_summary_counts_replicas_by_layout_if_there_are_several() -> None:
+    world, trainers = published()
+    model = world.core.cluster.models["m"]
+    assert summaries.summarize(model, world.now).versions[0].layouts == ()
+    readers = filling(world)
+    filling(world, "follower")
+    (counted,) = summaries.summarize(model, world.now).versions
+    trained = LayoutSummary(world.version.layout_id, True, 1, 1, 0, 2, 2 * CHUNKS, 2 * CHUNKS)
+    assert counted.layouts == (trained, LayoutSummary("own/r0", False, 2, 0, 1, 2, 10, 0))
+    finish(world, readers, trainers)
+    (counted,) = summaries.summarize(model, world.now).versions
+    assert (counted.layouts_known, counted.layouts[1]) == (2, LayoutSummary("own/r0", False, 2, 1, 0, 2, 10, 5))
+
+
+def test_of_very_many_layouts_a_summary_lists_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SUMMARIZED_LAYOUTS_MAX", 2)
+    world, _ = published()
+    for number in range(3):
+        (reader,) = world.group(f"r{number}", [(f"own/{number}", ())])
+        world.fill([reader])
+        world.ready(reader, A, B)
+    (counted,) = summaries.summarize(world.core.cluster.models["m"], world.now).versions
+    assert (counted.layouts_known, [each.layout_id for each in counted.layouts]) == (4, [world.version.layout_id, "own/0"])

@@ -69,7 +69,7 @@ def tables(models: Sequence[ModelInfo | ModelSummary]) -> RenderableType:
 
 def _of(model: ModelInfo) -> Iterator[Sheet]:
     yield Sheet(_title(model), ())
-    found = (_versions(model.versions), _replicas(model.replicas), _leases(model.leases), _workers(model.workers))
+    found = (_versions(model.versions), _replicas(model), _leases(model.leases), _workers(model.workers))
     yield from (sheet for sheet in found if sheet.rows)
 
 
@@ -89,7 +89,10 @@ def _versions(versions: tuple[VersionView, ...]) -> Sheet:
     return Sheet("versions", ("version", "state", "size", "shards", "retained", "content"), rows)
 
 
-def _replicas(replicas: tuple[ReplicaView, ...]) -> Sheet:
+def _replicas(model: ModelInfo) -> Sheet:
+    """With the layouts, if there are others than the published ones."""
+    published = {view.version: view.layout_id for view in model.versions}
+    others = {id(view) for view in model.replicas if published.get(view.version, view.layout_id) != view.layout_id}
     rows = tuple(
         (
             str(view.version),
@@ -97,25 +100,48 @@ def _replicas(replicas: tuple[ReplicaView, ...]) -> Sheet:
             str(shard.rank),
             f"{shard.chunks_verified}/{shard.chunks}",
             str(shard.readers),
+            *([_layout(view.layout_id, is_published=id(view) not in others)] if others else []),
             _kind(view),
             shard.worker,
             view.group,
         )
-        for view in sorted(replicas, key=lambda view: (-view.version, view.group))
+        for view in sorted(model.replicas, key=lambda view: (-view.version, view.group))
         for shard in sorted(view.shards, key=lambda shard: shard.rank)
     )
-    return Sheet("replicas", ("version", "state", "rank", "chunks", "readers", "kind", "worker", "group"), rows)
+    layout = ["layout"] if others else []
+    return Sheet("replicas", ("version", "state", "rank", "chunks", "readers", *layout, "kind", "worker", "group"), rows)
+
+
+def _layout(layout_id: str, *, is_published: bool) -> str:
+    return "published" if is_published else layout_id[:12]
 
 
 def _kind(view: ReplicaView) -> str:
-    """What is particular: spot, or a copy in host memory and what for."""
+    """What is particular: spot, a copy in host memory and what for, or that it is filled from another layout now."""
     words = [view.medium if view.medium != "device" else "", view.purpose if view.purpose != "use" else ""]
-    return " ".join(word for word in (*words, "spot" if view.spot else "") if word) or "-"
+    last = ["spot" if view.spot else "", "bridging" if view.bridging else ""]
+    return " ".join(word for word in (*words, *last) if word) or "-"
 
 
 def _leases(leases: tuple[LeaseView, ...]) -> Sheet:
-    rows = tuple((str(view.version), view.state, str(view.rank), view.reader, view.source) for view in leases)
-    return Sheet("reads", ("version", "state", "rank", "reader", "reads from"), rows)
+    """With whether layouts are crossed, if any are."""
+    across = any(view.across for view in leases)
+    rows = tuple(
+        (
+            str(view.version),
+            view.state,
+            str(view.rank),
+            *([_across(view)] if across else []),
+            view.reader,
+            view.source,
+        )
+        for view in leases
+    )
+    return Sheet("reads", ("version", "state", "rank", *(["reads"] if across else []), "reader", "reads from"), rows)
+
+
+def _across(view: LeaseView) -> str:
+    return "a part" if view.across else "all"
 
 
 def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
@@ -153,6 +179,9 @@ def _counts(model: ModelSummary) -> Iterator[Sheet]:
     yield Sheet(there)
     if model.versions:
         yield _version_counts(model.versions)
+    for version in model.versions:
+        if version.layouts:
+            yield _layout_counts(version)
     if model.versions_known > len(model.versions):
         yield Sheet(f"and {model.versions_known - len(model.versions):,} older versions")
     if model.calls:
@@ -180,6 +209,20 @@ def _version_counts(versions: tuple[VersionSummary, ...]) -> Sheet:
         for view in versions
     )
     return Sheet("versions, with their replicas", columns, rows)
+
+
+def _layout_counts(version: VersionSummary) -> Sheet:
+    more = version.layouts_known - len(version.layouts)
+    rows = tuple(
+        (
+            _layout(view.layout_id, is_published=view.published),
+            *(str(each) for each in (view.replicas, view.ready, view.bridging, view.shards)),
+            f"{view.chunks_verified}/{view.chunks}",
+        )
+        for view in version.layouts
+    )
+    columns = ("layout", "replicas", "ready", "bridging", "shards", "chunks")
+    return Sheet(f"version {version.version} by layout" + (f", and {more:,} others" if more > 0 else ""), columns, rows)
 
 
 def _call_counts(calls: tuple[CallsSummary, ...]) -> Sheet:

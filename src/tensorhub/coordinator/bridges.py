@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.entities import Group, Holding, RankPart, Version
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
+from tensorhub.layouts.identity import ALONE
 from tensorhub.messages import Need
 
 Source = tuple[Need | None, Holding]  # for which need; None: for everything
 OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know which part of the model they have
-ALONE = "world/1"  # so does a rank that has all of it
 
 
 def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], Holding | None]) -> list[Source]:

@@ -440,6 +440,11 @@ class Holding:
         return len(fed) == len(part.needs) and not (self.leaving and not part.needs)  # who needs nothing has no lease
 
     @property
+    def reads_across(self) -> bool:
+        """Whether it is being filled from holders of another layout."""
+        return any(lease.need is not None for lease in self.fillers)
+
+    @property
     def is_stranded(self) -> bool:
         """Whether it lacks something, and a source to have it from."""
         return not self.complete and not self.fillers

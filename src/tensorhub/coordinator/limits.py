@@ -37,6 +37,7 @@ DESCRIBED_ROWS_MAX = 1024  # workers, shards and leases of one model in one answ
 SUMMARIZED_MAX = 4096  # groups and shards that are counted for one answer; one model is never cut
 SUMMARIZED_PER_MODEL = 16  # of these, that a model counts as by itself
 SUMMARIZED_VERSIONS_MAX = 32  # of one model, the newest
+SUMMARIZED_LAYOUTS_MAX = 8  # of one version
 SUMMARIZED_SILENT_MAX = 16  # suspect workers of one model that are named
 FAULTS_MAX = 4  # sources of one reader of which it is remembered how they failed last; three are told
 FAULT_CHARS_MAX = 500  # of that

@@ -15,7 +15,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Operation, RankPart, Replica, Version
 from tensorhub.coordinator.states import OperationState, ReplicaState, WorkerState
-from tensorhub.model_summary import CallsSummary, ModelSummary, SilentWorker, VersionSummary
+from tensorhub.model_summary import CallsSummary, LayoutSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import OpKind
 
 Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, whose call it is
@@ -72,6 +72,7 @@ class _Replicas:
     """The replicas of one version, counted."""
 
     states: list[ReplicaState] = field(default_factory=list)  # of each
+    by_layout: dict[str, list[Replica]] = field(default_factory=dict)  # those of which memory is left
     shards: int = 0
     doubtful: int = 0
     quarantined: int = 0
@@ -79,6 +80,8 @@ class _Replicas:
 
     def add(self, replica: Replica) -> None:
         self.states.append(replica.state)
+        for layout_id in {holding.layout.layout_id for holding in replica.holdings.values()}:
+            self.by_layout.setdefault(layout_id, []).append(replica)
         for holding in replica.holdings.values():
             self.shards += 1
             self.readers += holding.active_readers
@@ -103,7 +106,27 @@ class _Replicas:
             doubtful=self.doubtful,
             quarantined=self.quarantined,
             readers=self.readers,
+            layouts_known=len(self.by_layout),
+            layouts=tuple(self._layouts(version)),
         )
+
+    def _layouts(self, version: Version) -> Iterator[LayoutSummary]:
+        """Nothing, where there is only the published one."""
+        if self.by_layout.keys() <= {version.layout_id}:
+            return
+        in_order = sorted(self.by_layout.items(), key=lambda item: (item[0] != version.layout_id, -len(item[1]), item[0]))
+        for layout_id, replicas in in_order[: limits.SUMMARIZED_LAYOUTS_MAX]:
+            held = [holding for replica in replicas for holding in replica.holdings.values()]
+            yield LayoutSummary(
+                layout_id,
+                layout_id == version.layout_id,
+                replicas=len(replicas),
+                ready=sum(replica.state is ReplicaState.READY for replica in replicas),
+                bridging=len({id(holding.member.group) for holding in held if holding.reads_across}),
+                shards=len(held),
+                chunks=sum(holding.chunks for holding in held),
+                chunks_verified=sum(holding.chunks_verified for holding in held),
+            )
 
 
 def _calls(waiting: Iterable[Waiting], now: float) -> tuple[CallsSummary, ...]:

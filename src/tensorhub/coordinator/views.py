@@ -116,6 +116,7 @@ def _info(
             world_size=v.info.world_size,
             lineage=v.lineage,
             retained=v.number in retained,
+            layout_id=v.layout_id,
         )
         for v in sorted(model.versions.values(), key=lambda v: v.number)
         if version is None or v.number == version
@@ -145,8 +146,9 @@ def _lease(lease: ReadLease) -> LeaseView:
         reader=lease.part.member.worker.name,
         source=lease.holding.member.worker.name,
         version=lease.holding.version.number,
-        rank=lease.part.shard,
+        rank=lease.holding.shard,
         state=lease.state.value,
+        across=lease.need is not None,
     )
 
 
@@ -173,6 +175,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
         spot=group.spot,
         shards=shards,
         replica=replica.id,
+        bridging=sum(holding.reads_across for holding in holdings),
     )
 
 

@@ -18,6 +18,8 @@ from tensorhub.layouts.sharding import Sharding
 from tensorhub.layouts.views import parts
 from tensorhub.manifest import Manifest, TensorSpec, id_of
 
+ALONE = "world/1"  # of plain tensors that are the whole model
+
 
 def layout_id_of(manifest: Manifest, declared: Declaration) -> str:
     """Of the rank that has registered these tensors. RegistrationError: an entry of `sources=` is none."""

@@ -18,7 +18,7 @@ from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.entries import without_shape
-from tensorhub.layouts.identity import layout_id_of
+from tensorhub.layouts.identity import ALONE, layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.manifest import Manifest, build_manifest, id_of
 from tensorhub.memory.tensors import FilledMemory, Memory
@@ -189,12 +189,14 @@ class CallersWorker(ABC):
             self.drop_handle(handle)
 
     async def _is_in_one_piece(self, model: str, timeout_s: float) -> bool:
-        """Whether a rank has all of what is published of this model now: then its own chunks are read."""
+        """Whether a rank has all of what is published of this model now, as it was published: then its own chunks are read.
+        (The one rank of another layout may have fused tensors, which are no tensors of the whole model.)
+        """
         try:
             (info,) = await self.coordinator.describe(model, timeout_s, workers_max=1)
         except VersionUnavailable:
             return False
-        return bool(info.versions) and all(version.world_size == 1 for version in info.versions)
+        return bool(info.versions) and all(version.layout_id == ALONE for version in info.versions)
 
     async def close_handles(self, handles: Iterable[CallersHandle], parting: Parting) -> None:
         """End their calls and close them, whatever is lost with them."""
