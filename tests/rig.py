@@ -10,7 +10,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,19 @@ async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(WAIT_S):
         while not condition():  # noqa: ASYNC110 - it becomes true in another thread
             await anyio.sleep(0.001)
+
+
+async def all_of(*calls: Awaitable[Any]) -> list[Any]:
+    """Make these calls at the same time, as the ranks of a group do."""
+    found: list[Any] = [None] * len(calls)
+
+    async def run(number: int, call: Awaitable[Any]) -> None:
+        found[number] = await call
+
+    async with anyio.create_task_group() as tasks:
+        for number, call in enumerate(calls):
+            tasks.start_soon(run, number, call)
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------- clusters

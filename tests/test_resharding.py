@@ -25,7 +25,7 @@ from tensorhub.memory.files import FileMemory
 from tensorhub.runtime.data import lanes
 from tensorhub.types import FetchReport, Options, VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, Cluster, cluster, gated, until
+from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -149,18 +149,6 @@ async def rollout(hubs: Sequence[Hub], group: str) -> tuple[list[Weights], list[
         for rank, (tensors, sources) in enumerate(made)
     ]
     return weights, [tensors for tensors, _ in made]
-
-
-async def all_of(*calls: Awaitable[Any]) -> list[Any]:
-    found: list[Any] = [None] * len(calls)
-
-    async def run(number: int, call: Awaitable[Any]) -> None:
-        found[number] = await call
-
-    async with anyio.create_task_group() as tasks:
-        for number, call in enumerate(calls):
-            tasks.start_soon(run, number, call)
-    return found
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Final
 
@@ -12,7 +13,7 @@ import xxhash
 from tensorhub.layouts.reading import Selection
 from tensorhub.strips import Strip, straight
 from tensorhub.testing.checking import MakeSource, Source, Tear, TearingCutter, failure_of, made, receive_all, require, take
-from tensorhub.testing.strided_target import OF, SELECTION, SIZES, StridedTarget, selected, strided_content
+from tensorhub.testing.strided_target import LONG, OF, SELECTION, SIZES, StridedTarget, selected, strided_content
 from tensorhub.transport.base import Arrival, Channel, Cutter, Transport
 
 STRIDED_TEARS_MAX: Final = 6  # of one in pieces
@@ -27,7 +28,7 @@ def _strides(transport: Transport, source: Source) -> bool:
 def _selecting(
     transport: Transport, source: Source, selection: Selection = SELECTION
 ) -> Iterator[tuple[Channel, StridedTarget]]:
-    target = StridedTarget(source.device)
+    target = StridedTarget(source.device, selection=selection)
     right = dataclasses.replace(source.right, selection=selection)
     channel = transport.open(source.endpoint, right, target, Cutter())
     try:
@@ -38,21 +39,20 @@ def _selecting(
 
 def check_strided_bytes(transport: Transport, make_source: MakeSource) -> None:
     """1, 3: chunks of many pieces, short and long ones, arrive with the digests of their bytes in their order."""
-    count = len(SELECTION.chunks)
     with made(make_source) as source:
         if not _strides(transport, source):
             return
         for chunk in range(len(SIZES)):
             source.fill(chunk, strided_content(chunk))
-        for bytes_max in (2**16, 2**30):
-            with _selecting(transport, source) as (channel, target):
-                wanted = [chunk for chunk in range(count) if chunk != 4]
-                channel.submit(wanted[:5])
-                channel.submit(wanted[5:])
+        for selection, bytes_max in itertools.product((SELECTION, LONG), (2**16, 2**30)):
+            with _selecting(transport, source, selection) as (channel, target):
+                wanted = [chunk for chunk in range(len(selection.chunks)) if chunk != 4]
+                channel.submit(wanted[:3])
+                channel.submit(wanted[3:])
                 named = receive_all(channel, len(wanted), bytes_max)
                 require(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
                 for chunk, digest in named.items():
-                    held = selected(chunk)
+                    held = selected(selection, chunk)
                     require(target.holds(chunk) == held, 1, f"chunk {chunk} has other bytes than its source")
                     require(digest == xxhash.xxh3_64_intdigest(held), 3, f"chunk {chunk} came with digest {digest}")
                 require(target.is_untouched_beside(wanted), 1, "bytes beside the pieces of a chunk were written")
@@ -78,11 +78,17 @@ def check_strided_lacking(transport: Transport, make_source: MakeSource) -> None
                 source.fill(chunk, strided_content(chunk))
             channel.submit([4, 6])
             require(set(receive_all(channel, 2)) == {4, 6}, 7, "what has come since does not arrive")
-            require(target.holds(4) == selected(4), 1, "a chunk has other bytes than its source")
+            require(target.holds(4) == selected(SELECTION, 4), 1, "a chunk has other bytes than its source")
 
 
 def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
     """2: nothing of many pieces is named that was overwritten while it was copied: see `check_torn`."""
+    for selection in (SELECTION, LONG):
+        _check_torn(transport, make_source, selection)
+
+
+def _check_torn(transport: Transport, make_source: MakeSource, selection: Selection) -> None:
+    count = len(selection.chunks)
     for point in range(STRIDED_TEARS_MAX):
         with made(make_source) as source:
             if not _strides(transport, source):
@@ -90,23 +96,25 @@ def check_strided_torn(transport: Transport, make_source: MakeSource) -> None:
             for chunk in range(len(SIZES)):
                 source.fill(chunk, strided_content(chunk))
             tear = Tear(source, point)
-            target = StridedTarget(source.device, tear.pass_point)
-            right = dataclasses.replace(source.right, selection=SELECTION)
+            target = StridedTarget(source.device, tear.pass_point, selection)
+            right = dataclasses.replace(source.right, selection=selection)
             channel = transport.open(source.endpoint, right, target, TearingCutter(tear))
             named: dict[int, int | None] = {}
             try:
-                channel.submit(range(len(OF)))
+                channel.submit(range(count))
                 tear.is_armed = True
 
                 def go_on(channel: Channel = channel, named: dict[int, int | None] = named) -> None:
-                    while len(named) < len(OF):
+                    while len(named) < count:
                         take(channel.receive(2**20), named)
 
                 failure = failure_of(go_on)
                 tear.is_armed = False
                 require(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
                 for chunk in named:
-                    require(target.holds(chunk) == selected(chunk), 2, f"chunk {chunk} was overwritten, and named")
+                    require(
+                        target.holds(chunk) == selected(selection, chunk), 2, f"chunk {chunk} was overwritten, and named"
+                    )
             finally:
                 channel.close()
                 tear.end()

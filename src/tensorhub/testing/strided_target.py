@@ -58,34 +58,40 @@ SELECTION: Final = Selection(
         (straight(5, 0, 2**20),),
     )
 )
+LONG: Final = Selection((*SELECTION.chunks[1:4], SELECTION.chunks[6], *SELECTION.chunks[8:]))  # of runs of 2 KiB and more
 OF: Final = ((5,), (5,), (5,), (5,), (1, 2, 5, 6), (5,), (4, 7), (5,), (0,), (5,))  # a source's chunks, of each of these
 PITCHES: Final = ((1000, 1024), (176, 300), (20_000, 20_001), (2**20, 2**20))  # of the reader's rows: bytes, bytes apart
 
 
 @cache
-def selected(chunk: int) -> bytes:
-    places = [(strip.run, *place) for strip in SELECTION.chunks[chunk] for place in strip.places()]
+def selected(selection: Selection, chunk: int) -> bytes:
+    places = [(strip.run, *place) for strip in selection.chunks[chunk] for place in strip.places()]
     return b"".join([strided_content(region)[at : at + run] for run, region, at in places])
 
 
 class StridedTarget:
-    """Memory full of CANARY for the chunks of SELECTION, in rows that have a pitch. `pass_point`: see `_Tear`."""
+    """Memory full of CANARY for the chunks of a selection, in rows that have a pitch. `pass_point`: see `_Tear`."""
 
-    def __init__(self, device: Device | None = None, pass_point: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        device: Device | None = None,
+        pass_point: Callable[[], object] = lambda: None,
+        selection: Selection = SELECTION,
+    ) -> None:
         places: list[tuple[Strip, ...]] = []
         end = 1
-        for chunk, size in enumerate(SELECTION.sizes):
+        for chunk, size in enumerate(selection.sizes):
             row, apart = PITCHES[chunk % len(PITCHES)]
             rows, rest = divmod(size, row)
             strips = [Strip(0, end, 0, 0, 1, ((rows, apart),), row)] if rows else []
             places.append((*strips, straight(0, end + rows * apart, rest)) if rest else tuple(strips))
             end += (rows + 1) * apart
         own = build_manifest([TensorDescription("t", "uint8", (end,), 1 << 40, end)], 2**20, "xxh3-64")
-        manifest = resharded(own, "xxh3-64", 2**20, Reading(tuple(places), SELECTION.sizes, ()), "conformance")
+        manifest = resharded(own, "xxh3-64", 2**20, Reading(tuple(places), selection.sizes, ()), "conformance")
         self._bytes = new_bytes(device, end)
         self.memory = ChunkMemory(manifest, [self._bytes])
         self.is_digested, self.is_strided = True, True
-        self.sizes: Sequence[int] = SELECTION.sizes
+        self.sizes: Sequence[int] = selection.sizes
         self.device = device
         self.spans: Sequence[tuple[int, int]] = ()
         self._pass_point = pass_point

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import NamedTuple, Protocol
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
-from tensorhub.memory.strided import Block
+from tensorhub.memory.strided import Block, bounds
 from tensorhub.memory.tensors import address_of
 from tensorhub.messages import ChunksLie, StillWaiting
-from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure
+from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure, Scattering
 from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.staging import Rooms
 from tensorhub.transport.streaming_digest import SMALL_BYTES, PiecewiseDigest, StreamingDigests
 from tensorhub.transport.strided_source import StridedSource
 
@@ -85,7 +87,9 @@ class Gathering(Source, Protocol):
     """A source of which many pieces may be copied to one place."""
 
     def gather(self, made: Sequence[Block], here: int) -> None:
-        """Copy the bytes of these blocks, which are the source's, to that address. Errors as of `copy`."""
+        """Copy the bytes of these blocks, which are the source's, to that address: of the destination's device, if it is on
+        one. Errors as of `copy`.
+        """
 
 
 class Translated:
@@ -109,6 +113,11 @@ class Translated:
                 return here + there - start
         self.is_short = True
         raise OSError(errno.EFAULT, "it is in nothing that was shared")
+
+    def _block_here(self, block: Block) -> Block:
+        """The same block by its addresses here. OSError: a byte of it is not mapped."""
+        below, above = bounds(block)
+        return block._replace(cells=[self._here(cell + below, above - below) - below for cell in block.cells])
 
 
 class _Located(NamedTuple):
@@ -137,6 +146,9 @@ class OneSidedChannel:
         self._cutter = client.cutter
         self._turn = threading.Lock()  # guards what follows; one thread listens, the others wait for what it hears
         self._located: deque[_Located] = deque()  # chunks that no thread has taken yet
+        self._rooms: Rooms | None = None  # of the destination's device
+        if gathering is not None and destination.device is not None:
+            self._rooms = Rooms(destination.device, max(destination.sizes, default=0))
 
     def __repr__(self) -> str:
         return f"<OneSidedChannel to {self._source!r}, {self._client!r}>"
@@ -206,6 +218,10 @@ class OneSidedChannel:
         destination, made, digest_s = self._destination, dict[int, int](), 0.0
         with self._proving(group[0].word) as copied:
             for located in group:
+                if destination.device is not None:
+                    made |= self._gather_on(destination.device, located.chunk, source, places)
+                    copied(destination.sizes[located.chunk])
+                    continue
                 stream, digest = places.stream(located.chunk), PiecewiseDigest()
                 with closing(destination.incoming(located.chunk)) as calls:
                     for views in calls:
@@ -219,6 +235,18 @@ class OneSidedChannel:
                 if destination.is_digested:
                     made[located.chunk] = digest.made
         return made, digest_s
+
+    def _gather_on(self, device: Device, chunk: int, source: Gathering, places: StridedSource) -> dict[int, int]:
+        """Copy one chunk of strips to a device, which digests it while it is in one piece. Returns its digest."""
+        destination, nbytes = self._destination, self._destination.sizes[chunk]
+        assert self._rooms is not None
+        assert isinstance(destination, Scattering)
+        with self._rooms.taken() as room:
+            self._check_cut()
+            source.gather(places.stream(chunk).take(nbytes), room)
+            made = {chunk: device.digests([(room, nbytes)])[0]} if destination.is_digested else {}
+            destination.scatter(chunk, room)
+        return made
 
     def _check_cut(self) -> None:
         if self._cutter.is_cut:

@@ -8,9 +8,10 @@ responsible for what is sent, nor for digests, which the GPU makes.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 
 from tensorhub.cuda.copies import copy
-from tensorhub.cuda.device import Device, Mark
+from tensorhub.cuda.device import Device, DeviceBytes, Mark
 from tensorhub.memory.tensors import address_of
 
 PIECE_BYTES = 4 * 2**20  # of one buffer: a copy takes some 0.1 ms over PCIe 5, much longer than it takes to start
@@ -92,6 +93,31 @@ class Staging:
         for place in piece:
             yield here, place
             here += place[1]
+
+
+class Rooms:
+    """Memory of a device, in which a chunk of many pieces is in one piece for a moment. For several threads."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        """`nbytes`: of the largest chunk. Each thread that needs such memory has so much of it."""
+        self._device = device
+        self._nbytes = nbytes
+        self._free: list[DeviceBytes] = []
+
+    def __repr__(self) -> str:
+        return f"<Rooms of {self._nbytes} bytes on {self._device.name}>"
+
+    @contextmanager
+    def taken(self) -> Iterator[int]:
+        """The address of memory that nobody else uses within the block. StateError: there is none."""
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = self._device.allocate(self._nbytes)
+        try:
+            yield room.address
+        finally:
+            self._free.append(room)
 
 
 class Pinned:

@@ -17,6 +17,10 @@ from tensorhub.transport.base import Destination
 from tensorhub.transport.dialect import REGIONS_MAX, FindRegions, RegionsAre
 from tensorhub.transport.read_client import ReadClient
 
+RUN_BYTES_MIN = (
+    2048  # on average: where each run costs something, shorter ones come faster over the connection, packed by their owner
+)
+
 
 class StridedSource:
     """Of one channel."""

@@ -36,7 +36,8 @@ from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
-from tests.rig import cluster, tensors
+from tests.cuda.shards import Columns, Rows
+from tests.rig import all_of, cluster, tensors
 
 pytestmark = [
     pytest.mark.anyio,
@@ -77,6 +78,28 @@ async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
         assert theirs.opened == []
     gc.collect()
     assert mine.opened == []
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+async def test_a_gpu_reads_columns_of_gpus_that_have_rows(monkeypatch: pytest.MonkeyPatch, is_beside: bool) -> None:
+    if is_beside:  # another GPU of this process
+        monkeypatch.setattr(cuda_ipc_reader, "this_process", ipc.this_process)
+    theirs = Double()
+    theirs.is_beside = is_beside
+    source, readers = Rows(theirs), [Columns(theirs), Columns(theirs)]
+    async with cluster("trainer", "first", "second") as made:
+        published = await source.register(made.hubs[:1])
+        weights = [await reader.register(hub) for reader, hub in zip(readers, made.hubs[1:], strict=True)]
+        for version in (1, 2):
+            source.fill(version)
+            await all_of(*(each.publish(version) for each in published))
+            for reader, each in zip(readers, weights, strict=True):
+                report = await each.update(version)
+                assert [(of.transport, of.outcome) for of in report.sources if of.bytes_read] == [("cuda_ipc", "used")] * (
+                    2 if reader is readers[0] else 1
+                )
+                assert reader.holds(version)
+            await all_of(*(each.unpublish() for each in published))
 
 
 async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,9 @@ from tensorhub.transport.one_sided import OneSidedChannel, lanes_here
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
-from tensorhub.transport.strided_source import StridedSource
+from tensorhub.transport.strided_source import RUN_BYTES_MIN, StridedSource
 from tensorhub.transport.tcp.reader import SharedTcpChannel
 from tensorhub.types import Location
-
-RUN_BYTES_MIN = 2048  # on average: shorter pieces come faster over the connection, packed by their owner
 
 
 class CmaTransport(ConnectedTransport):

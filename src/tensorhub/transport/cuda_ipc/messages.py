@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tensorhub.cuda.device import HANDLE_BYTES
 from tensorhub.messages import Address
-from tensorhub.transport.dialect import Dialect, Find
+from tensorhub.transport.dialect import Dialect, Find, FindRegions, RegionsAre
 from tensorhub.types import Length
 
 ALLOCATIONS_MAX = 4096  # of one registration: they fit a message
@@ -30,4 +30,4 @@ class AllocationsAre:
     words: tuple[Address, Address]
 
 
-DIALECT = Dialect("cuda_ipc", from_reader={Find: 1}, from_owner={AllocationsAre: 2})
+DIALECT = Dialect("cuda_ipc", from_reader={Find: 1, FindRegions: 3}, from_owner={AllocationsAre: 2, RegionsAre: 4})

@@ -6,15 +6,18 @@ from tensorhub.errors import StateError
 from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.cuda_ipc import allocations
 from tensorhub.transport.cuda_ipc.messages import ALLOCATIONS_MAX, DIALECT, AllocationsAre
-from tensorhub.transport.dialect import Find
+from tensorhub.transport.dialect import Find, FindRegions
 from tensorhub.transport.one_sided_owner import OneSidedSession
 from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.shm.segments import segments_of
 
 
 class _CudaIpcSession(OneSidedSession):
-    def answer(self, request: int, asked: Find) -> None:
+    def answer(self, request: int, asked: Find | FindRegions) -> None:
         """Say how the registration's memory is opened."""
+        if isinstance(asked, FindRegions):
+            self._connection.send(DIALECT.reply(request, self.regions(asked)))
+            return
         memory, word = self._reader.find(asked.registration, asked.generation)
         if memory.device is None or not self._connection.passes_descriptors:
             raise NotShared("its tensors are not on a GPU")
@@ -37,6 +40,7 @@ class CudaIpcOwner(OwnerSide):
 
     dialect = DIALECT
     is_one_sided = True
+    strides = True
     shares_memory = True
 
     def session(self, reader: ServedReader) -> OwnerSession:

@@ -15,6 +15,7 @@ from tensorhub.cuda import cupy_device
 from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
+from tensorhub.memory.strided import Block, runs
 from tensorhub.transport.base import DEVICE, Channel, Destination, NotShared, Unusable
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.cuda_ipc.allocations import Imports, Opened, this_process
@@ -27,6 +28,7 @@ from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import segments as shm
+from tensorhub.transport.strided_source import StridedSource
 from tensorhub.types import Location
 
 GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
@@ -38,6 +40,7 @@ class CudaIpcTransport(ConnectedTransport):
     dialect = DIALECT
     lanes = 1  # the GPU does the work
     fills = DEVICE
+    strides = True
     batch_bytes = GROUP_BYTES
 
     def __init__(self, local: Local) -> None:
@@ -58,7 +61,10 @@ class CudaIpcTransport(ConnectedTransport):
         """Open what is to be read."""
         if destination.device is None:
             raise NotShared("the destination is in host memory")
-        return OneSidedChannel(client, self._open(client, destination.device), destination)
+        source = self._open(client, destination.device)
+        if not destination.is_strided:
+            return OneSidedChannel(client, source, destination)
+        return OneSidedChannel(client, source, destination, (source, StridedSource(client, destination)))
 
     def _open(self, client: ReadClient, device: Device) -> OnDevice:
         said = client.find(AllocationsAre)
@@ -118,6 +124,18 @@ class OnDevice(Translated):
     def copy(self, call: Sequence[Piece]) -> None:
         """See `Source.copy`. StateError: the GPU has failed."""
         pieces = [(here, self._here(there, nbytes), nbytes) for here, there, nbytes in call]
+        self._copy(pieces)
+
+    def gather(self, made: Sequence[Block], here: int) -> None:
+        """See `Gathering.gather`. StateError: the GPU has failed."""
+        pieces: list[tuple[int, int, int]] = []
+        for block in map(self._block_here, made):
+            for start in runs(block):
+                pieces.append((here, start, block.run))
+                here += block.run
+        self._copy(pieces)
+
+    def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         copy_pieces(self._queue, pieces, by_kernel=self._by_kernel)
         self._queue.mark().wait()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages import Address
-from tensorhub.transport.dialect import Dialect, Find
+from tensorhub.transport.dialect import Dialect, Find, FindRegions, RegionsAre
 from tensorhub.types import Id, Length, Range
 
 AGENT_BYTES_MAX = 2**19  # of an agent's metadata
@@ -25,4 +25,4 @@ class AgentIs:
     device: Annotated[int, Range(ON_HOST, 2**16)]
 
 
-DIALECT = Dialect("nixl", from_reader={Find: 1}, from_owner={AgentIs: 2})
+DIALECT = Dialect("nixl", from_reader={Find: 1, FindRegions: 3}, from_owner={AgentIs: 2, RegionsAre: 4})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tensorhub.errors import TransportUnavailable
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.transport.base import NotShared
-from tensorhub.transport.dialect import Find
+from tensorhub.transport.dialect import Find, FindRegions
 from tensorhub.transport.nixl.agents import Exposures, OnGpu, fault_with
 from tensorhub.transport.nixl.messages import DIALECT, AgentIs
 from tensorhub.transport.one_sided_owner import OneSidedSession
@@ -18,6 +18,7 @@ class NixlOwner(OwnerSide):
 
     dialect = DIALECT
     is_one_sided = True
+    strides = True
 
     def __init__(self) -> None:
         self.exposures = Exposures()  # thread-safe itself: making one takes long
@@ -43,8 +44,11 @@ class _NixlSession(OneSidedSession):
         """Whoever knows an agent knows addresses."""
         return "" if self._knows_agent else super().refusal
 
-    def answer(self, request: int, asked: Find) -> None:
+    def answer(self, request: int, asked: Find | FindRegions) -> None:
         """Tell of the registration's agent, which is made if there is none. May take long."""
+        if isinstance(asked, FindRegions):
+            self._connection.send(DIALECT.reply(request, self.regions(asked)))
+            return
         memory, word = self._reader.find(asked.registration, asked.generation)
         if (fault := self._fault(memory)) is not None:
             raise NotShared(fault)

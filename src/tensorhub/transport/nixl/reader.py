@@ -18,6 +18,8 @@ from tensorhub.transport.one_sided import OneSidedChannel, lanes_here
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
+from tensorhub.transport.strided_source import RUN_BYTES_MIN, StridedSource
+from tensorhub.transport.tcp.reader import SharedTcpChannel
 from tensorhub.types import Location
 
 
@@ -26,6 +28,7 @@ class NixlTransport(ConnectedTransport):
 
     dialect = DIALECT
     fills = HOST | DEVICE
+    strides = True
 
     def __init__(self, local: Local) -> None:
         super().__init__(local)
@@ -55,10 +58,14 @@ class NixlTransport(ConnectedTransport):
             raise Unusable(f"its NIXL agent cannot be used: {error}") from error
         try:
             _prove(remote, found.word, right.generation, connection)
+            places = StridedSource(client, destination) if destination.is_strided else None
         except BaseException:
             remote.close()
             raise
-        return NixlChannel(client, remote, destination)
+        if places is not None and places.run_bytes < RUN_BYTES_MIN:
+            remote.close()
+            return SharedTcpChannel(client, destination)
+        return NixlChannel(client, remote, destination, places)
 
     def close(self) -> None:
         self._agents.close()
@@ -81,8 +88,10 @@ def _prove(remote: Remote, word: int, generation: int, connection: BlockingConne
 class NixlChannel(OneSidedChannel):
     """See `transport.base.Channel`."""
 
-    def __init__(self, client: ReadClient, remote: Remote, destination: Destination) -> None:
-        super().__init__(client, remote, destination)
+    def __init__(
+        self, client: ReadClient, remote: Remote, destination: Destination, places: StridedSource | None = None
+    ) -> None:
+        super().__init__(client, remote, destination, None if places is None else (remote, places))
         self._remote = remote
 
     def close(self) -> None:

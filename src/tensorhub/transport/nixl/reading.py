@@ -22,9 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tensorhub.cuda.copies import copy_pieces
+from tensorhub.cuda.copies import copy_pieces, joined
 from tensorhub.cuda.device import Device, Mark
 from tensorhub.errors import TransportUnavailable
+from tensorhub.memory.strided import Block, runs
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.nixl.agents import GPU_ADVICE, make_agent, name_of
@@ -73,7 +74,7 @@ class Landing:
             moves.append((here, at, nbytes))
             at += nbytes
         if self.device is None:
-            for move in moves:
+            for move in joined(moves):
                 ctypes.memmove(*move)
             return
         self.device.settle()
@@ -380,6 +381,15 @@ class Remote:
 
     def copy(self, call: Sequence[Piece]) -> None:
         self._agent.read(self._name, call, self._watch, self._there, self._here)
+
+    def gather(self, made: Sequence[Block], here: int) -> None:
+        """See `Gathering.gather`."""
+        pieces: list[Piece] = []
+        for block in made:
+            for there in runs(block):
+                pieces.append(Piece(here, there, block.run))
+                here += block.run
+        self.copy(pieces)
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """See `Source.is_unchanged`. The agent is the one process' that told of it: no other one answers. The word is in

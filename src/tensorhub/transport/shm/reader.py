@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from tensorhub.errors import StateError, TransportUnavailable
-from tensorhub.memory.strided import Block, bounds, gather
+from tensorhub.memory.strided import Block, gather
 from tensorhub.transport.base import Channel, Destination, Unusable
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.generation_words import WORD_BYTES
@@ -114,9 +114,7 @@ class Mapped(Translated):
 
     def gather(self, made: Sequence[Block], here: int) -> None:
         for block in made:
-            below, above = bounds(block)
-            shifted = [self._here(cell + below, above - below) - below for cell in block.cells]
-            gather(block._replace(cells=shifted), here)
+            gather(self._block_here(block), here)
             here += block.nbytes
 
     def is_unchanged(self, word: int, generation: int) -> bool:
