@@ -79,6 +79,7 @@ class _Version:
     since: int  # it was visible at a moment between this
     seen: int  # and this, and surely is from then on, but for rollbacks that were not over at `since`
     gone = inf  # it surely is visible no more
+    undone = inf  # the first rollback past it that was not over at `since` began here
 
     @property
     def number(self) -> int:
@@ -114,6 +115,9 @@ class ReferenceModel:
                 self._publishes.append(call)
             case RollingBack():
                 self._rollbacks.append(call)
+                for version in self._versions.values():
+                    if version.number > call.to:
+                        version.undone = min(version.undone, call.began)
             case Retaining():
                 self._retains.append(call)
             case Pinning():
@@ -211,6 +215,8 @@ class ReferenceModel:
         """It was refused. `beyond`: since that number was never reached."""
         call.ended = self._next(edge=True)
         self._rollbacks.remove(call)
+        for version in self._versions.values():
+            version.undone = self._undone(version)
         if beyond:
             text = f"durable mark: {call.who} may not roll back to {call.to}, which was published"
             self._demand(call, lambda t: not any(version.number >= call.to for version in self._all_there(t)), text)
@@ -286,9 +292,11 @@ class ReferenceModel:
                 demand(bool(begun), f"publication numbers: {info} is seen, and nobody has published it")
                 published = min(begun)
             version = self._versions[info.content_id] = _Version(info, published, now, began, now)
+            version.undone = self._undone(version)
             self._check_number(version, published)
         if not self._is_there(version, now):
             version.since, version.seen = began, now
+            version.undone = self._undone(version)
         if version.seen == now:
             self._edges.append(now)
         return version
@@ -302,10 +310,12 @@ class ReferenceModel:
 
     def _is_there(self, version: _Version, t: int) -> bool:
         """Whether it surely was visible then."""
-        if version.seen > t:
-            return False
-        rollbacks = (each for each in self._rollbacks if each.to < version.number)
-        return not any(each.began <= t and each.ended > version.since for each in rollbacks)
+        return version.seen <= t < version.undone
+
+    def _undone(self, version: _Version) -> float:
+        """What `undone` is."""
+        past = (each for each in self._rollbacks if each.to < version.number and each.ended > version.since)
+        return min((each.began for each in past), default=inf)
 
     def _all_there(self, t: int) -> Iterator[_Version]:
         return (version for version in self._versions.values() if self._is_there(version, t))
@@ -321,5 +331,7 @@ class ReferenceModel:
 
     def _may_be_newest(self, version: _Version, t: int, skip: int) -> bool:
         """Whether it may have been the newest then; `skip`: but for so many."""
+        if not version.may_be_there(t):
+            return False
         newer = {other.number for other in self._all_there(t) if other.number > version.number}
-        return version.may_be_there(t) and len(newer) <= skip <= self._newer(version, t)
+        return len(newer) <= skip <= self._newer(version, t)
