@@ -5,6 +5,7 @@ What a reader ends up with is compared with the whole tensors, cut and joined by
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tensorhub
-from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
+from tensorhub.errors import IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub, fetch_into, register_memory
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
@@ -363,6 +364,30 @@ async def test_published_files_feed_tensor_parallel_readers(tmp_path: Path) -> N
             weights, mine = await rollout(c.hubs[1:], "rollout")
             await all_of(*(each.replicate() for each in weights))
             assert is_held(mine, 1)
+
+
+@pytest.mark.parametrize("is_read_before", [False, True])
+async def test_a_published_file_that_is_made_shorter_costs_its_readers_an_error(
+    tmp_path: Path, is_read_before: bool
+) -> None:
+    """And its publisher nothing: whoever touched the mapping would be ended by SIGBUS."""
+    path = tmp_path / "m.safetensors"
+    save_file(whole(1), path)
+    with FileMemory(path) as memory:
+        async with cluster("files", "one", transports=["tcp"]) as c:
+            await (await register_memory(c.hubs[0], "m", memory)).publish(1)
+            if is_read_before:  # so that digests are known
+                first, _ = await rollout(c.hubs[1:], "first")
+                await all_of(*(each.replicate() for each in first))
+                await all_of(*(each.close(abandon=True) for each in first))
+            os.truncate(path, 100)
+            second, _ = await rollout(c.hubs[1:], "second")
+
+            async def fails(each: Weights) -> None:
+                with pytest.raises(TensorHubError):
+                    await each.replicate(timeout=1)
+
+            await all_of(*(fails(each) for each in second))
 
 
 async def test_a_fill_in_mid_read_goes_on_under_another_coordinator(tmp_path: Path) -> None:

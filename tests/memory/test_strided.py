@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import random
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -117,6 +120,34 @@ def test_buffers_are_used_again() -> None:
         for _ in regions.strided.outgoing(strips_of("short runs")):
             pass
     assert len(strided._free) == 1
+
+
+def mapped(path: Path, regions: Regions) -> Strided:
+    """These regions in a file that is mapped."""
+    path.write_bytes(b"".join(regions.held))
+    views, at = list[memoryview](), 0
+    with path.open("rb") as file:
+        whole = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    for each in regions.held:
+        views.append(whole[at : at + len(each)])
+        at += len(each)
+    return Strided(views, [address_of(view) for view in views])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_files_bytes_go_out_through_the_kernel(tmp_path: Path, kind: str) -> None:
+    regions, strips = Regions(*SIZES), strips_of(kind)
+    held = mapped(tmp_path / "file", regions)
+    assert b"".join([b"".join(views) for views in held.outgoing(strips)]) == regions.bytes_of(strips)
+
+
+@pytest.mark.parametrize("kind", ["short runs", "long runs", "one long run"])
+def test_a_file_that_was_made_shorter_ends_no_process(tmp_path: Path, kind: str) -> None:
+    held = mapped(tmp_path / "file", Regions(*SIZES))
+    os.truncate(tmp_path / "file", MiB // 2)
+    with pytest.raises(StateError, match="was made shorter"):
+        for _ in held.outgoing(strips_of(kind)):
+            pass
 
 
 def test_random_strips() -> None:

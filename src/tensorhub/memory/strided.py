@@ -6,18 +6,27 @@
 What copies short runs is Python's own code for strided buffers, so nothing need be installed, and the price hardly depends
 on how short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which takes some 30 microseconds.
 
+A file's mapping is not touched here: if somebody has truncated the file, that would end the process with SIGBUS. All of its
+runs go through a buffer that the kernel fills, for which a missing page is an error.
+
 Responsible for host memory. Not responsible for what is said of it, nor for digests.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import sys
+import weakref
+from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Final, NamedTuple
 
+from tensorhub.errors import StateError
 from tensorhub.memory.tensors import address_of
 from tensorhub.strips import Around, Strip
 
@@ -25,6 +34,7 @@ LONG_RUN_BYTES: Final = 16 * 2**10  # and longer: what a view of it costs is sma
 BUFFER_BYTES: Final = 2**20  # a server's core has that in its own cache
 BLOCK_BYTES: Final = 2**18  # that are copied in one call, with the GIL
 BUFFERS_KEPT_MAX: Final = 16
+CALL_RUNS_MAX: Final = 1024  # Linux' IOV_MAX
 
 
 class Block(NamedTuple):
@@ -204,15 +214,51 @@ def scatter(block: Block, source: int) -> None:
         source += each
 
 
-_free: deque[memoryview] = deque(maxlen=BUFFERS_KEPT_MAX)  # buffers that nobody uses; for all threads
+class _Buffer:
+    """BUFFER_BYTES, one thread's at a time."""
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(BUFFER_BYTES))
+        self.address = address_of(self.view)
+
+    def gather(self, block: Block, offset: int) -> None:
+        """Copy a block's bytes to that offset. StateError: they cannot be read."""
+        gather(block, self.address + offset)
+
+
+class _KernelsBuffer(_Buffer):
+    """One that the kernel fills."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("tensorhub")
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, BUFFER_BYTES)
+        self.view = memoryview(mmap.mmap(self._descriptor, BUFFER_BYTES))
+        self.address = address_of(self.view)
+
+    def gather(self, block: Block, offset: int) -> None:
+        starts = runs(block)
+        for first in range(0, len(starts), CALL_RUNS_MAX):
+            some = starts[first : first + CALL_RUNS_MAX]
+            places = array("Q", [number for start in some for number in (start, block.run)])
+            at, count = ctypes.c_void_p(places.buffer_info()[0]), ctypes.c_int(len(some))
+            if _pwritev(self._descriptor, at, count, ctypes.c_int64(offset)) != len(some) * block.run:
+                raise StateError("the file that it is in was made shorter: publish it again")
+            offset += len(some) * block.run
+
+
+_pwritev = ctypes.CDLL(None).pwritev
+_pwritev.restype = ctypes.c_ssize_t
+
+_free: deque[_Buffer] = deque(maxlen=BUFFERS_KEPT_MAX)  # buffers that nobody uses; for all threads
 
 
 @contextmanager
-def _buffer() -> Iterator[memoryview]:
+def _buffer() -> Iterator[_Buffer]:
     try:
         taken = _free.pop()
     except IndexError:
-        taken = memoryview(bytearray(BUFFER_BYTES))
+        taken = _Buffer()
     try:
         yield taken
     finally:
@@ -225,19 +271,21 @@ class Strided:
     def __init__(self, regions: Sequence[memoryview], addresses: Sequence[int]) -> None:
         self._regions = regions
         self._addresses = addresses
+        self._is_file = any(region.readonly for region in regions)
+        self._long_run_bytes = sys.maxsize if self._is_file else LONG_RUN_BYTES
 
     def __repr__(self) -> str:
         return f"<Strided: {len(self._regions)} regions>"
 
     def outgoing(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Iterator[list[memoryview]]:
         """Their bytes, in order, in views for one call each, of some `call_bytes` at most. Each list is good until the next
-        one is asked for.
+        one is asked for. StateError: they cannot be read.
         """
-        with _buffer() as buffer:
-            at = address_of(buffer)
-            for views, moves in self._calls(strips, buffer, call_bytes):
+        # A kernel's buffer has descriptors, and is not kept.
+        with nullcontext(_KernelsBuffer()) if self._is_file else _buffer() as buffer:
+            for views, moves in self._calls(strips, buffer.view, call_bytes):
                 for offset, block in moves:
-                    gather(block, at + offset)
+                    buffer.gather(block, offset)
                 yield views
 
     def incoming(self, strips: Sequence[Strip], call_bytes: int = BUFFER_BYTES) -> Generator[list[memoryview]]:
@@ -245,11 +293,10 @@ class Strided:
         where they belong. Once the generator is closed, nothing is written.
         """
         with _buffer() as buffer:
-            at = address_of(buffer)
-            for views, moves in self._calls(strips, buffer, call_bytes):
+            for views, moves in self._calls(strips, buffer.view, call_bytes):
                 yield views
                 for offset, block in moves:
-                    scatter(block, at + offset)
+                    scatter(block, buffer.address + offset)
 
     def _calls(
         self, strips: Sequence[Strip], buffer: memoryview, call_bytes: int
@@ -260,7 +307,7 @@ class Strided:
         begun = used = 0  # the buffer's part that has no view yet
         room = call_bytes
         for strip in strips:
-            if strip.run >= LONG_RUN_BYTES:
+            if strip.run >= self._long_run_bytes:
                 for view in self._runs(strip, call_bytes):
                     if used > begun:
                         views.append(buffer[begun:used])

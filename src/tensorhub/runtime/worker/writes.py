@@ -5,11 +5,13 @@ Not responsible for telling the caller (`worker.mutation_guard`), nor for who ma
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import anyio
 import anyio.to_thread
 
+from tensorhub.errors import StateError
 from tensorhub.memory.files import FileMemory
 from tensorhub.memory.tensors import Memory
 from tensorhub.runtime.data.serving import SharedOwner
@@ -74,10 +76,10 @@ class Writes:
             if not memory.width:
                 return None, b""
             ((_, known),) = self._owner.digests_of(access, memory)
-            if isinstance(self._memory, FileMemory) and selection:
-                return None, b""  # nothing here touches its mapping: see there
-            if isinstance(self._memory, FileMemory):
+            now: int | None = None
+            if isinstance(self._memory, FileMemory) and not selection:
                 now = self._memory.digest(content.manifest, chunk)
             else:
-                now = memory.digest(chunk)
+                with suppress(StateError):  # what cannot be read has changed: a file was made shorter
+                    now = memory.digest(chunk)
             return now != known, known.to_bytes(memory.width, "big")
