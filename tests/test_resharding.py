@@ -209,6 +209,43 @@ async def test_a_flipped_byte_at_whoever_has_read_it_is_found() -> None:
         assert [each.state for each in second] != ["ready", "ready"]
 
 
+async def replicas(c: Cluster) -> list[tuple[list[Weights], list[Tensors]]]:
+    """Replicas in the trainer's layout on all workers but the first, where the trainer was, and the last."""
+    trained, _ = await trainer(c.hubs[:1], 1)
+    await all_of(*(each.publish(1) for each in trained))
+    held = []
+    for number, hub in enumerate(c.hubs[1:-1]):
+        ranks, memory = await trainer([hub], 0, f"replica-{number}")
+        await all_of(*(each.replicate() for each in ranks))
+        held.append((ranks, memory))
+    await all_of(*(each.close() for each in trained))
+    return held
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+async def test_a_flipped_byte_at_a_replica_of_what_was_published_is_found(transport: str) -> None:
+    """Its publisher has gone, and nobody has read that selection before: only the replica can make its digests."""
+    async with cluster("trainer", "replica", "reader", transports=[transport], options=OPTIONS) as c:
+        ((_, (_, second, *_)),) = await replicas(c)
+        second["up"].view(np.uint8)[5, 7] ^= 1
+        weights, _ = await rollout(c.hubs[-1:], "rollout")
+        with pytest.raises((IntegrityError, VersionUnavailable)):
+            await all_or_first(*(each.replicate(1, timeout=5) for each in weights))
+        assert [each.state for each in weights] != ["ready", "ready"]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+async def test_what_a_replica_has_lost_comes_from_another_one(transport: str) -> None:
+    async with cluster("trainer", "kept", "flipped", "reader", transports=[transport], options=OPTIONS) as c:
+        _, (flipped, (_, second, *_)) = await replicas(c)
+        second["up"].view(np.uint8)[5, 7] ^= 1
+        weights, mine = await rollout(c.hubs[-1:], "rollout")
+        await all_of(*(each.replicate(1) for each in weights))
+        assert is_held(mine, 1)
+        await until(lambda: flipped[1].state == "empty")
+        assert sum(each.state == "ready" for each in flipped) == TRAINERS - 1
+
+
 async def all_or_first(*calls: Awaitable[Any]) -> None:
     try:
         await all_of(*calls)

@@ -62,6 +62,24 @@ def questions(cluster: StepwiseCluster) -> int:
     return sum("<- DigestAgain" in line for line in cluster.log)
 
 
+def test_who_finds_out_that_his_own_memory_has_changed_is_quarantined_unasked() -> None:
+    cluster, (trainer, other, reader) = holders("trainer", "other")
+
+    def says(handle: SimHandle, *, generation: int, changed: bool) -> None:
+        found = DigestedAgain("", handle.id, changed, generation=generation)
+        handle.worker.say(found)
+        cluster.run()
+
+    says(other, generation=other.generation + 1, changed=True)  # of something else
+    says(other, generation=other.generation, changed=False)
+    assert shard_states(cluster) == {"trainer": "complete", "other": "complete"}
+    says(other, generation=other.generation, changed=True)
+    assert shard_states(cluster) == {"trainer": "complete", "other": "quarantined"}
+    reader.replicate()
+    cluster.run()
+    assert reader.member.version == trainer.member.version == 1
+
+
 def test_a_publisher_whose_bytes_have_changed_is_quarantined_and_nobody_else() -> None:
     cluster, (trainer, _, reader) = holders("trainer", "other")
     begin(cluster, reader)

@@ -278,6 +278,34 @@ def test_a_selections_digests_are_its_own() -> None:
     assert owner.digests(R, 1, S) == (50, 51, 52)
 
 
+def test_a_replicas_own_chunks_vouch_for_what_it_digests_of_a_selection() -> None:
+    owner = opened(complete=False)
+    assert select(owner)
+    owner.mark_available(R, 1, [(0, 10), (1, 11), (2, None), (3, 13)])
+    access = owner.begin(R, 1, C, (0, 1, 2), 100, S)
+    assert isinstance(access, Access)
+    assert owner.vouched_by(access) == {0: 10, 1: 11, 3: 13}
+    owner.set_digest(R, 1, 0, 50, S)
+    known = owner.begin(R, 1, C, (0, 1), 100, S)
+    assert isinstance(known, Access)
+    assert owner.vouched_by(known) == {1: 11}
+    own = owner.begin(R, 1, C, (0, 1), 100)
+    assert isinstance(own, Access)
+    assert owner.vouched_by(own) == {}
+    owner.deselect(S)
+    assert owner.vouched_by(access) == {}
+
+
+def test_what_a_publisher_holds_is_what_was_published() -> None:
+    owner = Owner()
+    owner.open(R, 1, C, SIZES, complete=True, tells=True)
+    owner.set_digest(R, 1, 0, 10)
+    assert select(owner)
+    access = owner.begin(R, 1, C, (0,), 100, S)
+    assert isinstance(access, Access)
+    assert owner.vouched_by(access) == {}
+
+
 def test_a_selection_ends_with_the_opening_of_its_memory_and_outlives_a_fence_that_was_given_up() -> None:
     owner = opened()
     assert select(owner)

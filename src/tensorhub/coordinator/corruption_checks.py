@@ -66,6 +66,8 @@ class CorruptionChecks:
         """The owner has looked. An answer to a question that is not open changes nothing (G9)."""
         member = worker.members.get(answer.registration)
         holding = member.holding if member is not None else None
+        if holding is not None and not answer.inquiry and answer.changed and answer.generation == holding.generation:
+            self._readers.quarantine(holding)
         if holding is None or not answer.inquiry:
             return
         inquiry = next((each for each in holding.inquiries.values() if each.ident == answer.inquiry), None)

@@ -208,6 +208,8 @@ class ReadFailed:
 class DigestedAgain:
     """Answer to DigestAgain. `changed`: whether the bytes' digest differs now from the one that is sent with them (R8).
     None: nobody can tell, since the memory is no longer held under that generation, or has no digests.
+
+    `inquiry`: "": nobody has asked; its owner has found out that the memory of that `generation` has changed.
     """
 
     inquiry: Id
@@ -215,6 +217,7 @@ class DigestedAgain:
     changed: bool | None
     digest: Annotated[bytes, Length(32)] = b""  # that is sent with the chunk
     origin: Origin | None = None  # where the chunk was read; None: its publisher's, or not known any more
+    generation: U64 = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,14 +265,16 @@ class Member:
         digest: bytes = b"",
         origin: messages.Origin | None = None,
     ) -> list[calls.Action]:
-        """What was asked with DigestAgain. `error`: what is wrong with memory that has changed. `digest`: what is sent with
-        the chunk; `origin`: where it was read.
+        """What was asked with DigestAgain, also by its own worker (`inquiry` ""). `error`: what is wrong with memory that
+        has changed. `digest`: what is sent with the chunk; `origin`: where it was read.
         """
         self._context.enter(now)
         content = self._memory.content
         known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
         registration = self.shard.registration
-        self._context.say(messages.DigestedAgain(inquiry, registration, changed if known else None, digest, origin))
+        found = changed if known else None
+        if inquiry or found:
+            self._context.say(messages.DigestedAgain(inquiry, registration, found, digest, origin, generation))
         if known and changed:
             if isinstance(self.running, Filling):
                 self.running.pull_failed(error)

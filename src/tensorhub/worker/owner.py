@@ -424,6 +424,18 @@ class Owner:
         """The numbers of the accesses to this registration that run."""
         return frozenset(number for number, access in self._running.items() if access.registration == registration)
 
+    def vouched_by(self, access: Access) -> dict[int, int]:
+        """What must be as it was verified before digests of this running access are made: chunks of the memory's own grid,
+        each with its digest. They vouch for a selection's chunks whose digest is not known here. Nothing, where the digests
+        are made by a publisher, whose bytes are what was published.
+        """
+        memory = self._memories[access.registration]
+        grid, digests = memory.selections.get(access.selection), memory.own.digests
+        if grid is None or memory.own.made is not None:
+            return {}
+        missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
+        return {own: digest for chunk in missing for own in grid.covers(chunk) if (digest := digests[own]) is not None}
+
     # --------------------------------------------------------------------------------------------- inspection
 
     def check_invariants(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tensorhub.coordinator import bridges
 from tensorhub.coordinator.entities import RankPart
+from tensorhub.testing.sim.faults import Fault
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
 from tests.testing.bugs import bug, replaced
@@ -38,6 +39,16 @@ def bridge_is_not_mended() -> Iterator[None]:
         return [] if self.leases else before(self, without)
 
     with around(RankPart, "lacking", lacking):
+        yield
+
+
+@bug(
+    "R8: a replica makes digests of a selection of whatever its memory holds by now",
+    faults=(Fault.OVERWRITE, Fault.CRASH, Fault.RESTART),
+    seeds_max=500,
+)
+def replicas_vouch_unseen() -> Iterator[None]:
+    with replaced(Owner, "vouched_by", lambda self, access: {}):
         yield
 
 

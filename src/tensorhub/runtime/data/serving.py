@@ -43,6 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NOT_OPEN = Refusal("this memory is not open under that generation")
+SPOILT = Refusal("this memory has changed since it was verified")
 
 
 def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[SharedOwner, P], T]:
@@ -73,6 +74,8 @@ class SharedOwner:
         """
         self.sides = tuple(sides)
         self.on_made: Callable[[RegistrationId], None] = lambda registration: None  # `take_made` has something; any thread
+        # That chunk of its own grid may have changed under that generation; any thread.
+        self.on_suspicion: Callable[[RegistrationId, int, int], None] = lambda registration, generation, chunk: None
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
@@ -330,7 +333,7 @@ class SharedOwner:
         selection: str = "",
     ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
         """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
-        for one.
+        for one. Where digests of a selection will be made, and not by a publisher, what vouches for them is looked at first.
         """
         until = time.monotonic() + patience_s
         terms = (lane, registration, generation, content_id, wanted, bytes_max, selection)
@@ -343,13 +346,23 @@ class SharedOwner:
         if not isinstance(answer, Access):
             yield answer
             return
+        spoilt: int | None = None
         try:
-            yield answer, memory or self._memory[registration]
+            spoilt = self._first_spoilt(answer) if selection else None
+            yield SPOILT if spoilt is not None else (answer, memory or self._memory[registration])
         finally:
             with self._changed:
                 self._owner.end(answer)
                 del self._inside[answer.number]
                 self._changed.notify_all()
+            if spoilt is not None:
+                self.on_suspicion(registration, generation, spoilt)
+
+    def _first_spoilt(self, access: Access) -> int | None:
+        """A chunk that has not its digest any more, of those that vouch for this access."""
+        with self._changed:
+            memory, known = self._memory[access.registration], self._owner.vouched_by(access)
+        return next((chunk for chunk, made in _made(memory, list(known)) if made != known[chunk]), None)
 
     def _begin(
         self,

@@ -12,6 +12,7 @@ import itertools
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never
@@ -36,6 +37,7 @@ from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
+from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.digest_reporter import DigestReporter
@@ -101,6 +103,9 @@ class Worker(CallersWorker):
         self._owner = SharedOwner(self.channels.sides())
         self._digest_reporter = DigestReporter(self._tell_made)
         self._owner.on_made = self._digest_reporter.made
+        self._owner.on_suspicion = self._suspect
+        self._suspicions: deque[messages.DigestAgain] = deque()  # threads add, a task takes
+        self._suspected: Wakeup | None = None
         self.router: Router[Handle] = Router(self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._parts = KnownParts()
@@ -145,6 +150,7 @@ class Worker(CallersWorker):
                 self._tasks.start_soon(self._keep_time)
                 self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self._digest_reporter.run)
+                self._tasks.start_soon(self._examine_suspicions)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self.link.keep, received, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
@@ -299,6 +305,23 @@ class Worker(CallersWorker):
     def _tell_made(self, registration: RegistrationId, if_all: bool) -> bool:
         handle = self.router.handles.get(registration)
         return handle is None or handle.tell_made(if_all=if_all)
+
+    def _suspect(self, registration: RegistrationId, generation: int, chunk: int) -> None:
+        """That chunk of what is held there may have changed. Any thread may say so."""
+        self._suspicions.append(messages.DigestAgain("", registration, generation, chunk))
+        if self._suspected is not None:
+            self._suspected.set()
+
+    async def _examine_suspicions(self) -> None:
+        """Look as if the coordinator had asked."""
+        self._suspected = Wakeup()
+        while True:
+            while self._suspicions:
+                question = self._suspicions.popleft()
+                handle = self.router.handles.get(RegistrationId(question.registration))
+                if handle is not None:
+                    await handle.look(question, self._digesting)
+            await self._suspected.wait()
 
     async def _cut(self, message: messages.CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))

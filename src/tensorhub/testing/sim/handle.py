@@ -417,7 +417,7 @@ class HandleShell:
             selection, content_id = question.selection, ContentId(content.version.content_id)
             chunks = range(owner.chunk_count(self.id, selection))
             access = owner.begin(self.id, generation, content_id, chunks, 2**62, selection)
-            if isinstance(access, Access):
+            if isinstance(access, Access) and not self.is_spoilt(access):
                 for chunk, known in zip(access.chunks, access.digests, strict=True):
                     sent_digest(owner, access, chunk, known, self.cell_in(selection, chunk))
                 owner.end(access)
@@ -450,6 +450,17 @@ class HandleShell:
         if not selection:
             return self.cells[chunk]
         return cell_of(self.worker.selections[selection].chunks[chunk], self.cells)
+
+    def is_spoilt(self, access: Access) -> bool:
+        """Whether what vouches for this access has changed. Then it has ended, and the coordinator hears so."""
+        known = self.worker.owner.vouched_by(access)
+        spoilt = next((chunk for chunk, digest in known.items() if digest_of(self.cells[chunk]) != digest), None)
+        if spoilt is None:
+            return False
+        self.worker.owner.end(access)
+        self.cluster.took("a replica finds out that its memory has changed")
+        self.digest_again(DigestAgain("", self.id, access.generation, spoilt))
+        return True
 
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""

@@ -57,6 +57,9 @@ class LaneEnd(HandlePort, Protocol):
     def cell_in(self, selection: str, chunk: int) -> str:
         """What that chunk of a selection holds, or ("") of its own grid."""
 
+    def is_spoilt(self, access: Access) -> bool:
+        """Whether what vouches for this access has changed. Then it has ended."""
+
     def pull_done(self, start: StartPull) -> None:
         """All that was wanted is there."""
 
@@ -203,6 +206,8 @@ class SimLane:
         if self.part is not None:
             self.source.select(grant.generation, self.part.selection)
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
+        if isinstance(begun, Access) and self.source.is_spoilt(begun):
+            return Refusal("this memory has changed since it was verified")
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
             if self.part is not None:
