@@ -41,6 +41,7 @@ from tensorhub.messages import (
     Prepared,
     Publish,
     ReadFailed,
+    ReadyAgain,
     ReadyToWrite,
     Register,
     RegisterAgain,
@@ -196,7 +197,7 @@ class World:
     def answer_questions(self, rank: Rank, held: Held | None = None) -> None:
         """Say again what it was told to say again."""
         for again in rank.take(RegisterAgain):
-            blobs = {id_of(blob): blob for blob in rank.parts}
+            blobs = {id_of(blob): blob for blob in (*rank.parts, *lies_of(rank))}
             self.register(rank, held, whole=again.whole, parts=[blobs[ident] for ident in again.part_ids])
 
     def group(self, name: str, layouts: Sequence[tuple[str, Sequence[bytes]]], *, site: str = "here") -> list[Rank]:
@@ -248,7 +249,16 @@ class World:
         return key
 
     def ready(self, rank: Rank, *needs: Need) -> None:
-        self.say(rank, ReadyToWrite(self.operation(rank).key, rank.rank, needs))
+        """And where that lies, if others may read it there."""
+        lies = lies_of(rank) if rank.serves and self.part(rank).bridges else ()
+        self.say_ready(rank, needs, lies)
+        for again in rank.take(ReadyAgain):
+            blobs = {id_of(blob): blob for blob in lies}
+            self.say_ready(rank, needs, lies, [blobs[ident] for ident in again.part_ids])
+
+    def say_ready(self, rank: Rank, needs: Sequence[Need], lies: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> None:
+        ids = tuple(map(id_of, lies))
+        self.say(rank, ReadyToWrite(self.operation(rank).key, rank.rank, tuple(needs), ids, tuple(parts)))
 
     def vote(self, rank: Rank, *roots: SelectionRoot, root: bytes = b"") -> None:
         """It has everything; with these roots."""
@@ -284,6 +294,11 @@ class World:
         """That on this source."""
         (lease,) = [each for each in self.part(rank).leases.values() if each.holding.member.registration == source]
         return lease
+
+
+def lies_of(rank: Rank) -> tuple[bytes, ...]:
+    """Where it has what it reads of another layout, as it says."""
+    return b"published catalogue", b"arranged", f"of {rank.layout_id}".encode()
 
 
 def list_of(chunks: int, value: bytes = b"a") -> bytes:

@@ -7,8 +7,10 @@ import pytest
 from tensorhub.coordinator import limits
 from tensorhub.errors import RegistrationError
 from tensorhub.manifest import id_of
-from tensorhub.messages import Held, Refused, RegisterAgain, Registered
-from tests.coordinator.layout_world import MANIFEST, PARTS, World
+from tensorhub.messages import Held, Outcome, ReadyAgain, Refused, RegisterAgain, Registered, Start, Write
+from tensorhub.types import OpKind
+from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, lies_of
+from tests.coordinator.test_bridges import A, B
 
 CATALOGUE, ARRANGEMENT = map(id_of, PARTS)
 
@@ -68,6 +70,17 @@ def test_who_waits_for_a_part_that_does_not_come_is_asked_for_it() -> None:
     world.pass_time(limits.WAIT_FOR_MANIFESTS_MAX and 2.0)
     (asked,) = second.take(RegisterAgain)
     assert (asked.whole, asked.part_ids) == (False, (CATALOGUE,))
+
+
+def test_who_was_asked_for_one_part_is_asked_for_all_that_are_not_kept() -> None:
+    """One alone is not kept: who says one after the other would be asked for ever."""
+    world = World()
+    first, second = (world.arrive("t", rank, 2, *own(rank)) for rank in range(2))
+    world.pass_time(2.0)
+    first.take(RegisterAgain)
+    world.answer_questions(second)
+    world.answer_questions(second)
+    assert second.take(Registered)
 
 
 def test_parts_are_kept_as_long_as_a_rank_or_a_version_names_them() -> None:
@@ -137,3 +150,138 @@ def test_after_a_restart_the_parts_of_what_is_held_are_asked_for() -> None:
     world.answer_questions(rank, held)
     assert [answer.keep for answer in rank.take(Registered)] == [True]
     assert world.version.holdings.parts == {0: parts}
+
+
+# ------------------------------------------------------------------------- where readers have what they read
+
+
+def reading(groups: int = 1) -> tuple[World, list[Rank]]:
+    """Groups of one rank and one layout that have been told what to read of a version of two ranks."""
+    world = World()
+    world.publish(world.group("t", [own(0), own(1)]), 1)
+    readers = [world.arrive(f"r{number}", 0, 1, "own/r") for number in range(groups)]
+    for reader in readers:
+        world.fill([reader])
+        assert reader.take(Start)
+    return world, readers
+
+
+def test_where_a_reader_has_it_is_asked_for_once_and_kept_with_its_layout() -> None:
+    world, (first, second) = reading(groups=2)
+    lies = lies_of(first)
+    world.say_ready(first, [A, B], lies)
+    (asked,) = first.take(ReadyAgain)
+    assert asked.part_ids == tuple(map(id_of, lies))
+    world.say_ready(second, [A, B], lies)
+    assert not second.take(ReadyAgain)  # the first one was asked
+    assert not first.take(Write)
+    world.say_ready(first, [A, B], lies, lies)
+    assert first.take(Write)
+    (layout,) = world.version.others.values()
+    assert layout.parts == {0: lies}
+    assert world.member(first).arranged == lies
+    world.pass_time(0.1)
+    (again,) = second.take(ReadyAgain)
+    assert again.part_ids == ()  # it is known now
+    world.say_ready(second, [A, B], lies)
+    assert second.take(Write)
+    assert not second.take(ReadyAgain)
+
+
+def test_who_waits_for_where_another_has_it_is_asked_if_that_does_not_come() -> None:
+    world, (first, second) = reading(groups=2)
+    for rank in (first, second):
+        world.say_ready(rank, [A, B], lies_of(rank))
+    assert first.take(ReadyAgain)
+    world.pass_time(2.0)
+    (asked,) = second.take(ReadyAgain)
+    assert asked.part_ids == (id_of(lies_of(second)[0]),)
+    world.say_ready(second, [A, B], lies_of(second), lies_of(second)[:1])
+    (asked,) = second.take(ReadyAgain)
+    assert asked.part_ids == (*map(id_of, lies_of(second)),)  # a part alone is not kept
+    world.say_ready(second, [A, B], lies_of(second), lies_of(second))
+    assert second.take(Write)
+
+
+def test_what_does_not_have_its_id_is_asked_for_again() -> None:
+    world, (reader,) = reading()
+    lies = lies_of(reader)
+    before = world.core.cluster.manifests.nbytes
+    for parts in ((b"x", b"y", b"z"), (b"", b"", b""), (*lies[:2], b"z")):
+        world.say_ready(reader, [A, B], lies, parts)
+        world.pass_time(2.0)
+        assert len(reader.take(ReadyAgain)) == 1
+    assert world.core.cluster.manifests.nbytes == before
+    assert not reader.take(Write)
+
+
+@pytest.mark.parametrize("lies", [(), (b"catalogue",), (b"catalogue", b"arranged")], ids=len)
+def test_who_may_be_read_says_where_it_has_it(lies: tuple[bytes, ...]) -> None:
+    world, (reader,) = reading()
+    world.say_ready(reader, [A, B], lies, lies)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert "does not say where in its memory that lies" in outcome.error.message
+
+
+def test_readers_of_one_layout_have_it_in_the_same_places() -> None:
+    world, (first, second) = reading(groups=2)
+    world.ready(first, A, B)
+    other = (*lies_of(second)[:2], b"elsewhere")
+    world.say_ready(second, [A, B], other, other)
+    (outcome,) = second.take(Outcome)
+    assert outcome.error is not None
+    assert "elsewhere than others of the layout own/r" in outcome.error.message
+    assert not first.take(Outcome)
+
+
+def test_where_readers_have_it_counts_as_manifests(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, (reader,) = reading()
+    kept, lies = world.core.cluster.manifests, lies_of(reader)
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_MAX", kept.nbytes + len(lies[0]))
+    world.say_ready(reader, [A, B], lies, lies)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert "MANIFEST_BYTES_MAX" in outcome.error.message
+    assert outcome.error.retryable
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_MAX", 2**20)
+    monkeypatch.setattr(limits, "MANIFEST_BYTES_OF_WORKER_MAX", len(MANIFEST) + 10)
+    world.fill([reader])
+    world.say_ready(reader, [A, B], lies, lies)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert "MANIFEST_BYTES_OF_WORKER_MAX" in outcome.error.message
+
+
+def test_where_readers_have_it_is_forgotten_with_them() -> None:
+    world, (reader,) = reading()
+    before = world.core.cluster.manifests.nbytes
+    world.ready(reader, A, B)
+    world.fill([reader])  # it has given that up, and calls again
+    world.ready(reader, A, B)
+    assert world.core.cluster.manifests.nbytes == before + sum(map(len, lies_of(reader)))
+    world.lose(reader)
+    assert world.core.cluster.manifests.nbytes == before
+
+
+def test_a_fetch_need_not_say_it() -> None:
+    world = World()
+    world.publish(world.group("t", [own(0), own(1)]), 1)
+    fetch = world.arrive("f", 0, 1, "own/f", serves=False)
+    world.fill([fetch], kind=OpKind.FETCH)
+    world.say_ready(fetch, [A, B])
+    assert fetch.take(Write)
+
+
+def test_after_a_restart_who_holds_it_elsewhere_than_others_of_its_layout_must_give_it_up() -> None:
+    world, (first, second) = reading(groups=2)
+    info = world.version.info
+    world = world.restarted()
+    kept: list[bool] = []
+    for rank, lies in ((first, lies_of(first)), (second, (*lies_of(second)[:2], b"elsewhere")), (first, ())):
+        same = world.arrive(rank.group + str(len(kept)), 0, 1, rank.layout_id, registers=False)
+        part_ids = tuple(map(id_of, lies))
+        held = Held(info.version, info.content_id, 1, info.world_size, info.nbytes, b"", part_ids=part_ids)
+        world.register(same, held, parts=lies)
+        kept += [answer.keep for answer in same.take(Registered)]
+    assert kept == [True, False, False]

@@ -31,13 +31,13 @@ from tensorhub.messages import (
 from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind, VersionInfo
-from tests.coordinator.layout_world import MANIFEST, Rank, World, list_of, root
+from tests.coordinator.layout_world import MANIFEST, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 
 
 def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Held:
     """What it says after a restart."""
-    part_ids = tuple(map(id_of, rank.parts)) if is_publisher else ()
+    part_ids = tuple(map(id_of, rank.parts if is_publisher else lies_of(rank)))
     what = (info.version, info.content_id, rank.generation, info.world_size, info.nbytes, b"")
     return Held(*what, published=is_publisher, manifest_id=id_of(MANIFEST), part_ids=part_ids)
 
@@ -46,7 +46,7 @@ def back(world: World, rank: Rank, held: Held | None) -> Rank:
     """The same rank at the next coordinator."""
     same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, registers=False)
     same.generation = rank.generation
-    world.register(same, held, parts=rank.parts)
+    world.register(same, held, parts=(*rank.parts, *lies_of(rank)))
     return same
 
 
@@ -108,6 +108,7 @@ def test_a_rank_says_again_what_it_holds_once_its_group_s_layout_is_known() -> N
     (again,) = first.take(RegisterAgain)
     assert not again.whole
     world.register(first, held_by(first, info), whole=False)
+    world.answer_questions(first, held_by(first, info))  # what it had said was not kept
     assert [answer.keep for answer in (*first.take(Registered), *second.take(Registered))] == [True, True]
     (layout,) = world.version.others.values()
     assert layout.have_sources()

@@ -112,6 +112,10 @@ class LayoutDrive(WaitDrive):
     def _parts(self, layout: str, rank: int) -> tuple[bytes, ...]:
         return b"catalogue", layout.encode(), b"%s %d" % (layout.encode(), rank % self.replicated)
 
+    def _lies(self, layout_id: str, shard: int) -> tuple[bytes, ...]:
+        """Where the ranks of a layout have what they read of another one."""
+        return b"published", layout_id.encode(), b"%s %d" % (layout_id.encode(), shard)
+
     def announces(self, peer: Peer) -> None:
         member = peer.to_announce.pop()
         holding, held = member.holding, None
@@ -122,8 +126,11 @@ class LayoutDrive(WaitDrive):
         if holding is not None and holding.committed and self.often(0.8):
             info, published = holding.version.info, holding.version.publisher.group == member.group.name
             what = (info.version, info.content_id, holding.generation, info.world_size, 1, self.manifest)
-            parts = self._parts(holding.version.layout_id and LAYOUTS[holding.version.publisher.group], member.shard)
-            held = Held(*what, published=published, part_ids=tuple(map(id_of, parts)) if not holding.bridges else ())
+            if holding.bridges:
+                parts = self._lies(holding.layout.layout_id, member.shard)
+            else:
+                parts = self._parts(LAYOUTS[holding.version.publisher.group], member.shard)
+            held = Held(*what, published=published, part_ids=tuple(map(id_of, parts)))
             ident, group = member.registration, member.group.name
             register = self._register(peer, ident, group, member.rank, serves=True, shard=member.shard, held=held)
             parts = tuple({*register.parts, *parts})
@@ -149,7 +156,11 @@ class LayoutDrive(WaitDrive):
         truth = root_of(DIGESTS) if digested else b""
         words: list[FromWorker] = []
         if part.operation.running and not part.ready:
-            words.append(ReadyToWrite(key, rank, self.needs(part) if part.bridges else ()))
+            lies = self._lies(part.layout.layout_id, part.shard) if part.bridges and part.member.serves else ()
+            needs = self.needs(part) if part.bridges else ()
+            words.append(
+                ReadyToWrite(key, rank, needs, tuple(map(id_of, lies)), lies if self.is_healed or self.often(0.8) else ())
+            )
         if part.reads and (part.leases or part.needs == ()):
             roots = tuple(SelectionRoot(need.selection, truth, need.shard) for need in part.needs or ())
             words.append(Prepared(key, rank, truth, roots))

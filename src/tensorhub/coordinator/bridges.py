@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.entities import Group, Holding, RankPart, Version
+from tensorhub.coordinator.layout_holdings import PARTS
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.layouts.identity import ALONE
-from tensorhub.messages import Need
+from tensorhub.messages import Need, ReadyToWrite
 
 Source = tuple[Need | None, Holding]  # for which need; None: for everything
 OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know which part of the model they have
@@ -58,8 +59,9 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
     return ManifestMismatch(text, differences=(text,))
 
 
-def check(part: RankPart, needs: tuple[Need, ...], selections: int) -> TensorHubError | None:
-    """Why this rank cannot need that, if it cannot. `selections`: how many there are in all."""
+def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError | None:
+    """Why this rank cannot need that, or have it there, if it cannot. `selections`: how many there are in all."""
+    needs = said.needs
     version, known = part.operation.bound, part.layout.needs.get(part.shard)
     who = f"rank {part.rank} of group {part.member.group.name!r}"
     shards = [need.shard for need in needs]
@@ -70,6 +72,8 @@ def check(part: RankPart, needs: tuple[Need, ...], selections: int) -> TensorHub
         return StateError(f"{who} names a class of shards twice")
     if known is not None and known != needs:
         return StateError(f"{who} needs other chunks than others of the layout {part.layout.layout_id}, which fill it too")
+    if part.member.serves and len(said.part_ids) != PARTS:
+        return StateError(f"{who} does not say where in its memory that lies")
     new = sum((need.shard, need.selection) not in version.selections for need in needs)
     if selections + new > limits.SELECTIONS_MAX:
         return StateError(

@@ -274,6 +274,12 @@ class Cluster:
             layout.learn(shard, self.manifests.keep(manifest), self.manifests.keep_all(parts))
             self.note(version)
 
+    def learn_parts(self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]) -> None:
+        """Keep where a shard of another layout lies, unless that is known already."""
+        if layout.manifests.get(shard) is not None and not layout.parts[shard]:
+            layout.learn(shard, layout.manifests[shard], self.manifests.keep_all(parts))
+            self.note(version)
+
     def describe(self, version: Version) -> str:
         """The id of what says which rank has published what (`layouts.holdings`); once every shard's manifest is known."""
         if not version.description:
@@ -343,6 +349,13 @@ class Cluster:
         self.manifest_bytes[member.worker.incarnation] += len(manifest) - len(member.begun)
         member.begun = self.manifests.keep(manifest)
         member.begun_id = id_of(manifest)
+        self.note(member)
+
+    def keep_arranged(self, member: Member, parts: tuple[bytes, ...]) -> None:
+        """Keep what that rank has said of where it reads to, counted as its worker's, instead of what it has said before."""
+        before, member.arranged = member.arranged, self.manifests.keep_all(parts)
+        self.manifests.release(*before)
+        self.manifest_bytes[member.worker.incarnation] += sum(map(len, parts)) - sum(map(len, before))
         self.note(member)
 
     def add_pin(self, model: Model, pin: Pinned) -> None:

@@ -89,7 +89,16 @@ class Coordinator(Stateful[CoordinatorState]):
         self._testimonies = Testimonies(self.cluster, self._readers, self._corruption_checks)
         self._availability = Availability(self.cluster)
         publishes = Publishes(self.cluster, self._versions, self._readers, self._testimonies)
-        fills = Fills(self.cluster, self._versions, self._readers, self._retentions, self._testimonies, self._availability)
+        manifest_questions = ManifestQuestions(self.cluster)
+        fills = Fills(
+            self.cluster,
+            self._versions,
+            self._readers,
+            self._retentions,
+            self._testimonies,
+            self._availability,
+            manifest_questions,
+        )
         handlers: dict[OpKind, OperationHandler] = {kind: publishes if kind is OpKind.PUBLISH else fills for kind in OpKind}
         decisions = Decisions(self.cluster, self._retentions, handlers)
         deadlines = Deadlines(self.cluster, self._versions, self._retentions, fills)
@@ -97,7 +106,6 @@ class Coordinator(Stateful[CoordinatorState]):
             self.cluster, self._readers, self._testimonies, self._corruption_checks, handlers, decisions, deadlines, fills
         )
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
-        manifest_questions = ManifestQuestions(self.cluster)
         self._membership = Membership(
             self.cluster,
             self._retentions,

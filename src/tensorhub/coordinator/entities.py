@@ -140,6 +140,7 @@ class Member:
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
     begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
     begun_id: str = ""  # the id of that manifest
+    arranged: tuple[bytes, ...] = ()  # as `parts`, of what it has read last from another layout, as it lies in its memory
     layout_id: str = ""  # which part of which tensors it has
     unheard: int = 0  # its Register, if that said what it holds, and nobody could know in which layout; else 0
     parts: tuple[bytes, ...] = ()  # its catalogue, arrangement and coordinates; none for whole and rank-local tensors

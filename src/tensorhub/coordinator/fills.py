@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges
+from tensorhub.coordinator import bridges, limits
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Version
+from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
@@ -27,10 +28,12 @@ from tensorhub.errors import (
     GroupAborted,
     IntegrityError,
     ManifestMismatch,
+    StateError,
+    TensorHubError,
     TransportUnavailable,
     VersionUnavailable,
 )
-from tensorhub.messages import AddSource, Fill, Grant, Need, Start, Write
+from tensorhub.messages import AddSource, Fill, Grant, ReadyToWrite, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
@@ -50,6 +53,7 @@ class Fills:
     _retentions: Retentions
     _testimonies: Testimonies
     _availability: Availability
+    _manifest_questions: ManifestQuestions
 
     # -- questions
 
@@ -126,16 +130,40 @@ class Fills:
                 return blame
         return self._testimonies.settle(operation) or _outlived(operation) or self._feed(operation)
 
-    def ready(self, part: RankPart, needs: tuple[Need, ...]) -> Blame | None:
-        """Its manifest fits, and its before_write has returned."""
+    def ready(self, part: RankPart, message: ReadyToWrite) -> Blame | None:
+        """Its manifest fits, and its before_write has returned. If it names parts that are not known, it says this again."""
         if part.bridges and part.needs is None:
-            error = bridges.check(part, needs, self._cluster.selections)
+            session, parts = part.member.worker.session, None
+            error = bridges.check(part, message, self._cluster.selections)
+            if error is None and session is not None:
+                parts = self._manifest_questions.with_parts(session, message) if part.member.serves else ()
+                error = self._arranged(part, parts) if parts else None
             if error is not None:
                 return Blame(error, part.rank)
-            part.needs = part.layout.needs[part.shard] = needs
+            if parts is None:
+                return None
+            self._manifest_questions.came(*message.part_ids)
+            part.needs = part.layout.needs[part.shard] = message.needs
             self._testimonies.expect(part)
         part.ready, part.moved_at = True, self._cluster.now
         self._cluster.changed(part.operation)
+        return None
+
+    def _arranged(self, part: RankPart, parts: tuple[bytes, ...]) -> TensorHubError | None:
+        """It has said where it reads to. Why that cannot be kept, if it cannot."""
+        cluster, member, nbytes = self._cluster, part.member, sum(map(len, parts))
+        others = cluster.manifest_bytes[member.worker.incarnation] - sum(map(len, member.arranged))
+        who, layout, full = f"rank {part.rank} of group {member.group.name!r}", part.layout, ""
+        if not layout.takes(part.shard, parts):
+            return StateError(f"{who} has it elsewhere than others of the layout {layout.layout_id}, which fill it too")
+        if others + nbytes > limits.MANIFEST_BYTES_OF_WORKER_MAX:
+            full = f"its worker's manifests would have {others + nbytes} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
+        elif not cluster.manifests.has_room_for(*parts):
+            full = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)"
+        if full:
+            return StateError(f"{who} cannot read another layout: {full}; close handles first", retryable=True)
+        cluster.keep_arranged(member, parts)
+        cluster.learn_parts(part.operation.bound, layout, part.shard, parts)
         return None
 
     def may_commit(self, operation: Operation) -> bool:
@@ -231,11 +259,12 @@ class Fills:
             part.voted = holders[rank]
             part.ready = holders[rank] or (part.has_written and not is_other)
             if manifest := _named(part):
-                parts = part.member.parts if manifest == part.member.manifest else ()  # else they are of other regions
+                # Else they are of other regions; and of another layout it says later where what is published lies.
+                parts = part.member.parts if manifest == part.member.manifest and not is_other else ()
                 self._cluster.learn(version, layout, part.shard, manifest, parts)
                 self._cluster.keep_begun(part.member, b"")
             elif is_other:
-                self._cluster.learn(version, layout, part.shard, part.member.manifest, part.member.parts)
+                self._cluster.learn(version, layout, part.shard, part.member.manifest)
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -322,7 +351,7 @@ class Fills:
             assert part.begun is not None
             manifest_id = part.begun.manifest_id
         root = self._testimonies.root_for(part)
-        part_ids = tuple(map(id_of, part.layout.parts.get(part.shard, ())))
+        part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
         publication = self._cluster.describe(version) if part.bridges else ""
         what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication)
         start = Start(operation.key, part.rank, *what)

@@ -68,7 +68,11 @@ def check_counts(cluster: Cluster) -> None:
     """The counters by which bounds are kept (`limits`) equal what there is. This is about everything at once: it is no part
     of `check`, since `check_noted` must find whatever `check` finds.
     """
-    kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun, *member.parts)]
+    kept = [
+        blob
+        for member in cluster.members.values()
+        for blob in (member.manifest, member.begun, *member.parts, *member.arranged)
+    ]
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
         kept.append(version.description)
         for layout in version.layouts:
@@ -82,7 +86,7 @@ def check_counts(cluster: Cluster) -> None:
     versions = [version for model in cluster.models.values() for version in model.versions.values()]
     _demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
     for worker in cluster.workers.values():
-        nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts))) for m in worker.members.values())
+        nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts, *m.arranged))) for m in worker.members.values())
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
@@ -343,6 +347,8 @@ def _other(version: Version, layout_id: str, layout: LayoutHoldings[Holding]) ->
     )
     _demand(used, "a layout in which nobody holds or fills a version is forgotten", layout)
     _demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
+    lie = (layout.parts.get(shard) for shard in layout if layout[shard])
+    _demand(all(lie) or not version.is_kept, "where a shard lies is known of who holds it in another layout", layout)
 
 
 def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holding], shard: int, holding: Holding) -> None:

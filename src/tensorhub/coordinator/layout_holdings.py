@@ -14,6 +14,8 @@ from typing import TypeVar
 from tensorhub.coordinator.shards import Held, Shards
 from tensorhub.messages import Need
 
+PARTS = 3  # of a rank: catalogue, arrangement and coordinates
+
 H = TypeVar("H", bound=Held)
 
 
@@ -24,7 +26,9 @@ class LayoutHoldings(Shards[H]):
         super().__init__()
         self.layout_id = layout_id
         self.manifests: dict[int, bytes] = {}  # by shard; of another layout those of the group that was the first to fill
-        self.parts: dict[int, tuple[bytes, ...]] = {}  # as of `Member`; by shard, of the same shards
+        # As of `Member`; by shard, of the same shards. In another layout: where what was published lies in its readers'
+        # memory, as the first has said; none before that.
+        self.parts: dict[int, tuple[bytes, ...]] = {}
         self.needs: dict[
             int, tuple[Need, ...]
         ] = {}  # of another layout: what each shard's readers need, as the first has said
@@ -51,6 +55,10 @@ class LayoutHoldings(Shards[H]):
     def class_of(self, shard: int) -> int:
         """The first shard of its class."""
         return next(first for first, shards in self.classes.items() if shard in shards)
+
+    def takes(self, shard: int, parts: tuple[bytes, ...]) -> bool:
+        """Whether, in another layout, who says so of its memory holds that shard as all others here do."""
+        return len(parts) == PARTS and self.parts.get(shard) in (None, (), parts)
 
     def learn(self, shard: int, manifest: bytes, parts: tuple[bytes, ...]) -> None:
         """From now on these describe that shard."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tensorhub.coordinator import limits
 from tensorhub.manifest import id_of
 
 
@@ -26,6 +27,10 @@ class Manifests:
     def new_bytes(self, *manifests: bytes) -> int:
         """How many more bytes there would be if these were kept, too."""
         return sum(map(len, {manifest for manifest in manifests if manifest not in self._kept}))
+
+    def has_room_for(self, *manifests: bytes) -> bool:
+        """Whether these may be kept, too."""
+        return self.nbytes + self.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
 
     def keep(self, manifest: bytes) -> bytes:
         """The equal one that is kept already, or this one, from now on."""

@@ -385,7 +385,9 @@ class Membership:
         self._tell_registered(member, message, keep)
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
-        self._manifest_questions.came(message)
+        self._manifest_questions.came(message.manifest_id, *message.part_ids)
+        if message.held is not None:
+            self._manifest_questions.came(message.held.manifest_id, *message.held.part_ids)
         group, held = member.group, message.held
         retained = self._retentions.tell_with(member, held.content_id) if held is not None and keep else None
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
@@ -440,7 +442,7 @@ class Membership:
             what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
         elif len(cluster.members) >= limits.REGISTRATIONS_MAX:
             what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
-        elif not self._has_room(*blobs):
+        elif not cluster.manifests.has_room_for(*blobs):
             what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
         elif not worker.read_only and not cluster.has_room_for(message.model):
             what, in_all = f"there are {limits.MODELS_MAX} models in all (MODELS_MAX)", True
@@ -454,7 +456,7 @@ class Membership:
         if member is None:
             return
         others = self._cluster.manifest_bytes[worker.incarnation] - len(member.begun)
-        if others + len(manifest) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._has_room(manifest):
+        if others + len(manifest) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._cluster.manifests.has_room_for(manifest):
             self._cluster.keep_begun(member, manifest)
 
     def _make_room(self, worker: Worker) -> TensorHubError | None:
@@ -474,10 +476,6 @@ class Membership:
             self._cluster.guests.registrations.add(member.worker.origin, member.worker, more)
         else:
             member.group.model.members += more
-
-    def _has_room(self, *manifests: bytes) -> bool:
-        kept = self._cluster.manifests
-        return kept.nbytes + kept.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
 
     def _announce(self, member: Member, held: Held, parts: tuple[bytes, ...], request: int) -> bool:
         """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
@@ -513,7 +511,9 @@ class Membership:
         testimony = version.testimonies.get(member.shard) if layout is version.holdings else None
         if testimony is not None and testimony.root and held.root not in (b"", testimony.root):
             return False  # it is not what was published (R8)
-        if not layout.manifests.get(member.shard) and not self._has_room(held.manifest, *parts):
+        if layout is not version.holdings and not layout.takes(member.shard, parts):
+            return False
+        if not layout.manifests.get(member.shard) and not cluster.manifests.has_room_for(held.manifest, *parts):
             return False
         cluster.learn(version, layout, member.shard, held.manifest, parts)
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
@@ -545,6 +545,7 @@ class Membership:
         cluster.note(member, group, member.worker)
         if cluster.members.pop(member.registration, None) is not None:
             cluster.keep_begun(member, b"")
+            cluster.keep_arranged(member, ())
             cluster.manifests.release(member.manifest, *member.parts)
             cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.manifest, *member.parts)))
             self._count(member, -1)

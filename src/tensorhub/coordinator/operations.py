@@ -96,7 +96,7 @@ class Operations:
                     self._cluster.note(operation)
                 self._readers.learn(part, message.flows)
             case ReadyToWrite() if operation.running:
-                blame = self._fills.ready(part, message.needs)
+                blame = self._fills.ready(part, message)
                 if blame is not None:
                     self._decisions.abort(operation, blame)
             case Prepared() if operation.running and part.reading and not part.voted:

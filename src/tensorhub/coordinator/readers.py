@@ -438,7 +438,8 @@ class Readers:
         holding.verified = holding.is_fed = holding.complete
         holding.layout.add(holding, holding.member.nbytes, holding.member.chunks)
         self._cluster.reckon(holding)
-        self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.manifest, holding.member.parts)
+        parts = () if holding.bridges else holding.member.parts
+        self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.manifest, parts)
         holding.member.holding = holding
         if holding.bridges:
             self._feed(holding)  # it may need nothing

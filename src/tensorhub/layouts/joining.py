@@ -82,6 +82,12 @@ def parts_of(coordinates: Coordinates) -> dict[str, bytes]:
     }
 
 
+def said_parts(manifest: Manifest) -> dict[str, bytes]:
+    """The same, of what was read from another layout; empty where it was not."""
+    lies = manifest.lies if isinstance(manifest, ReshardedManifest) else None
+    return {} if lies is None else parts_of(lies)
+
+
 def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publication:
     """What the ranks hold, of which `parts` has every part by its id; checked. Takes up to seconds: its caller keeps it.
 
@@ -126,7 +132,7 @@ def reading_for(
     reader = _reader(publication, manifest, declared)
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
     key = msgpack.packb([published.publication_id, reader.coordinates_id, declared.rank])
-    return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key))
+    return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader)
 
 
 def _reader(publication: Publication, manifest: Manifest, declared: Declaration) -> Coordinates:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.reading import Part, Reading
 from tensorhub.manifest import Chunk, Digest, Manifest
 from tensorhub.strips import Strip
@@ -23,10 +24,11 @@ NOTHING = Reading((), (), ())
 
 @dataclass(frozen=True)
 class ReshardedManifest(Manifest):
-    """`grid`: names the publication, the rank and where its pieces lie, from all of which the reading follows."""
+    """`grid`: names the publication, the rank and where its pieces lie (`lies`), from all of which the reading follows."""
 
     reading: Reading = NOTHING
     grid: str = ""
+    lies: Coordinates | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -81,8 +83,9 @@ def parts_of(manifest: Manifest) -> tuple[Part, ...]:
     return manifest.parts if isinstance(manifest, ReshardedManifest) else ()
 
 
-def resharded(manifest: Manifest, digest: Digest, chunk_bytes: int, reading: Reading, grid: str) -> ReshardedManifest:
+def resharded(
+    manifest: Manifest, digest: Digest, chunk_bytes: int, reading: Reading, grid: str, lies: Coordinates | None = None
+) -> ReshardedManifest:
     """This manifest's tensors and regions, in the chunks of this reading."""
-    return ReshardedManifest(
-        manifest.tensors, manifest.regions, chunk_bytes, digest, manifest.layout_id, manifest.metadata, reading, grid
-    )
+    own = manifest.tensors, manifest.regions, chunk_bytes, digest, manifest.layout_id, manifest.metadata
+    return ReshardedManifest(*own, reading, grid, lies)

@@ -108,7 +108,8 @@ class Start:
 
     `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own root is the same. Empty:
     wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will hold. `publication`: the rank's layout is not
-    the published one; the id of what describes that (GetPart). Then the rank says in ReadyToWrite what it needs.
+    the published one; the id of what describes that (GetPart). Then the rank says in ReadyToWrite what it needs, and where
+    that will lie.
     """
 
     key: OpKey
@@ -120,6 +121,18 @@ class Start:
     root: Root = b""
     part_ids: PartIds = ()
     publication: Id = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyAgain:
+    """Answer to a ReadyToWrite that names parts which were not known. The rank says it again, as things are then.
+
+    `part_ids`: with these parts, which are not known yet.
+    """
+
+    key: OpKey
+    rank: Rank
+    part_ids: PartIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +335,7 @@ FromCoordinator = (
     | Refused
     | EpochChanged
     | Start
+    | ReadyAgain
     | Write
     | AddSource
     | DropSource
@@ -348,6 +362,7 @@ ToRank = (  # of these: what concerns one registration, whose machine takes it
     | Done
     | EpochChanged
     | Start
+    | ReadyAgain
     | Write
     | AddSource
     | DropSource

@@ -152,13 +152,16 @@ class BegunWith:
 
 @dataclass(frozen=True, slots=True)
 class ReadyToWrite:
-    """This rank's manifest fits and its before_write has returned. `needs`: what it reads of which shards, where its layout
-    is not the published one.
+    """This rank's manifest fits and its before_write has returned. Where its layout is not the published one, `needs` says
+    what it reads of which shards; and `part_ids`, if others may read its memory, where that lies in its memory. `parts` are
+    those of them that ReadyAgain has asked for.
     """
 
     key: OpKey
     rank: Rank
     needs: Annotated[tuple[Need, ...], Length(NEEDS_MAX)] = ()
+    part_ids: PartIds = ()
+    parts: Annotated[tuple[ManifestBlob, ...], Length(3)] = ()
 
 
 @dataclass(frozen=True, slots=True)

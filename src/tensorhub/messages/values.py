@@ -21,7 +21,7 @@ DigestList = Annotated[bytes, Length(DIGESTS_BYTES_MAX)]
 Root = Annotated[bytes, Length(32)]
 PartIds = Annotated[tuple[Id, ...], Length(3)]
 """The ids of a rank's catalogue, arrangement and coordinates (`tensorhub.layouts`). Empty: whole or rank-local tensors, as
-its manifest says.
+its manifest says. Of what was read from another layout they are always there, and its catalogue is that of the publication.
 """
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
 PARTS_ASKED_MAX = 6  # of one Register: of what is registered, and of what is held

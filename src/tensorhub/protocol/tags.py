@@ -79,6 +79,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.TellDigests: 90,
     m.Compare: 91,
     m.RegisterAgain: 96,
+    m.ReadyAgain: 97,
     # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were messages of transports, which
     # have dialects of their own since version 4.)
     m.Read: 112,

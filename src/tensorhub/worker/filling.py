@@ -20,6 +20,7 @@ from typing import assert_never
 
 from tensorhub import messages
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
+from tensorhub.layouts.joining import said_parts
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
@@ -32,6 +33,10 @@ from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.planning import Planned, Planning, needs_of
 from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
+
+Instruction = (
+    messages.Start | messages.ReadyAgain | messages.Write | messages.AddSource | messages.DropSource | messages.Compare
+)
 
 
 class Filling(GroupCall[calls.FillCall]):
@@ -46,7 +51,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._version: VersionInfo | None = None  # bound
         self._manifest: Manifest | None = None  # of the bound version, in this rank's layout
         self._planning: Planning | None = None  # that layout is another one than the published one
-        self._part_ids: tuple[str, ...] = ()  # of what the memory will hold
+        self._part_ids: tuple[str, ...] = ()  # of what the memory will hold, in the published layout
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
@@ -165,9 +170,7 @@ class Filling(GroupCall[calls.FillCall]):
 
     # ------------------------------------------------------------------------------------------- until it may write
 
-    def instructed(
-        self, message: messages.Start | messages.Write | messages.AddSource | messages.DropSource | messages.Compare
-    ) -> None:
+    def instructed(self, message: Instruction) -> None:
         """The coordinator says something about this operation."""
         match message:
             case messages.Start() if self.phase is Phase.ASKED:
@@ -187,6 +190,9 @@ class Filling(GroupCall[calls.FillCall]):
                 if self._is_anew and (self.phase is Phase.HELD or (message.publication and self._has_begun)):
                     self._say_ready()
                 self._is_anew = False
+            case messages.ReadyAgain():
+                if self.phase is Phase.HELD or self._has_begun:
+                    self._say_ready(message.part_ids)
             case messages.AddSource():
                 if self.phase in UNVOTED:
                     self._leases.add(message.grant)
@@ -319,10 +325,12 @@ class Filling(GroupCall[calls.FillCall]):
             self.enter(Phase.HELD)
             self._say_ready()
 
-    def _say_ready(self) -> None:
+    def _say_ready(self, asked: Sequence[str] = ()) -> None:
         manifest = self._manifest
         needs = needs_of(manifest) if isinstance(manifest, ReshardedManifest) else ()
-        self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank, needs))
+        said = said_parts(manifest) if manifest is not None and self._context.shard.serves else {}
+        parts = tuple([said[part_id] for part_id in asked if part_id in said])
+        self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank, needs, tuple(said), parts))
 
     @property
     def _has_begun(self) -> bool:
@@ -369,7 +377,8 @@ class Filling(GroupCall[calls.FillCall]):
         """What the memory, or what is staged for it, will hold."""
         version, manifest = self._bound
         base = self._base if self._planning is not None else None
-        return Content(version, manifest, self.generation, base=base, part_ids=self._part_ids)
+        part_ids = tuple(said_parts(manifest)) or self._part_ids
+        return Content(version, manifest, self.generation, base=base, part_ids=part_ids)
 
     # ------------------------------------------------------------------------------------- what needs no network
 

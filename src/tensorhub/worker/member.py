@@ -418,7 +418,14 @@ class Member:
             case messages.ManifestReply():
                 if isinstance(call, Filling):
                     call.manifest_came(message)
-            case messages.Start() | messages.Write() | messages.AddSource() | messages.DropSource() | messages.Compare():
+            case (
+                messages.Start()
+                | messages.ReadyAgain()
+                | messages.Write()
+                | messages.AddSource()
+                | messages.DropSource()
+                | messages.Compare()
+            ):
                 if isinstance(call, Filling) and message.key == call.key:
                     call.instructed(message)
             case _:

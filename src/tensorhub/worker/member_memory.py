@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tensorhub.errors import LeaseLost
+from tensorhub.layouts.joining import said_parts
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked, SelectionRoot
@@ -305,8 +306,10 @@ class MemberMemory(Stateful[HandleState]):
     def _parts(self, content: Content | None, asked: Sequence[str]) -> list[bytes]:
         """What was asked for of the parts of what is registered, and of what is held."""
         shard, found = self._context.shard, dict[str, bytes]()
-        held = (content.base, content.manifest) if content is not None else ()
-        for manifest in (shard.manifest, *held):
+        held = content.manifest if content is not None else None
+        if held is not None:
+            found |= said_parts(held)
+        for manifest in (shard.manifest, held):
             if manifest is not None and not found.keys() >= set(asked):
                 found |= shard.parts(manifest)
         return [found[each] for each in asked if each in found]

@@ -192,6 +192,7 @@ class Router(Generic[H]):
                 return self._tell(self.handles.get(message.registration), message)
             case (
                 messages.Start()
+                | messages.ReadyAgain()
                 | messages.Write()
                 | messages.AddSource()
                 | messages.DropSource()
