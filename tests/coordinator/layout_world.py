@@ -46,6 +46,7 @@ from tensorhub.messages import (
     Register,
     RegisterAgain,
     SelectionRoot,
+    Start,
 )
 from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
@@ -71,6 +72,7 @@ class Rank:
         self.site = site
         self.name = f"{group}{rank}"
         self.generation = 0
+        self.publication = ""  # from which the grid of what it filled last follows
         self.heard: list[FromCoordinator] = []
 
     def take(self, kind: type[M]) -> list[M]:
@@ -112,7 +114,7 @@ class World:
             match action:
                 case Send():
                     if action.session in self.sessions:
-                        self.sessions[action.session].heard.append(action.message)
+                        self._hear(self.sessions[action.session], action.message)
                 case Persist():
                     self.stored.append(action.entry)
                     self.core.check_touched()
@@ -123,6 +125,12 @@ class World:
         self.core.check_invariants()
         check_counts(self.core.cluster)
         self.core.check_waits()
+
+    @staticmethod
+    def _hear(rank: Rank, message: FromCoordinator) -> None:
+        rank.heard.append(message)
+        if isinstance(message, Start):
+            rank.publication = message.publication
 
     def say(self, rank: Rank, message: FromWorker) -> None:
         self.step(Received(rank.session, message))

@@ -337,7 +337,8 @@ def test_what_only_others_needed_is_forgotten_with_the_last_of_them() -> None:
     world, trainers = published()
     (reader,) = filling(world)
     finish(world, [reader], trainers)
-    assert set(world.version.selections) == {(0, "half of it"), (1, "half of it")}
+    ident = world.version.holdings.described_as
+    assert set(world.version.selections) == {(ident, 0, "half of it"), (ident, 1, "half of it")}
     world.leave(reader)
     assert reader.take(LeaveGranted)
     world.fenced(reader)

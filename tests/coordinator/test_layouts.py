@@ -281,7 +281,8 @@ def test_after_a_restart_who_holds_it_elsewhere_than_others_of_its_layout_must_g
     for rank, lies in ((first, lies_of(first)), (second, (*lies_of(second)[:2], b"elsewhere")), (first, ())):
         same = world.arrive(rank.group + str(len(kept)), 0, 1, rank.layout_id, registers=False)
         part_ids = tuple(map(id_of, lies))
-        held = Held(info.version, info.content_id, 1, info.world_size, info.nbytes, b"", part_ids=part_ids)
+        of = first.publication
+        held = Held(info.version, info.content_id, 1, info.world_size, info.nbytes, b"", part_ids=part_ids, publication=of)
         world.register(same, held, parts=lies)
         kept += [answer.keep for answer in same.take(Registered)]
     assert kept == [True, False, False]

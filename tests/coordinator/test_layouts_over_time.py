@@ -39,13 +39,14 @@ def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Hel
     """What it says after a restart."""
     part_ids = tuple(map(id_of, rank.parts if is_publisher else lies_of(rank)))
     what = (info.version, info.content_id, rank.generation, info.world_size, info.nbytes, b"")
-    return Held(*what, published=is_publisher, manifest_id=id_of(MANIFEST), part_ids=part_ids)
+    of = "" if is_publisher else rank.publication
+    return Held(*what, published=is_publisher, manifest_id=id_of(MANIFEST), part_ids=part_ids, publication=of)
 
 
 def back(world: World, rank: Rank, held: Held | None) -> Rank:
     """The same rank at the next coordinator."""
     same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, registers=False)
-    same.generation = rank.generation
+    same.generation, same.publication = rank.generation, rank.publication
     world.register(same, held, parts=(*rank.parts, *lies_of(rank)))
     return same
 
@@ -121,7 +122,7 @@ def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
     world = world.restarted()
     trainers = [back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers]
     reader = back(world, reader, None)
-    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), written=True)
+    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, reader.publication)
     call = (OpKind.UPDATE, "latest", None, reader.generation, False, False, 1000.0, (key,), begun)
     world.say(reader, Fill(world.key(reader), 0, reader.name, *call))
     (start,) = reader.take(Start)
@@ -239,4 +240,5 @@ def test_a_vote_of_an_operation_that_is_over_changes_nothing() -> None:
     key = world.operation(reader).key
     finish(world, [reader], trainers)
     world.say(reader, Prepared(key, 0, b"", (root(A), root(B))))
-    assert world.version.others["own/r0"].have_sources()
+    (layout,) = world.version.others.values()
+    assert layout.have_sources()

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from tensorhub.coordinator import Connected, Event
+from tensorhub.coordinator import Connected, Event, ways
 from tensorhub.coordinator.entities import RankPart
 from tensorhub.coordinator.invariants import check_counts
 from tensorhub.digests import root_of
@@ -130,7 +130,7 @@ class LayoutDrive(WaitDrive):
                 parts = self._lies(holding.layout.layout_id, member.shard)
             else:
                 parts = self._parts(LAYOUTS[holding.version.publisher.group], member.shard)
-            held = Held(*what, published=published, part_ids=tuple(map(id_of, parts)))
+            held = Held(*what, published=published, part_ids=tuple(map(id_of, parts)), publication=holding.layout.origin_id)
             ident, group = member.registration, member.group.name
             register = self._register(peer, ident, group, member.rank, serves=True, shard=member.shard, held=held)
             parts = tuple({*register.parts, *parts})
@@ -233,5 +233,5 @@ class LayoutDrive(WaitDrive):
         return [
             part
             for _, part in self.parts()
-            if isinstance(part.call, Fill) and part.operation.running and part.operation.bound.can_serve(part.operation)
+            if isinstance(part.call, Fill) and part.operation.running and ways.serve(part.operation)
         ]

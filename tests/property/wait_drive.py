@@ -7,7 +7,7 @@ between any two words. After each step nothing may be left to do (`check_rest`):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from random import Random
@@ -29,8 +29,9 @@ from tensorhub.coordinator import (
     Send,
     Silent,
     Tick,
+    ways,
 )
-from tensorhub.coordinator.entities import Member, Model, Operation, RankPart
+from tensorhub.coordinator.entities import Member, Model, Operation, RankPart, Version
 from tensorhub.coordinator.states import LeaseState
 from tensorhub.digests import root_of
 from tensorhub.messages import (
@@ -188,9 +189,17 @@ class WaitDrive:
 
     def _fails_anyway(self, operation: Operation) -> bool:
         """Whether it waits, unbound, and has no transport of the sources that are left: it hears that at its deadline."""
-        versions, parts = operation.group.model.visible, operation.parts.values()
-        offered = (self.core._readers.offered_in_vain(part, version) for part in parts for version in versions)
+        readers, parts = self.core._readers, operation.parts.values()
+        found = [(version, way) for version in operation.group.model.visible for way in self._ways(version, operation)]
+        offered = (readers.offered_in_vain(part, version, way) for part in parts for version, way in found)
         return operation.version is None and any(offered)
+
+    def _ways(self, version: Version, operation: Operation) -> Iterator[ways.Way]:
+        """The one that is looked at: the best, or the first if none serves."""
+        cluster = self.core.cluster
+        found = ways.find(cluster, version, operation) or next(ways.of(cluster, version, operation), None)
+        if found is not None:
+            yield found
 
     def _demand_rest(self, settled: Operation | Model) -> None:
         """Owners may be asked as time passes: what partial copies have and, each few seconds, for digests."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from tensorhub.coordinator import ways
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import ChunkAnswer, Holding, Model, Operation, Version, Worker
@@ -90,16 +91,14 @@ class Availability:
 
     def _held(self, version: Version, operation: Operation) -> HowHeld:
         """How the whole version is held for these readers: as it was published, or, if that is better, in their layout."""
-        layout, published = version.layout_of(next(iter(operation.parts.values())).member), version.holdings
-        how = self._held_in(version, published)
-        if layout is published:
-            return how
-        if version.is_described and version.can_each_class_be_read():
+        found = list(ways.of(self._cluster, version, operation))
+        if any(way.can_be_read for way in found):
             return HowHeld.WHOLE
-        if not version.is_described:
-            return HowHeld.NOT if how is HowHeld.NOT else HowHeld.DOUBTFUL
-        ways = [how] if layout is None else [how, self._held_in(version, layout)]
-        return next(each for each in HowHeld if each in ways)
+        if not found:  # what was published is not described yet
+            return HowHeld.NOT if self._held_in(version, version.holdings) is HowHeld.NOT else HowHeld.DOUBTFUL
+        layouts = {id(layout): layout for way in found for layout in way if layout is not None}
+        how = [self._held_in(version, layout) for layout in layouts.values()]
+        return next(each for each in HowHeld if each in how)
 
     def _held_in(self, version: Version, layout: LayoutHoldings[Holding]) -> HowHeld:
         """How all of it is held in that layout: like the shard that is held worst."""

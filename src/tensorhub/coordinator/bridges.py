@@ -1,11 +1,11 @@
-"""Readers whose layout is not the published one: what they need, and from whom they have it.
+"""Readers that do not read what was published in its own layout: what they need, and from whom they have it.
 
 Theory of operation. Such a rank either *follows* a holder of its own layout, chunk by chunk of its own grid, or it
 *bridges*: it reads a selection of one shard of each class that it needs (`Need`). Who finds a holder of its own layout
 within its site follows that one, also while that is filled itself. So one group of a layout bridges in a site, and the
 others follow it. The ranks of a group choose each for itself.
 
-A holder of what was published never reads from another layout. So nobody waits in a circle across layouts.
+Whoever is read across layouts is complete, or is filled from what was published. So nobody waits in a circle.
 
 Responsible for checking what a rank says that it needs, and for that choice. Not responsible for leases (`readers`), nor for
 plans, which the readers make.
@@ -51,7 +51,7 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
     parts, unsaid = version.holdings.parts, "has plain tensors, and nobody has said which part of the model each rank has"
     if group.layout != ALONE and not group.layout.startswith(OF_ITS_OWN):
         text = f"{mine} {unsaid}; {theirs} has another layout"
-    elif version.info.world_size > 1 and version.is_described and not any(parts.values()):
+    elif version.info.world_size > 1 and version.holdings.is_described and not any(parts.values()):
         text = f"{theirs} {unsaid}; {mine} has another layout"
     else:
         return None
@@ -61,11 +61,12 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
 
 def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError | None:
     """Why this rank cannot need that, or have it there, if it cannot. `selections`: how many there are in all."""
-    needs = said.needs
+    needs, origin = said.needs, part.origin
+    assert origin is not None
     version, known = part.operation.bound, part.layout.needs.get(part.shard)
     who = f"rank {part.rank} of group {part.member.group.name!r}"
     shards = [need.shard for need in needs]
-    strange = [shard for shard in shards if shard not in version.holdings.classes]
+    strange = [shard for shard in shards if shard not in origin.classes]
     if strange:
         return StateError(f"{who} reads shard {strange[0]} of version {version.number}: no class of shards is named so")
     if len(set(shards)) < len(shards):
@@ -74,7 +75,7 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
         return StateError(f"{who} needs other chunks than others of the layout {part.layout.layout_id}, which fill it too")
     if part.member.serves and len(said.part_ids) != PARTS:
         return StateError(f"{who} does not say where in its memory that lies")
-    new = sum((need.shard, need.selection) not in version.selections for need in needs)
+    new = sum((part.layout.origin_id, need.shard, need.selection) not in version.selections for need in needs)
     if selections + new > limits.SELECTIONS_MAX:
         return StateError(
             f"{who}: there are {selections} selections of other layouts already (SELECTIONS_MAX)", retryable=True

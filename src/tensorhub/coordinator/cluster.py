@@ -34,6 +34,7 @@ from tensorhub.coordinator.entities import (
     PendingWrite,
     ReadLease,
     Replica,
+    SelectionKey,
     Session,
     Testimony,
     Version,
@@ -280,42 +281,44 @@ class Cluster:
             layout.learn(shard, layout.manifests[shard], self.manifests.keep_all(parts))
             self.note(version)
 
-    def describe(self, version: Version) -> str:
-        """The id of what says which rank has published what (`layouts.holdings`); once every shard's manifest is known."""
-        if not version.description:
-            manifests, parts, id_of = version.manifests, version.holdings.parts, self.manifests.id_of
-            shards = tuple(
-                [tuple([id_of(each) for each in parts[shard] or (manifests[shard],)]) for shard in version.holdings]
-            )
-            digest, chunk_bytes = head_of(manifests[0])
-            version.description = self.manifests.keep(Published(digest, chunk_bytes, shards).encode())
+    def describe(self, version: Version, layout: LayoutHoldings[Holding]) -> str:
+        """The id of what says which rank holds what in that layout (`layouts.published`); once every shard's manifest is
+        known.
+        """
+        if not layout.description:
+            manifests, parts, ident = layout.manifests, layout.parts, self.manifests.id_of
+            shards = tuple([tuple([ident(each) for each in parts[shard] or (manifests[shard],)]) for shard in layout])
+            digest, chunk_bytes = head_of(version.manifests[0])
+            layout.description = self.manifests.keep(Published(digest, chunk_bytes, shards).encode())
+            layout.described_as = id_of(layout.description)
             self.note(version)
-        return self.manifests.id_of(version.description)
+        return layout.described_as
 
-    def lay_out(self, version: Version, group: Group) -> LayoutHoldings[Holding]:
-        """Where that group's copy of the version belongs: all ranks are there. `forget_layouts` forgets it again."""
-        if version.is_laid_out_as(group):
+    def lay_out(self, version: Version, group: Group, origin_id: str) -> LayoutHoldings[Holding]:
+        """Where the copy of that group belongs, if it is cut from that origin ("": it is as it was published). All ranks are
+        there. `forget_layouts` forgets it again.
+        """
+        if not origin_id:
             return version.holdings
-        layout = version.others.get(group.layout)
+        key = group.layout, origin_id
+        layout = version.others.get(key)
         if layout is None:
-            layout = version.others[group.layout] = LayoutHoldings(group.layout)
+            layout = version.others[key] = LayoutHoldings(*key)
             layout.lay_out(group.world_size)
             self.note(version)
         return layout
 
     def forget_layouts(self, version: Version) -> None:
         """Those in which nobody holds or fills it any more, and what only they needed."""
-        operations = (*version.bound.values(), *version.guests_bound.values())
-        used = {id(part.in_layout) for operation in operations for part in operation.parts.values()}
-        for layout in [each for each in version.others.values() if id(each) not in used and not each.has_holders]:
+        used = layouts_used(version)
+        for key, layout in [(key, each) for key, each in version.others.items() if id(each) not in used]:
             self.manifests.release(*layout.unlearn())
-            del version.others[layout.layout_id]
+            del version.others[key]
             self.note(version)
-            needed = {(n.shard, n.selection) for each in version.others.values() for ns in each.needs.values() for n in ns}
-            for key in version.selections.keys() - needed:
-                self.forget_selection(version, key)
+            for selection in version.selections.keys() - selections_needed(version):
+                self.forget_selection(version, selection)
 
-    def forget_selection(self, version: Version, key: tuple[int, str]) -> None:
+    def forget_selection(self, version: Version, key: SelectionKey) -> None:
         self.forget_list(version.selections.pop(key))
         self.selections -= 1
 
@@ -325,8 +328,6 @@ class Cluster:
             self.note(version)
         for layout in version.layouts:
             self.manifests.release(*layout.unlearn())
-        self.manifests.release(version.description)
-        version.description = b""
         for key in list(version.selections):
             self.forget_selection(version, key)
         version.others.clear()
@@ -443,3 +444,20 @@ class Cluster:
             for group in model.groups.values():
                 if group.operation is not None:
                     yield group.operation
+
+
+def layouts_used(version: Version) -> set[int]:
+    """The identities of the layouts in which somebody holds or fills it, and of their origins."""
+    operations = (*version.bound.values(), *version.guests_bound.values())
+    parts = [part for operation in operations for part in operation.parts.values()]
+    used = {id(layout) for part in parts for layout in (part.in_layout, part.origin)}
+    for layout in version.layouts:
+        if layout.has_holders or id(layout) in used:
+            used |= {id(each) for each in (layout, *version.described_as(layout.origin_id))}
+    return used
+
+
+def selections_needed(version: Version) -> set[SelectionKey]:
+    """What the readers of its other layouts need."""
+    others = version.others.values()
+    return {(each.origin_id, n.shard, n.selection) for each in others for needs in each.needs.values() for n in needs}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tensorhub.coordinator import ways
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
@@ -70,7 +71,7 @@ class Deadlines:
             target = bound or self._fills.target(operation)
         except VersionUnavailable as unavailable:
             return Blame(unavailable)
-        if target is not None and target.can_serve(operation):
+        if target is not None and ways.find(self._cluster, target, operation) is not None:
             staying = self._fills.staying(operation, target)
             if staying:
                 error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
@@ -87,7 +88,7 @@ class Deadlines:
         return self._sourceless(operation, bound, what)
 
     def _sourceless(self, operation: Operation, version: Version, what: str) -> Blame | None:
-        if not version.can_serve(operation):
+        if not ways.serve(operation):
             text = f"{what}: version {version.number} has lost its last source; none came back in time"
         elif self._fills.first_sources(operation) is None:
             text = f"{what}: no holder of version {version.number} can be reached now (silent, full, or it has just failed)"

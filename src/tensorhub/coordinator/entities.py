@@ -62,6 +62,8 @@ from tensorhub.types import (
     VersionInfo,
 )
 
+LayoutKey = tuple[str, str]  # a layout's id, and its origin's
+SelectionKey = tuple[str, int, str]  # its origin's id, the shard that names the class, and its own id
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 
@@ -203,16 +205,15 @@ class Version(_Moving[VersionState]):
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
     abandoned: bool = False  # its last live source left on purpose, and none has come since
-    # Other layouts in which it has live sources; "": any other one, since each class has one, though not each shard.
-    readable_in: list[str] = field(default_factory=list)
+    # Other layouts in which it has live sources; the published one's, if each class has one, though not each shard.
+    readable_in: list[LayoutKey] = field(default_factory=list)
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
-    others: dict[str, LayoutHoldings[Holding]] = field(default_factory=dict)  # by layout id; in which it is held or filled
+    others: dict[LayoutKey, LayoutHoldings[Holding]] = field(default_factory=dict)  # in which it is held or filled
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
-    # The same, by the shard that names a class, and the selection: those that the readers of other layouts need.
-    selections: dict[tuple[int, str], Testimony] = field(default_factory=dict)
-    description: bytes = b""  # of what was published where; once a reader of another layout has needed it
+    # The same, by origin, by the shard that names a class of it, and by selection: those that readers of other layouts need.
+    selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
     bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
@@ -256,39 +257,17 @@ class Version(_Moving[VersionState]):
         """Whether that group has the layout in which it was published."""
         return (self.layout_id, self.info.world_size) == (group.layout_id, group.world_size)
 
-    def layout_of(self, member: Member) -> LayoutHoldings[Holding] | None:
-        """In which that rank holds it, or would; None: in another one, in which nobody has it yet."""
-        group = member.group
-        if member.fits_any_layout or self.is_laid_out_as(group):
-            return self.holdings
-        return self.others.get(group.layout_id or "")
+    def described_as(self, origin_id: str) -> list[LayoutHoldings[Holding]]:
+        """Those whose shards are what that description says. None: nobody who is there has said that."""
+        return [layout for layout in self.layouts if layout.described_as == origin_id] if origin_id else []
 
-    @property
-    def is_described(self) -> bool:
-        """Whether readers of other layouts can be told what was published where."""
-        return bool(self.description) or len(self.manifests) == len(self.holdings) > 0
-
-    def can_serve(self, operation: Operation) -> bool:
-        """Whether those ranks have sources for everything: in their own layout, or of each class of published shards."""
-        member = next(iter(operation.parts.values())).member
-        layout = self.layout_of(member)
-        if layout is self.holdings:
-            return self.has_live_source()
-        return self.is_described and ((layout is not None and layout.have_sources()) or self.has_each_class())
-
-    def has_each_class(self) -> bool:
-        """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
-        classes = self.holdings.classes.values()
-        return self.has_live_source() or all(any(self.holdings.of(s).sources for s in shards) for shards in classes)
-
-    def can_each_class_be_read(self) -> bool:
-        """The same, of workers that are heard of now."""
-        classes = self.holdings.classes.values()
-        return all(any(self.holdings.of(shard).live_sources for shard in shards) for shards in classes)
-
-    def is_class_whole(self, first: int) -> bool:
-        """Whether somebody holds all of a published shard of that class, committed or not."""
-        return any(map(self.holdings.is_whole, self.holdings.classes[first]))
+    def selection(self, layout: LayoutHoldings[Holding], shard: int, selection: str, of: int) -> Testimony | None:
+        """What is known of a selection that others read of that shard of a layout, or by which the shard was read itself, of
+        the class `of` of its origin. None: nobody needs that.
+        """
+        keys = [(layout.described_as, layout.class_of(shard), selection)] if layout.described_as else []
+        keys.append((layout.origin_id, of, selection))
+        return next((self.selections[key] for key in keys if key in self.selections), None)
 
     def lay_out(self, layout_id: str) -> None:
         """Every rank has published: from now on its shards are held."""
@@ -427,7 +406,7 @@ class Holding:
     @property
     def bridges(self) -> bool:
         """Whether it is not as it was published."""
-        return self.layout is not self.version.holdings
+        return bool(self.layout.origin_id)
 
     def is_filled_by(self, trusted: Callable[[Holding], bool]) -> bool:
         """Whether all that it lacks comes from holdings of which that is so."""
@@ -492,6 +471,7 @@ class Testimony(DigestList):
     version: Version
     shard: int  # of a class the first one
     need: Need | None = None  # the selection, as its readers have said it
+    origin_id: str = ""  # and by what description
     publisher: Holding | None = None  # what was published; it may have been taken back since
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # who is to tell: (session, generation)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
@@ -542,8 +522,8 @@ class RankPart:
     moved_at: float  # when something came of it last: its call, a version, its turn to write, new bytes, its vote
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
-    bridges: bool = False  # that is not the published one
-    needs: tuple[Need, ...] | None = None  # what it reads of the published shards, if it bridges; None: not said yet
+    origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
+    needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
     # The roots that its Prepared names, until they are agreed, or found to be wrong; if it bridges, of what it needs.
@@ -580,6 +560,11 @@ class RankPart:
         """In which it reads; once it is bound."""
         assert self.in_layout is not None
         return self.in_layout
+
+    @property
+    def bridges(self) -> bool:
+        """Whether the layout in which it reads is not the published one."""
+        return self.origin is not None
 
     @property
     def begun(self) -> Begun | None:
@@ -625,12 +610,10 @@ class RankPart:
     @property
     def can_be_whole(self) -> bool:
         """Whether somebody holds all that it reads, committed or not."""
-        version = self.operation.bound
-        if not self.bridges:
-            return version.holdings.is_whole(self.shard)
-        if self.layout.of(self.shard).complete:
+        if self.layout.is_whole(self.shard):
             return True
-        return self.needs is not None and all(version.is_class_whole(need.shard) for need in self.needs)
+        origin, needs = self.origin, self.needs
+        return origin is not None and needs is not None and all(origin.is_class_whole(need.shard) for need in needs)
 
 
 @dataclass(slots=True, eq=False)

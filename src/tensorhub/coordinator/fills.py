@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits
+from tensorhub.coordinator import bridges, limits, ways
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.bridges import Source
@@ -23,6 +23,7 @@ from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.ways import Way
 from tensorhub.errors import (
     CoordinatorUnavailable,
     GroupAborted,
@@ -85,10 +86,10 @@ class Fills:
         """R7: before anything is overwritten, every shard that is to be read can be read. From where, by rank; None: one of
         them cannot be.
         """
-        version, found = operation.bound, dict[int, list[Source]]()
+        found = dict[int, list[Source]]()
         for part in operation.parts.values():
             if part.needs_bytes and not part.has_written:
-                sources = self._readers.sources(part) if version.can_serve(operation) else []
+                sources = self._readers.sources(part) if ways.serve(operation) else []
                 if not (bridges.are_enough(sources, part.needs or ()) if part.bridges else sources):
                     return None
                 found[part.rank] = sources
@@ -233,37 +234,39 @@ class Fills:
             return Blame(error)
         if version is None:
             return None
-        misfit = self._misfit(operation, version) or self._no_way(operation, version) or self._unnamed(operation, version)
+        way = ways.find(self._cluster, version, operation)
+        misfit = self._misfit(operation, version) or self._no_way(operation, version, way)
+        misfit = misfit or self._unnamed(operation, version)
         if misfit is not None:
             return misfit
         may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
         in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
-        is_other = self._is_of_other_layout(operation, version)
-        if fresh and (not version.can_serve(operation) or self._must_wait(operation, version)):
+        if fresh and (way is None or self._must_wait(operation, version)):
             return None
-        if is_other and not version.is_described:
-            return None
-        if self.has_no_room(operation, version):
+        way = way or next(ways.of(self._cluster, version, operation), None)
+        if way is None or (way.origin is None and self.has_no_room(operation, version)):
             return None
         operation.staying = []
         self._cluster.bind(operation, version)
-        layout = self._cluster.lay_out(version, operation.group) if is_other else version.holdings
+        origin = way.origin
+        origin_id = "" if origin is None else self._cluster.describe(version, origin)
+        layout = self._cluster.lay_out(version, operation.group, origin_id)
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.moved_at = self._cluster.now
-            part.in_layout, part.bridges = layout, is_other
+            part.in_layout, part.origin = layout, origin
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
-            part.ready = holders[rank] or (part.has_written and not is_other)
+            part.ready = holders[rank] or (part.has_written and origin is None)
             if manifest := _named(part):
                 # Else they are of other regions; and of another layout it says later where what is published lies.
-                parts = part.member.parts if manifest == part.member.manifest and not is_other else ()
+                parts = part.member.parts if manifest == part.member.manifest and origin is None else ()
                 self._cluster.learn(version, layout, part.shard, manifest, parts)
                 self._cluster.keep_begun(part.member, b"")
-            elif is_other:
+            elif origin is not None:
                 self._cluster.learn(version, layout, part.shard, part.member.manifest)
         if not operation.unchanged:
             self._start(operation)
@@ -271,18 +274,12 @@ class Fills:
 
     def has_no_room(self, operation: Operation, version: Version) -> bool:
         """Whether a guest has to wait for a place at that version's sources; it is told nothing before it has one."""
-        waits = operation.is_of_guests and version.has_live_source() and not self._is_of_other_layout(operation, version)
+        waits = operation.is_of_guests and version.has_live_source() and ways.as_published(version, operation)
         return waits and any(self._readers.choose(part, version) is None for part in operation.parts.values())
-
-    @staticmethod
-    def _is_of_other_layout(operation: Operation, version: Version) -> bool:
-        """Whether its ranks do not have the layout in which that version was published."""
-        member = next(iter(operation.parts.values())).member
-        return not (member.fits_any_layout or version.is_laid_out_as(operation.group))
 
     def _misfit(self, operation: Operation, version: Version) -> Blame | None:
         """Why this group's ranks cannot take that version's shards, if they cannot."""
-        if self._is_of_other_layout(operation, version):
+        if not ways.as_published(version, operation):
             misfit = bridges.misfit(operation.group, version)
             return Blame(misfit) if misfit is not None else None
         info = version.info
@@ -295,10 +292,13 @@ class Fills:
         )
         return Blame(ManifestMismatch(text, differences=(text,)))
 
-    def _no_way(self, operation: Operation, version: Version) -> Blame | None:
+    def _no_way(self, operation: Operation, version: Version, way: Way | None) -> Blame | None:
         """Which rank has no transport in common with its shard's sources, if one has none."""
+        way = way or next(ways.of(self._cluster, version, operation), None)
+        if way is None:
+            return None
         for part in operation.parts.values():
-            offered = self._readers.offered_in_vain(part, version)
+            offered = self._readers.offered_in_vain(part, version, way)
             if offered:
                 mine = ", ".join(endpoint.transport for endpoint in part.member.worker.endpoints) or "none"
                 text = f"rank {part.rank} has {mine}, and version {version.number} is offered over {', '.join(offered)} only"
@@ -309,8 +309,8 @@ class Fills:
     def _unnamed(operation: Operation, version: Version) -> Blame | None:
         """Which rank goes on with a shard whose manifest is not known, since there was no room to keep it."""
         for part in operation.parts.values():
-            layout = version.layout_of(part.member)
-            known = layout is not version.holdings or layout.manifests.get(part.shard) or _named(part)
+            published = ways.as_published(version, operation)
+            known = not published or version.manifests.get(part.shard) or _named(part)
             if part.has_written and part.member.serves and not known:
                 text = f"{_BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close handles and call again"
                 return Blame(CoordinatorUnavailable(text), part.rank)
@@ -352,7 +352,7 @@ class Fills:
             manifest_id = part.begun.manifest_id
         root = self._testimonies.root_for(part)
         part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
-        publication = self._cluster.describe(version) if part.bridges else ""
+        publication = part.layout.origin_id
         what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication)
         start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)
@@ -360,7 +360,7 @@ class Fills:
     def _write_if_ready(self, operation: Operation) -> Blame | None:
         """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
         version = operation.bound
-        if version.abandoned and not version.can_serve(operation):
+        if version.abandoned and not ways.serve(operation):
             return _abandoned(operation)
         ready = all(part.ready for part in operation.parts.values())
         sources = self.first_sources(operation) if ready else None
@@ -415,7 +415,7 @@ class Fills:
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = version.abandoned and part.wants_source and all(lease.dropping for lease in part.leases.values())
-            if alone and not version.can_serve(operation):
+            if alone and not ways.serve(operation):
                 return _abandoned(operation)
         return None
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import assert_never
 
-from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.cluster import Cluster, layouts_used, selections_needed
 from tensorhub.coordinator.entities import (
     Group,
     Holding,
@@ -36,6 +36,7 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.machine import InvariantBroken
+from tensorhub.manifest import id_of
 from tensorhub.messages import Rollback
 from tensorhub.types import OpKind, Purpose
 
@@ -74,12 +75,15 @@ def check_counts(cluster: Cluster) -> None:
         for blob in (member.manifest, member.begun, *member.parts, *member.arranged)
     ]
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
-        kept.append(version.description)
         for layout in version.layouts:
-            kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
+            kept += [*layout.manifests.values(), *chain(*layout.parts.values()), layout.description]
             _demand(layout.parts.keys() == layout.manifests.keys(), "parts are of known manifests", version)
-        needed = {(n.shard, n.selection) for layout in version.others.values() for ns in layout.needs.values() for n in ns}
+        needed = selections_needed(version)
         _demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
+        named = all(
+            layout.described_as == (id_of(layout.description) if layout.description else "") for layout in version.layouts
+        )
+        _demand(named, "layouts are found by their descriptions", version)
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
     list_bytes = sum(testimony.nbytes for testimony in cluster.testimonies)
     _demand(cluster.list_bytes == list_bytes, "lists of digests are counted", cluster.list_bytes)
@@ -319,8 +323,13 @@ def _version(cluster: Cluster, version: Version) -> None:
         _demand(layout.broken == broken, "shards that nobody holds all of are counted", version)
         sourceless = sum(not any(h.is_source for h in there) for there in layout.values())
         _demand(layout.sourceless == sourceless, "shards without a source are counted", version)
-    for layout_id, layout in version.others.items():
-        _other(version, layout_id, layout)
+    used = layouts_used(version)
+    for key, layout in version.others.items():
+        _demand((layout.layout_id, layout.origin_id) == key, "layouts are filed by their ids", layout)
+        _demand(id(layout) in used, "a layout in which nobody holds or fills a version is forgotten", layout)
+        _demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
+        lie = (layout.parts.get(shard) for shard in layout if layout[shard])
+        _demand(all(lie) or not version.is_kept, "where a shard lies is known of who holds it in another layout", layout)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -337,18 +346,6 @@ def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
     _demand(available == version.has_live_source(), "available means that every shard is held", version)
     _demand(not (available and version.abandoned), "nobody has left for good what is held", version)  # R12
-
-
-def _other(version: Version, layout_id: str, layout: LayoutHoldings[Holding]) -> None:
-    """A layout that is not the published one."""
-    _demand(layout.layout_id == layout_id, "layouts are filed by their ids", layout)
-    used = layout.has_holders or any(
-        part.layout is layout for o in (*version.bound.values(), *version.guests_bound.values()) for part in o.parts.values()
-    )
-    _demand(used, "a layout in which nobody holds or fills a version is forgotten", layout)
-    _demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
-    lie = (layout.parts.get(shard) for shard in layout if layout[shard])
-    _demand(all(lie) or not version.is_kept, "where a shard lies is known of who holds it in another layout", layout)
 
 
 def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holding], shard: int, holding: Holding) -> None:

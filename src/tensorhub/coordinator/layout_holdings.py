@@ -1,9 +1,11 @@
 """Who holds a version in one layout: its shards' holders, and what describes each shard.
 
 A version has one for the layout in which it was published, and one for each other layout in which somebody fills or
-holds it. What is published alone decides whether a version is available, and what is retained.
+holds it. Chunks of such a layout follow from the reader's layout and from its *origin*: the layout that its selections are
+cut from. So one layout with two origins is two, whose holders cannot copy from each other chunk by chunk.
 
-Responsible for the counts of one layout. Not responsible for when they change (`Version.count`).
+Responsible for the counts of one layout. Not responsible for when they change (`Version.count`), nor for who may read from
+which (`origins`).
 """
 
 from __future__ import annotations
@@ -22,20 +24,23 @@ H = TypeVar("H", bound=Held)
 class LayoutHoldings(Shards[H]):
     """Those of one version and layout."""
 
-    def __init__(self, layout_id: str) -> None:
+    def __init__(self, layout_id: str, origin_id: str = "") -> None:
         super().__init__()
         self.layout_id = layout_id
+        self.origin_id = origin_id  # of its origin's description; "": its chunks are the published ones
         self.manifests: dict[int, bytes] = {}  # by shard; of another layout those of the group that was the first to fill
         # As of `Member`; by shard, of the same shards. In another layout: where what was published lies in its readers'
         # memory, as the first has said; none before that.
         self.parts: dict[int, tuple[bytes, ...]] = {}
-        self.needs: dict[
-            int, tuple[Need, ...]
-        ] = {}  # of another layout: what each shard's readers need, as the first has said
+        # What each shard's readers need of the origin, as the first has said.
+        self.needs: dict[int, tuple[Need, ...]] = {}
+        self.description: bytes = b""  # of what is held where (`Published`); once a reader of another layout has needed it
+        self.described_as = ""  # the id of that; equal parts have equal ones, also where their origins differ
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
 
     def __repr__(self) -> str:
-        return f"<LayoutHoldings {self.layout_id} of {[len(there) for there in self.values()]}>"
+        of = f" from {self.origin_id}" if self.origin_id else ""
+        return f"<LayoutHoldings {self.layout_id}{of} of {[len(there) for there in self.values()]}>"
 
     @property
     def has_holders(self) -> bool:
@@ -60,14 +65,32 @@ class LayoutHoldings(Shards[H]):
         """Whether, in another layout, who says so of its memory holds that shard as all others here do."""
         return len(parts) == PARTS and self.parts.get(shard) in (None, (), parts)
 
+    @property
+    def is_described(self) -> bool:
+        """Whether readers of other layouts can be told what is held where."""
+        return bool(self.description) or len(self.manifests) == len(self) > 0
+
+    def has_each_class(self) -> bool:
+        """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
+        return self.have_sources() or all(any(self.of(s).sources for s in shards) for shards in self.classes.values())
+
+    def can_each_class_be_read(self) -> bool:
+        """The same, of workers that are heard of now."""
+        return all(any(self.of(shard).live_sources for shard in shards) for shards in self.classes.values())
+
+    def is_class_whole(self, first: int) -> bool:
+        """Whether somebody holds all of a shard of that class, committed or not."""
+        return any(map(self.is_whole, self.classes[first]))
+
     def learn(self, shard: int, manifest: bytes, parts: tuple[bytes, ...]) -> None:
         """From now on these describe that shard."""
         self.manifests[shard], self.parts[shard] = manifest, parts
         self._classes = {}
 
     def unlearn(self) -> list[bytes]:
-        """Forget all manifests and parts, which are returned."""
-        known = [*self.manifests.values(), *chain(*self.parts.values())]
+        """Forget all manifests and parts, and the description, which are returned."""
+        known = [*self.manifests.values(), *chain(*self.parts.values()), self.description]
+        self.description, self.described_as = b"", ""
         self.manifests.clear()
         self.parts.clear()
         self._classes = {}

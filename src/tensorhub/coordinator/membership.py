@@ -497,13 +497,15 @@ class Membership:
         if member.worker.incarnation in version.condemned:
             return False
         is_publishers = held.published and group.name == version.publisher.group
-        if not (member.fits_any_layout or is_publishers) and group.layout_id is None:
+        is_known = not held.publication and (member.fits_any_layout or is_publishers)
+        if not is_known and group.layout_id is None:
             member.unheard = request
             return True  # it says this again once all ranks are here
-        if member.fits_any_layout or is_publishers or version.is_laid_out_as(group):
+        is_published = version.is_laid_out_as(group)
+        if is_known or (is_published and not held.publication):
             layout = version.holdings
-        elif bridges.misfit(group, version) is None:
-            layout = cluster.lay_out(version, group)
+        elif held.publication and (is_published or bridges.misfit(group, version) is None):
+            layout = cluster.lay_out(version, group, held.publication)
         else:
             return False
         if member.shard not in layout:

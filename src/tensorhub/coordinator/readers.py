@@ -16,6 +16,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
+from tensorhub.coordinator.ways import Way
 from tensorhub.messages import AddSource, CutReader, DropSource, Fenced, Flow, Grant, Need, ReaderCut, Revoked
 from tensorhub.scheduler.choice import Wanted, finish_s
 from tensorhub.scheduler.links import SECONDS_MIN, distance
@@ -141,14 +142,14 @@ class Readers:
         fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
         lacking = [] if None in fed else [need for need in part.lacking() if need not in fed]
         grants = [self.lend(part, *source) for source in self.sources(part, lacking)] if lacking else []
-        own, published = part.layout.of(part.shard), version.holdings
-        if grants or version.abandoned or part.can_be_whole or not part.needs_source:
+        own, origin = part.layout.of(part.shard), part.origin
+        if origin is None or grants or version.abandoned or part.can_be_whole or not part.needs_source:
             return grants
         grants += [self._lend(part, each, partial=True) for each in self._partial_holdings(part, version, own)]
-        for need in lacking:
-            if not version.is_class_whole(need.shard):
-                for shard in published.classes[need.shard]:
-                    patches = self._partial_holdings(part, version, version.holdings[shard], need)
+        for need in lacking if not origin.origin_id else ():
+            if not origin.is_class_whole(need.shard):
+                for shard in origin.classes[need.shard]:
+                    patches = self._partial_holdings(part, version, origin[shard], need)
                     grants += [self._lend(part, each, partial=True, need=need) for each in patches]
         return grants
 
@@ -209,6 +210,8 @@ class Readers:
             nonlocal below
             if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
+            if need is not None and holding.bridges and not holding.complete:
+                return True  # nobody waits for it, so nobody waits in a circle
             if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
             if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._dry):
@@ -253,18 +256,18 @@ class Readers:
         return there.best(reader.location, reader.transports, _wanted(there, need), rates, refuses, stranded=stranded)
 
     @staticmethod
-    def offered_in_vain(part: RankPart, version: Version) -> list[str]:
+    def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those."""
-        layout, reader = version.layout_of(part.member), part.member.worker
+        (layout, origin), reader = way, part.member.worker
         if part.member.holding is not None and part.member.holding.version is version:
             return []
         own = [layout[part.shard]] if layout is not None and part.shard in layout else []
-        ways = [own]
-        if layout is not version.holdings:  # it needs one for each class then
-            ways = [[*own, *(version.holdings[shard] for shard in each)] for each in version.holdings.classes.values()]
-        for way in ways:
+        offers = [own]
+        if origin is not None:  # it needs one for each class then
+            offers = [[*own, *(origin[shard] for shard in each)] for each in origin.classes.values()]
+        for each in offers:
             theirs = set[str]()
-            for source in (holding.member for there in way for holding in there if holding.is_source):
+            for source in (holding.member for there in each for holding in there if holding.is_source):
                 if source is not part.member and reader.reaches(source.worker):
                     break  # of very many sources mostly the first
                 theirs |= source.worker.transports
@@ -638,8 +641,8 @@ class Readers:
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
     """Those of whom it reads this: of the shards of a class, or of its own shard in its own layout."""
-    if need is not None:
-        return [version.holdings.of(shard) for shard in version.holdings.classes[need.shard]]
+    if need is not None and part.origin is not None:
+        return [part.origin.of(shard) for shard in part.origin.classes[need.shard]]
     layout = part.layout if part.bridges else version.holdings
     return [layout.of(part.shard)]
 

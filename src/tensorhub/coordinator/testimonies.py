@@ -48,7 +48,7 @@ class Testimonies:
     def expect(self, part: RankPart) -> None:
         """This rank, which bridges, has said what it needs: it will name roots of that."""
         for need in part.needs or ():
-            self.of_need(part.operation.bound, need)
+            self.of_need(part, need)
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
@@ -212,11 +212,9 @@ class Testimonies:
         self, member: Member, version: Version, layout: LayoutHoldings[Holding], message: Digests
     ) -> Testimony | None:
         """What these digests are of; None: nobody needs that."""
-        is_published = layout is version.holdings
         if not message.selection:
-            return self.of(version, member.shard, member.manifest) if is_published else None
-        first = layout.class_of(member.shard) if is_published else message.shard
-        return version.selections.get((first, message.selection))
+            return None if layout.origin_id else self.of(version, member.shard, member.manifest)
+        return version.selection(layout, member.shard, message.selection, message.shard)
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
@@ -309,9 +307,9 @@ class Testimonies:
 
     def _publisher(self, testimony: Testimony) -> Holding | None:
         """Whose word decides. Of a class, that is the publisher of the first shard that is left, if one is."""
-        if testimony.need is None:
-            return testimony.publisher
         version = testimony.version
+        if testimony.need is None or testimony.origin_id != version.holdings.described_as:
+            return testimony.publisher
         known = [version.testimonies.get(shard) for shard in version.holdings.classes.get(testimony.shard, ())]
         publishers = [each.publisher for each in known if each is not None and each.publisher is not None]
         last = testimony.publisher or next(iter(publishers), None)  # others may have read from it
@@ -402,18 +400,19 @@ class Testimonies:
 
     def _of(self, part: RankPart, need: Need | None) -> Testimony:
         version = part.operation.bound
-        return self.of(version, part.shard, part.member.begun) if need is None else self.of_need(version, need)
+        return self.of(version, part.shard, part.member.begun) if need is None else self.of_need(part, need)
 
-    def of_need(self, version: Version, need: Need) -> Testimony:
-        """What is known of that selection."""
-        testimony = version.selections.get((need.shard, need.selection))
+    def of_need(self, part: RankPart, need: Need) -> Testimony:
+        """What is known of that selection, which this rank reads of its origin."""
+        version, key = part.operation.bound, (part.layout.origin_id, need.shard, need.selection)
+        testimony = version.selections.get(key)
         if testimony is None:
             page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
-            testimony = Testimony(version, need.shard, need, page_bytes=page_bytes)
-            version.selections[need.shard, need.selection] = testimony
+            testimony = Testimony(version, need.shard, need, part.layout.origin_id, page_bytes=page_bytes)
+            version.selections[key] = testimony
             self._cluster.selections += 1
         if not testimony.width:
-            testimony.width = width_in(version.manifests.get(need.shard, b""))
+            testimony.width = width_in(next(iter(version.manifests.values()), b""))
         return testimony
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
@@ -435,22 +434,23 @@ def _all_of(version: Version) -> Iterator[Testimony]:
 def _reads(part: RankPart, testimony: Testimony) -> bool:
     """Whether that rank fills what the testimony is of."""
     if testimony.need is not None:
-        return part.needs is not None and testimony.need in part.needs
+        return part.needs is not None and testimony.need in part.needs and part.layout.origin_id == testimony.origin_id
     return part.shard == testimony.shard and not part.bridges
 
 
 def _holders(testimony: Testimony) -> Iterator[Holding]:
     """Who may hold what it is of. Of a selection those come first who have read just that."""
-    version, need = testimony.version, testimony.need
+    version, need, origin_id = testimony.version, testimony.need, testimony.origin_id
     if need is None:
         yield from version.holdings.get(testimony.shard, ())
         return
     for layout in version.others.values():
         for shard, needs in layout.needs.items():
-            if need in needs:
+            if need in needs and layout.origin_id == origin_id:
                 yield from layout[shard]
-    for shard in version.holdings.classes.get(testimony.shard, ()):
-        yield from version.holdings[shard]
+    for origin in version.described_as(origin_id):
+        for shard in origin.classes.get(testimony.shard, ()):
+            yield from origin[shard]
 
 
 def _no_room(testimony: Testimony) -> StateError:

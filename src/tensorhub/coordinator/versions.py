@@ -201,9 +201,10 @@ class Versions:
         for version in model.versions.values():
             if version.others:
                 self._cluster.forget_layouts(version)
-            can_read = [layout_id for layout_id, layout in version.others.items() if layout.have_sources()]
-            if version.holdings.sourceless and version.visible and version.is_described and version.has_each_class():
-                can_read.append("")
+            can_read = [key for key, layout in version.others.items() if layout.have_sources()]
+            published = version.holdings
+            if published.sourceless and version.visible and published.is_described and published.has_each_class():
+                can_read.append(("", ""))
             if can_read != version.readable_in:
                 version.readable_in, changed = can_read, True
         return changed

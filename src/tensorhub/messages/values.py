@@ -127,11 +127,12 @@ class Held:
     root: Root = b""
     manifest_id: Id = ""
     part_ids: PartIds = ()
+    publication: Id = ""  # from which its grid follows (`Start`); "": it has that of what was published
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a rank reads of the published shards of one class, where its layout is another one.
+    """What a rank reads of the shards of one class, where it does not read what was published in its own layout.
 
     `shard`: the first shard of the class. `chunks`: of the selection, which have so many bytes together.
     """
@@ -157,7 +158,7 @@ class Begun:
 
     `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
     serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
-    byte of it has changed yet.
+    byte of it has changed yet. `publication`: from which the grid follows, as in Start.
     """
 
     key: OpKey
@@ -165,3 +166,4 @@ class Begun:
     content_id: Id
     manifest_id: Id
     written: bool
+    publication: Id = ""

@@ -110,7 +110,13 @@ class Filling(GroupCall[calls.FillCall]):
             return None
         written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
         version = self._version
-        return messages.Begun(self._bound_as, version.version, version.content_id, self._base.manifest_id, written)
+        what = version.version, version.content_id, self._base.manifest_id, written
+        return messages.Begun(self._bound_as, *what, publication=self._publication)
+
+    @property
+    def _publication(self) -> str:
+        """From which the grid follows; "": it is the published one."""
+        return "" if self._planning is None else self._planning.publication_id
 
     @property
     def _base(self) -> Manifest | None:
@@ -378,7 +384,7 @@ class Filling(GroupCall[calls.FillCall]):
         version, manifest = self._bound
         base = self._base if self._planning is not None else None
         part_ids = tuple(said_parts(manifest)) or self._part_ids
-        return Content(version, manifest, self.generation, base=base, part_ids=part_ids)
+        return Content(version, manifest, self.generation, base=base, part_ids=part_ids, publication=self._publication)
 
     # ------------------------------------------------------------------------------------- what needs no network
 

@@ -38,6 +38,7 @@ class Content:
     roots: tuple[SelectionRoot, ...] = ()  # the same, of each selection; instead, where it is held in another layout
     base: Manifest | None = None  # whose regions it has, where it is held in another layout; None: `manifest`
     part_ids: tuple[str, ...] = ()  # of what is held, as the coordinator names them
+    publication: str = ""  # of whose shards it was read in selections; "": it has the published grid
     spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self, *, told: bool) -> Held:
@@ -54,6 +55,7 @@ class Content:
             root=self.root,
             manifest_id=manifest.manifest_id,
             part_ids=self.part_ids,
+            publication=self.publication,
         )
 
 

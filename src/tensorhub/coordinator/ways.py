@@ -1,0 +1,97 @@
+"""In which layout, and from which origin, a group reads a version.
+
+Theory of operation. As it was published, a version is read by whoever has that layout, as long as each shard has a source.
+Everybody else reads it by a *way*: an origin, whose shards' selections he reads, and his own layout as it follows from that
+origin, whose holders he copies from chunk by chunk. The published layout is an origin. So is another one in which a group
+holds all of the version, if its ranks have said where their tensors lie. Out of that the version can be read when nobody
+holds what was published any more, also in the published layout.
+
+The way is chosen when an operation is bound, and does not change any more: what has arrived is in its chunks. Only complete
+holdings of an origin that was read from others are read, so nobody waits in a circle.
+
+Responsible for that choice. Not responsible for which source a rank gets (`bridges`, `readers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, Member, Operation, Version
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
+
+Layout = LayoutHoldings[Holding]
+
+
+class Way(NamedTuple):
+    """`layout`: the reader's own; None: nobody holds or fills it yet. `origin` None: it is the published one."""
+
+    layout: Layout | None
+    origin: Layout | None
+
+    @property
+    def serves(self) -> bool:
+        """Whether there are sources for everything: in the reader's own layout, or of each class of the origin's shards."""
+        return (self.layout is not None and self.layout.have_sources()) or (
+            self.origin is not None and self.origin.has_each_class()
+        )
+
+    @property
+    def can_be_read(self) -> bool:
+        """The same, of workers that are heard of now."""
+        return (self.layout is not None and self.layout.copies() > 0) or (
+            self.origin is not None and self.origin.can_each_class_be_read()
+        )
+
+
+def first_member(operation: Operation) -> Member:
+    """That of its first rank."""
+    return next(iter(operation.parts.values())).member
+
+
+def as_published(version: Version, operation: Operation) -> bool:
+    """Whether its ranks have the layout in which that version was published."""
+    member = first_member(operation)
+    return member.fits_any_layout or version.is_laid_out_as(member.group)
+
+
+def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way]:
+    """All that there are; once it is bound, the one that was chosen."""
+    part, begun = next(iter(operation.parts.values())), operation.resumes
+    member = part.member
+    if part.in_layout is not None and operation.version is version:
+        yield Way(part.in_layout, part.origin)
+        return
+    is_published = as_published(version, operation)
+    if is_published and (begun is None or not begun.publication):
+        yield Way(version.holdings, None)
+    if member.fits_any_layout:
+        return
+    if not is_published and version.holdings.is_described:
+        cluster.describe(version, version.holdings)
+    for origin in version.layouts:
+        origin_id = origin.described_as
+        if not origin_id or (origin is version.holdings and is_published):
+            continue
+        if begun is None or begun.publication == origin_id:
+            yield Way(version.others.get((member.group.layout_id or "", origin_id)), origin)
+
+
+def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None:
+    """By which its ranks read it best; None: there is none now."""
+    found = None
+    for way in of(cluster, version, operation):
+        if not way.serves:
+            continue
+        if way.origin is None:
+            return way  # it costs those who read what was published nothing that there are others
+        if found is None:
+            found = way
+    return found
+
+
+def serve(operation: Operation) -> bool:
+    """Whether the version to which it is bound can be read by the way that was chosen."""
+    part = next(iter(operation.parts.values()))
+    return Way(part.in_layout, part.origin).serves
