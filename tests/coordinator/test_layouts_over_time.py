@@ -242,3 +242,19 @@ def test_a_vote_of_an_operation_that_is_over_changes_nothing() -> None:
     world.say(reader, Prepared(key, 0, b"", (root(A), root(B))))
     (layout,) = world.version.others.values()
     assert layout.have_sources()
+
+
+def test_where_it_lies_is_learned_of_who_holds_it_although_others_fill_it_already() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    finish(world, [reader], trainers)
+    info = world.version.info
+    world = world.restarted()
+    for trainer in trainers:
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    (other,) = world.group("other", [("own/r0", ())])
+    world.fill([other])
+    reader = back(world, reader, held_by(reader, info))
+    assert [answer.keep for answer in reader.take(Registered)] == [True]
+    (layout,) = world.version.others.values()
+    assert layout.parts == {0: lies_of(reader)}

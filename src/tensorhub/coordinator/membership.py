@@ -518,6 +518,8 @@ class Membership:
         if not layout.manifests.get(member.shard) and not cluster.manifests.has_room_for(held.manifest, *parts):
             return False
         cluster.learn(version, layout, member.shard, held.manifest, parts)
+        if layout.origin_id:
+            cluster.learn_parts(version, layout, member.shard, parts)
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = self._readers.new_replica(version, member)
