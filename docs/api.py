@@ -11,12 +11,13 @@ from typing import Any
 
 import tensorhub
 from examples.reference import EXAMPLES, Example
-from tensorhub import conversion, errors, model_summary, sync, testing, types
+from tensorhub import conversion, errors, model_summary, read_plan, sync, testing, types
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
     "Endpoint"
 ).split()
+PLANS = ("ReadPlan", "PlannedSource")
 SUMMARIES = ("ModelSummary", "VersionSummary", "LayoutSummary", "CallsSummary", "SilentWorker")
 CONVERSION = ("register_converted", "cast", "Conversion", "ConvertedWeights", "ConversionReport")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
@@ -45,6 +46,8 @@ def page() -> str:
         parts += _value(name, getattr(types, name))
     for name in SUMMARIES:
         parts += _value(name, getattr(model_summary, name))
+    for name in PLANS:
+        parts += _value(name, getattr(read_plan, name))
     parts += _conversion()
     parts += _errors()
     parts += _warnings()

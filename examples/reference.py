@@ -216,6 +216,17 @@ async def fetch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     assert (list(fetched), fetched.report.bytes_read) == (["layers.1.weight"], 8)  # the other one was not read
 
 
+@shows("Hub.plan", "ReadPlan", "PlannedSource", "ReadPlan.nbytes")
+async def plan(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(8, 4)})).publish(1)
+    columns = {"half": torch.empty(8, 2, device="meta")}  # shapes are enough
+    found = await rollout.plan("actor", columns, sources={"half": tensorhub.source("w")[:, 2:]}, partial=True)
+    assert (found.nbytes, found.runs, found.excess_nbytes) == (64, 8, 0)
+    assert [(source.ranks, source.workers, source.cells) for source in found.sources] == [((0,), (trainer.name,), 1)]
+    whole = await rollout.plan("actor")  # what fetch(rank=None) reads
+    assert (whole.nbytes, whole.runs) == (128, 1)
+
+
 # ------------------------------------------------------------------------------------------------- keeping, going back
 
 
@@ -439,7 +450,7 @@ def train_blocking(address: str) -> None:
 
 
 @shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")
-@shows("sync.Hub.summarize")
+@shows("sync.Hub.summarize", "sync.Hub.plan")
 @shows("sync.Hub.watch", "sync.Watcher", "sync.Hub.fetch")
 def roll_out_blocking(address: str) -> None:
     with sync.connect(address, name="trainer-0") as trainer, sync.connect(address) as hub:
@@ -457,6 +468,7 @@ def roll_out_blocking(address: str) -> None:
         assert next(hub.watch("actor")) == hub.newest("actor")
         assert hub.describe("actor").mark == hub.summarize("actor").mark == 2
         assert hub.fetch("actor", 2)["w"].sum() == 4
+        assert hub.plan("actor", {"w": torch.empty(4)}).nbytes == 16
 
 
 @shows("sync.Weights.prefetch")

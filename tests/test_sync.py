@@ -137,6 +137,8 @@ def test_what_is_known(hubs: Pair) -> None:
     assert reader.describe("m", version=3, after="a name", limit=1) == reader.describe("m")
     assert reader.summarize("m").mark == 3
     assert [model.model for model in reader.summarize()] == ["m"]
+    plan = reader.plan("m", selector=3)
+    assert (plan.version, [each.workers for each in plan.sources]) == (newest, [("trainer",)])
     assert reader.name == "reader"
 
 

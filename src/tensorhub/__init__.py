@@ -30,6 +30,7 @@ from tensorhub.hub import Coordinator, Hub, connect, serve
 from tensorhub.layouts.views import at, source
 from tensorhub.model_summary import ModelSummary
 from tensorhub.protocol.secret import read_only_token
+from tensorhub.read_plan import PlannedSource, ReadPlan
 from tensorhub.runtime.sigterm import leave_on_sigterm
 from tensorhub.transport.shm.segments import shared_empty_like
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
@@ -57,7 +58,9 @@ __all__ = [
     "MutabilityViolation",
     "OperationTimeout",
     "Options",
+    "PlannedSource",
     "ProtocolError",
+    "ReadPlan",
     "RegistrationError",
     "RetentionError",
     "SourceReport",

@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
 from tensorhub.fetched import Fetched
+from tensorhub.layouts.ahead import plan_ahead
+from tensorhub.layouts.entries import Sources
 from tensorhub.layouts.joining import Declaration
-from tensorhub.memory.allocated import AllocatedMemory
+from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import CallersMemory, FilledMemory, RegisteredMemory
+from tensorhub.memory.unallocated import described
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
+from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
@@ -309,11 +313,9 @@ class Hub(Unpicklable):
 
         Raises RegistrationError, which names each tensor that cannot be registered and what to do.
         """
-        if not (sources is None or callable(sources) or isinstance(sources, Mapping)):
-            raise InvalidType(f"sources={shown(sources)}: give a mapping of names to views, or a function of a name")
         check_flag("partial", partial)
         check_ranks(rank, world_size)
-        memory = RegisteredMemory(tensors, sources)
+        memory = RegisteredMemory(tensors, _checked_sources(sources))
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial)
         return await register_memory(
             self, model, memory, group=group, rank=rank, world_size=world_size, spot=spot, declared=declared
@@ -412,6 +414,44 @@ class Hub(Unpicklable):
             check_name("model", model)
         found = await self._thread.call(self._worker.coordinator.summarize, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
+
+    async def plan(
+        self,
+        model: str,
+        tensors: nn.Module | Mapping[str, Any] | None = None,
+        selector: Selector = LATEST,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        sources: Mapping[str, object] | Callable[[str], object] | None = None,
+        partial: bool = False,
+        names: str | Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> ReadPlan:
+        """What one rank of a layout would read of a version, and from whom. Nothing is registered, and nothing is read.
+
+        `tensors`, `rank`, `world_size`, `sources`, `partial`: as in `register`; but the tensors may be on torch's meta
+        device, so that any rank of a layout can be planned anywhere. Without `tensors` it is what `fetch(rank=None,
+        names=names)` reads. The plan is that of the first reader of its layout: those that follow read from it, chunk by
+        chunk. For a model of 100,000 tensors it is made in some seconds, in the caller's thread.
+
+        Raises what a fill would raise before it reads: RegistrationError, ManifestMismatch, VersionUnavailable (also where
+        nothing is published yet: it does not wait); OperationTimeout, CoordinatorUnavailable.
+        """
+        check_name("model", model)
+        check_selector(selector)
+        check_ranks(rank, world_size)
+        check_flag("partial", partial)
+        if tensors is None and (sources is not None or (rank, world_size, partial) != (0, 1, False)):
+            raise InvalidValue("rank=, world_size=, sources= and partial= are of a reader's tensors: give these, too")
+        if tensors is not None and names is not None:
+            raise InvalidValue("names= chooses of the whole model: leave it out, and give the tensors that are to be filled")
+        chosen, reader = patterns(names), None
+        if tensors is not None:
+            descriptions, declared = described(tensors, rank, world_size, _checked_sources(sources), partial)
+            reader = self._worker.describe_reader(descriptions, declared), declared
+        known = await self._thread.call(self._worker.known, model, selector, self._worker.timeout_s(timeout))
+        return plan_ahead(known, reader, chosen)
 
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
@@ -581,6 +621,12 @@ def check_ranks(rank: int, world_size: int) -> None:
     if strange or not 0 <= rank < world_size <= 2**20:
         text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
         raise invalid(next(iter(strange), rank), int, text)
+
+
+def _checked_sources(sources: Sources | None) -> Sources | None:
+    if sources is None or callable(sources) or isinstance(sources, Mapping):
+        return sources
+    raise InvalidType(f"sources={shown(sources)}: give a mapping of names to views, or a function of a name")
 
 
 def _check_full(worker: CallersWorker, call: str) -> None:

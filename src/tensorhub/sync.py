@@ -22,6 +22,7 @@ from tensorhub.fetched import Fetched
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Unpicklable, close_after, wrong_use
 from tensorhub.protocol.secret import resolve_token
+from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.loop_thread import BlockingMode, finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo, WorkerView
 from tensorhub.watcher import Watcher as AsyncWatcher
@@ -219,6 +220,23 @@ class Hub(Unpicklable):
         """Allocate the tensors of a version and fill them; see `tensorhub.Hub.fetch`."""
         fetch = self._hub.fetch(model, selector, rank=rank, names=names, device=device, timeout=timeout)
         return _finish(fetch)
+
+    def plan(
+        self,
+        model: str,
+        tensors: nn.Module | Mapping[str, Any] | None = None,
+        selector: Selector = LATEST,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        sources: Mapping[str, object] | Callable[[str], object] | None = None,
+        partial: bool = False,
+        names: str | Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> ReadPlan:
+        """What one rank of a layout would read of a version, and from whom; see `tensorhub.Hub.plan`."""
+        layout = {"rank": rank, "world_size": world_size, "sources": sources, "partial": partial, "names": names}
+        return _finish(self._hub.plan(model, tensors, selector, timeout=timeout, **layout))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Close every handle and leave the cluster; returns when that is done. The end of a block does it too."""

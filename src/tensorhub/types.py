@@ -316,13 +316,20 @@ class VersionInfo:
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """What one source gave to one fetch. `outcome`: "used", or why the reader left it."""
+    """What one source gave to one fetch. `outcome`: "used", or why the reader left it.
+
+    A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were verified. `shard` is then the
+    published shard that was read, and None where the source has the reader's own layout.
+    """
 
     name: str  # the worker's
     transport: str
     bytes_read: int
     seconds: float  # while it was a source
     outcome: str  # "used", "dropped", or why the read failed: lost, stalled, refused, corrupt, unreachable
+    shard: int | None = None  # of the published layout, where that is another one than the reader's
+    cells: int = 0  # parts of tensors that the source has and the reader wants
+    runs: int = 0  # contiguous in both memories
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +341,7 @@ class FetchReport:
     `phases`: wall seconds by name (resolve, wait, transfer, verify, unpack, commit), which add up to `seconds`, the whole
     call: until a version was bound; waiting (for `before_write`, other ranks, sources); bytes and digests, whose time is
     shared out where several sources were read at once; copies of what had arrived; the decision. An update that changed
-    nothing has `resolve` only.
+    nothing has `resolve` only. `cells`, `runs`, `bytes_across`: what was read of other layouts than the reader's own.
     """
 
     version: int  # that is held now
@@ -345,6 +352,19 @@ class FetchReport:
     sources: tuple[SourceReport, ...] = ()
     retries: int = 0  # chunks that had to be asked for again
     reread_bytes: int = 0  # the part of bytes_read that had been verified before
+
+    @property
+    def cells(self) -> int:
+        return sum(source.cells for source in self.sources)
+
+    @property
+    def runs(self) -> int:
+        return sum(source.runs for source in self.sources)
+
+    @property
+    def bytes_across(self) -> int:
+        """The part of bytes_read that came from replicas of another layout."""
+        return sum(source.bytes_read for source in self.sources if source.shard is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def test_what_cannot_be_printed_is_an_error_in_one_line(unbuffered: str) -> None
     assert done.returncode == 1
 
 
-COMMANDS = ("serve", "demo", "status", "publish", "fetch", "seed", "simulate", "doctor", "bench", "token")
+COMMANDS = ("serve", "demo", "status", "publish", "fetch", "plan", "seed", "simulate", "doctor", "bench", "token")
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("token", "new"), ("token", "read-only")])

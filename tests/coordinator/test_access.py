@@ -37,6 +37,7 @@ from tensorhub.messages import (
     FromCoordinator,
     FromWorker,
     GetManifest,
+    GetPublication,
     Heartbeat,
     Held,
     Join,
@@ -47,6 +48,7 @@ from tensorhub.messages import (
     Pin,
     Prepared,
     Progress,
+    PublicationReply,
     Publish,
     ReaderCut,
     ReadFailed,
@@ -159,6 +161,7 @@ def test_it_fetches_and_looks() -> None:
     assert isinstance(guest.say(Summarize(8, None))[0], Summary)
     assert guest.say(Check(9, "actor", 9)) == [Done(9)]
     assert isinstance(guest.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
+    assert isinstance(guest.say(GetPublication(8, "actor", "latest"))[0], PublicationReply)
     start = guest.fetch()
     assert start.write
     assert [grant.source for grant in start.grants] == ["trainer"]

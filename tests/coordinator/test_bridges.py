@@ -15,10 +15,12 @@ from tensorhub.messages import (
     AddSource,
     DropSource,
     GetPart,
+    GetPublication,
     LeaveGranted,
     ManifestReply,
     Need,
     Outcome,
+    PublicationReply,
     Refused,
     Register,
     Start,
@@ -386,3 +388,33 @@ def test_of_very_many_layouts_a_summary_lists_a_few(monkeypatch: pytest.MonkeyPa
         world.ready(reader, A, B)
     (counted,) = summaries.summarize(world.core.cluster.models["m"], world.now).versions
     assert (counted.layouts_known, [each.layout_id for each in counted.layouts]) == (4, [world.version.layout_id, "own/0"])
+
+
+def test_what_was_published_where_is_told_to_who_asks_by_selector() -> None:
+    world, trainers = published()
+    (reader,) = world.group("r", [wide(0)])
+    world.fill([reader])
+    (start,) = reader.take(Start)
+    for selector in (1, "latest", "available"):
+        world.say(reader, GetPublication(7, "m", selector))
+        (reply,) = reader.take(PublicationReply)
+        assert (reply.version, reply.layout_id) == (world.version.info, world.version.layout_id)
+        assert id_of(reply.publication) == start.publication
+    for model, selector in (("m", 2), ("m", "latest-1"), ("?", 1)):
+        world.say(reader, GetPublication(8, model, selector))
+        (refused,) = reader.take(Refused)
+        assert refused.error.kind == "VersionUnavailable"
+    world.lose(*trainers)
+    world.say(reader, GetPublication(9, "m", "available"))
+    (refused,) = reader.take(Refused)
+    assert (refused.error.kind, refused.error.retryable) == ("VersionUnavailable", True)
+
+
+def test_a_version_of_which_nobody_has_said_anything_cannot_be_described() -> None:
+    world, _ = published()
+    after = world.restarted()
+    (reader,) = after.group("r", [wide(0)])
+    after.say(reader, GetPublication(9, "m", "latest"))
+    (refused,) = reader.take(Refused)
+    assert (refused.error.kind, refused.error.retryable) == ("VersionUnavailable", True)
+    assert "nobody who is here now has said what is in version 1" in refused.error.message

@@ -11,6 +11,7 @@ from tensorhub.cli.common import EXIT_CODES, HELP, reporting
 from tensorhub.cli.demo import demo
 from tensorhub.cli.doctor import doctor
 from tensorhub.cli.fetch import fetch
+from tensorhub.cli.plan import plan
 from tensorhub.cli.publish import publish
 from tensorhub.cli.seed import seed
 from tensorhub.cli.serve import serve
@@ -52,6 +53,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     status: "Show versions, replicas, running reads and workers.",
     publish: "Publish safetensors files, and serve them.",
     fetch: "Fetch a version into safetensors files.",
+    plan: "Show what a reader would read from whom.",
     seed: "Hold the newest version in memory, for a site.",
     simulate: "Search for broken guarantees in a simulated cluster.",
     doctor: "Say which transports work on this machine.",

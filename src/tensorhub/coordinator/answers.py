@@ -1,4 +1,7 @@
-"""Answers to what anybody may ask, joined or not: Describe, Summarize, GetManifest, GetPart, Check. Changes nothing."""
+"""Answers to what anybody may ask, joined or not: Describe, Summarize, GetManifest, GetPart, GetPublication, Check.
+
+They change nothing. (What a publication is described by is made when it is first asked for, and kept with the version.)
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,22 @@ from dataclasses import dataclass
 from tensorhub.coordinator import summaries, views
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Model
+from tensorhub.coordinator.entities import Model, Version
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import VersionUnavailable
-from tensorhub.messages import Check, Describe, Description, GetManifest, GetPart, ManifestReply, Summarize, Summary
+from tensorhub.messages import (
+    Check,
+    Describe,
+    Description,
+    GetManifest,
+    GetPart,
+    GetPublication,
+    ManifestReply,
+    PublicationReply,
+    Summarize,
+    Summary,
+)
+from tensorhub.types import AVAILABLE, Selector
 
 
 @dataclass(eq=False, repr=False)
@@ -48,7 +63,7 @@ class Answers:
             found = summaries.summarize(model, self._cluster.now)
             self._cluster.send(session, Summary(message.request, (found,)))
 
-    def _model(self, session: int, message: Describe | Summarize, name: str) -> Model | None:
+    def _model(self, session: int, message: Describe | Summarize | GetPublication, name: str) -> Model | None:
         """The model of this name; if there is none, the asker hears which ones there are."""
         model = self._cluster.models.get(name)
         if model is None:
@@ -75,6 +90,34 @@ class Answers:
             self._cluster.answer(session, message.request, error)
         else:
             self._cluster.send(session, ManifestReply(message.request, blob))
+
+    def publication(self, session: int, message: GetPublication) -> None:
+        """What was published where, of the version that a selector means now."""
+        model = self._model(session, message, message.model)
+        if model is None:
+            return
+        try:
+            version = self._resolved(model, message.selector)
+        except VersionUnavailable as error:
+            self._cluster.answer(session, message.request, error)
+            return
+        blob = self._cluster.manifests.find(self._cluster.describe(version))
+        assert blob is not None
+        self._cluster.send(session, PublicationReply(message.request, version.info, version.layout_id, blob))
+
+    def _resolved(self, model: Model, selector: Selector) -> Version:
+        """A version that can be described. VersionUnavailable: there is none that the selector means now."""
+        version = (
+            next((v for v in model.visible if v.can_be_read() or (v.is_described and v.can_each_class_be_read())), None)
+            if selector == AVAILABLE
+            else self._versions.resolve(model, selector, None)
+        )
+        if version is None:
+            raise VersionUnavailable(self._versions.waiting_text(model, selector, None), retryable=True)
+        if not version.is_described:
+            text = f"nobody who is here now has said what is in version {version.number} of {model.name!r}"
+            raise VersionUnavailable(f"{text}; {held_text(model)}", retryable=True)
+        return version
 
     def check(self, session: int, message: Check) -> None:
         """Whether a number can still be published."""

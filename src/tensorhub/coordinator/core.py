@@ -326,6 +326,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._answers.manifest(session.number, message)
             case messages.GetPart():
                 self._answers.part(session.number, message)
+            case messages.GetPublication():
+                self._answers.publication(session.number, message)
             case messages.Check():
                 self._answers.check(session.number, message)
             case _:

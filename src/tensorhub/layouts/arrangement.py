@@ -202,11 +202,15 @@ class Coordinates:
             kind, box, strides = self.geometry[form]
             yield Piece(self.catalogue.names[tensor], kind, box, region, offset, strides)
 
+    @property
+    def form_sizes(self) -> list[int]:
+        """Bytes of a piece of each form."""
+        return [Piece("", kind, box, 0, 0, strides).nbytes for kind, box, strides in self.geometry]
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all pieces; tied tensors count each time."""
-        sizes = [Piece("", kind, box, 0, 0, strides).nbytes for kind, box, strides in self.geometry]
-        return sum(map(sizes.__getitem__, self.arrangement.form_of))
+        return sum(map(self.form_sizes.__getitem__, self.arrangement.form_of))
 
     def fault(self) -> str | None:
         """The first thing that makes these no coordinates of their arrangement."""

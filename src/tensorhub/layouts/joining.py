@@ -129,13 +129,14 @@ def reading_for(
     others there; it ties what is not tied there; it is alone, and leaves unread what it may not. RegistrationError: it is
     cut into too many chunks.
     """
-    reader = _reader(publication, manifest, declared)
+    reader = reader_of(publication, manifest, declared)
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
     key = msgpack.packb([published.publication_id, reader.coordinates_id, declared.rank])
     return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader)
 
 
-def _reader(publication: Publication, manifest: Manifest, declared: Declaration) -> Coordinates:
+def reader_of(publication: Publication, manifest: Manifest, declared: Declaration) -> Coordinates:
+    """What the tensors of this manifest want of that publication. Raises as `reading_for`."""
     catalogue, leaves = publication.catalogue, declared.partial or declared.world_size > 1
 
     def shape_of(name: str) -> tuple[int, ...] | None:

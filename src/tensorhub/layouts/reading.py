@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
+from typing import NamedTuple
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
@@ -147,11 +148,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Reading:
-    """`places[i]`: the reader's chunk i, in its own regions. `sizes[i]`: its bytes. Each chunk is in one part."""
+    """`places[i]`: the reader's chunk i, in its own regions. `sizes[i]`: its bytes. `counts[i]`: of how many cells it is
+    made, and of how many runs, each of which is contiguous at both ends. Each chunk is in one part.
+    """
 
     places: tuple[tuple[Strip, ...], ...]
     sizes: tuple[int, ...]
     parts: tuple[Part, ...]
+    counts: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -165,25 +169,22 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
     """
     classes = publication.classes
     made = plan(reader, [each.coordinates for each in classes], turn=turn)
-    chunks = [
-        (places, source, taken)
-        for source, families in made.of_source.items()
-        for places, taken in _batches(families, chunk_bytes)
-    ]
-    chunks.sort(key=lambda chunk: chunk[0][0][:2])  # by the first byte
+    chunks = [(batch, source) for source, families in made.of_source.items() for batch in _batches(families, chunk_bytes)]
+    chunks.sort(key=lambda chunk: chunk[0].places[0][:2])  # by the first byte
     if len(chunks) > CHUNKS_MAX:
         raise RegistrationError(f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer")
     numbers: dict[int, list[int]] = {source: [] for source in made.of_source}
-    for number, (_, source, _) in enumerate(chunks):
+    for number, (_, source) in enumerate(chunks):
         numbers[source].append(number)
     parts = []
     for source, its in numbers.items():
-        selection = Selection(tuple([chunks[number][2] for number in its]), classes[source].coordinates.coordinates_id)
+        selection = Selection(tuple([chunks[number][0].taken for number in its]), classes[source].coordinates.coordinates_id)
         _refuse_too_long(selection)
         parts.append(Part(classes[source].ranks[0], classes[source].ranks, selection, tuple(its)))
-    places = tuple([places for places, _, _ in chunks])
+    places = tuple([batch.places for batch, _ in chunks])
     sizes = tuple([sum([strip.nbytes for strip in chunk]) for chunk in places])
-    return Reading(places, sizes, tuple(parts))
+    counts = tuple([(batch.cells, batch.runs) for batch, _ in chunks])
+    return Reading(places, sizes, tuple(parts), counts)
 
 
 def _refuse_too_long(selection: Selection) -> None:
@@ -201,8 +202,17 @@ def _refuse_too_long(selection: Selection) -> None:
 # ------------------------------------------------------------------------------------------------------- batches
 
 
-def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[tuple[Strip, ...], tuple[Strip, ...]]]:
-    """The cells of one source in chunks: of each, the strips at the reader and those at the source."""
+class _Batch(NamedTuple):
+    """One chunk."""
+
+    places: tuple[Strip, ...]  # at the reader
+    taken: tuple[Strip, ...]  # at the source
+    cells: int
+    runs: int
+
+
+def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[_Batch]:
+    """The cells of one source in chunks."""
     batch: list[tuple[Strip, Strip]] = []
     room, runs, cells = chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
     for family in _short(families, chunk_bytes):
@@ -211,7 +221,7 @@ def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[tup
         while at < family.length:
             count = min(family.length - at, room // cell_bytes, runs // cell_runs, cells)
             if not count:
-                yield _in_order(batch)
+                yield _in_order(batch, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
                 batch, room, runs, cells = [], chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
                 continue
             batch.append(_strips(family, at, count))
@@ -220,12 +230,12 @@ def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[tuple[tup
             cells -= count
             at += count
     if batch:
-        yield _in_order(batch)
+        yield _in_order(batch, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
 
 
-def _in_order(batch: list[tuple[Strip, Strip]]) -> tuple[tuple[Strip, ...], tuple[Strip, ...]]:
+def _in_order(batch: list[tuple[Strip, Strip]], cells: int, runs: int) -> _Batch:
     batch.sort(key=lambda both: both[0][:2])
-    return tuple([place for place, _ in batch]), tuple([taken for _, taken in batch])
+    return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), cells, runs)
 
 
 def _short(families: Sequence[Family], chunk_bytes: int) -> Iterator[Family]:

@@ -11,6 +11,7 @@ either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,6 +82,11 @@ class ReshardedManifest(Manifest):
 def parts_of(manifest: Manifest) -> tuple[Part, ...]:
     """What is read of which shard class; nothing, where the layout is the published one."""
     return manifest.parts if isinstance(manifest, ReshardedManifest) else ()
+
+
+def counts_of(manifest: Manifest) -> Sequence[tuple[int, int]]:
+    """Of how many cells and runs each chunk is made; nothing, where the layout is the published one."""
+    return manifest.reading.counts if isinstance(manifest, ReshardedManifest) else ()
 
 
 def resharded(

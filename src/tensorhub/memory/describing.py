@@ -42,7 +42,7 @@ def describe(tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()) -> t
             faults.append(f"{name!r}: {fault}")
         else:
             local = local_of(tensor)
-            found.append(_describe(name, local))
+            found.append(description_of(name, local, place_of(local)))
             places.setdefault(_place(local), name)
     faults += also_wrong
     if faults:
@@ -85,10 +85,11 @@ def device_of(tensors: Mapping[str, Any]) -> Device | None:
     return None if device is None else cuda_device(device.index)
 
 
-def _describe(name: str, tensor: Any) -> TensorDescription:
+def description_of(name: str, tensor: Any, address: int) -> TensorDescription:
+    """As if its bytes were there."""
     dtype, shape = dtype_of(tensor), tuple(tensor.shape)
     quantization = quantization_of(tensor) if is_torch(tensor) else None
-    return TensorDescription(name, dtype, shape, place_of(tensor), prod(shape) * ITEMSIZE[dtype], quantization)
+    return TensorDescription(name, dtype, shape, address, prod(shape) * ITEMSIZE[dtype], quantization)
 
 
 def quantization_of(tensor: Any) -> Quantization | None:

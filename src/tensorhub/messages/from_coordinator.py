@@ -297,6 +297,16 @@ class ManifestReply:
 
 
 @dataclass(frozen=True, slots=True)
+class PublicationReply:
+    """`layout_id`: in which the version was published. `publication`: as Start names it."""
+
+    request: U64
+    version: VersionInfo
+    layout_id: Name
+    publication: ManifestBlob
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """The newest visible version; None: there is none. After a rollback it is older than before."""
 
@@ -347,6 +357,7 @@ FromCoordinator = (
     | TellDigests
     | Compare
     | ManifestReply
+    | PublicationReply
     | Announce
     | Description
     | Summary

@@ -349,6 +349,17 @@ class GetPart:
 
 
 @dataclass(frozen=True, slots=True)
+class GetPublication:
+    """Ask which visible version a selector means, and for the description of what was published where. Answered by
+    PublicationReply or Refused.
+    """
+
+    request: U64
+    model: Name
+    selector: int | Name
+
+
+@dataclass(frozen=True, slots=True)
 class Watch:
     """Announce this model's newest visible version now, and whenever it changes."""
 
@@ -440,7 +451,7 @@ class Unpin:
     model: Name
 
 
-FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | GetPart | Check
+FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | GetPart | GetPublication | Check
 """What a session may say before a worker has joined over it, too."""
 AboutOperation = Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
 """What a rank says of the operation that it takes part in."""

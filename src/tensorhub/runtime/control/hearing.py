@@ -18,14 +18,14 @@ import anyio
 import anyio.lowlevel
 
 from tensorhub.coordinator import Event, Received
-from tensorhub.messages import Describe, FromWorker, GetManifest, Join, Summarize
+from tensorhub.messages import Describe, FromWorker, GetManifest, GetPublication, Join, Summarize
 from tensorhub.runtime.control.session import Session, call_soon
 
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
 TURNS_S = 0.005  # for the turns of all sessions, one message at least; then the loop does everything else
 
-LongQuestion = Describe | Summarize | GetManifest  # whose answer takes time to make
+LongQuestion = Describe | Summarize | GetManifest | GetPublication  # whose answer takes time to make
 
 
 class Hearing:

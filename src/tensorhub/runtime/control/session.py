@@ -26,6 +26,7 @@ from tensorhub.messages import (
     FromCoordinator,
     FromWorker,
     ManifestReply,
+    PublicationReply,
     Refused,
     Summary,
 )
@@ -39,7 +40,7 @@ from tensorhub.types import Options
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 SAID_AT_ONCE_MAX = 64  # messages in one send
 
-LongAnswer = Description | Summary | ManifestReply | Compare  # what has its room taken before it is sent
+LongAnswer = Description | Summary | ManifestReply | PublicationReply | Compare  # what has its room taken before it is sent
 
 log = get_logger("tensorhub.coordinator")
 

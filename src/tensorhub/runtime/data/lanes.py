@@ -121,6 +121,8 @@ class _Lane:
     origin: Origin
     requests: Requests
     brings: Sequence[int] | None = None  # its selection's chunks, in this reader's numbers; None: it reads no selection
+    cells: int = 0  # that it has brought, of a selection
+    runs: int = 0
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
@@ -180,14 +182,17 @@ class PullRunner:
         verified: Iterable[int] = (),
         published: Mapping[int, int] | None = None,
         selections: Mapping[str, Part] | None = None,
+        counts: Sequence[tuple[int, int]] = (),
         batch_bytes: int = BATCH_BYTES,
         patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says. `selections`: what grants bring that name one. `patience_s`: see `Requests`.
+        as digest, whatever their source says. `selections`: what grants bring that name one. `counts`: of how many cells and
+        runs each chunk is, if it comes by a selection. `patience_s`: see `Requests`.
         """
         self._published = published or {}
         self._selections = selections or {}
+        self._counts = counts
         self._memory = memory
         self._owner = owner
         self._registration = registration
@@ -287,7 +292,9 @@ class PullRunner:
 
     def _source_report(self, lane: _Lane, now: float) -> SourceReport:
         bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
-        return SourceReport(lane.grant.source, lane.transport, bytes_read, seconds, lane.outcome)
+        shard = lane.grant.shard if lane.brings is not None else None
+        grant, counts = lane.grant, (shard, lane.cells, lane.runs)
+        return SourceReport(grant.source, lane.transport, bytes_read, seconds, lane.outcome, *counts)
 
     async def _run_lane(self, lane: _Lane) -> None:
         try:
@@ -463,6 +470,9 @@ class PullRunner:
         with self._changed:
             lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
             lane.answers += 1
+            if lane.brings is not None and self._counts:
+                lane.cells += sum([self._counts[chunk][0] for chunk, _ in good])
+                lane.runs += sum([self._counts[chunk][1] for chunk, _ in good])
             lane.requests.arrived(good, bad)
             if bad or lane.threads > 1 or lane.brings is not None:
                 self._changed.notify_all()

@@ -14,9 +14,16 @@ from tensorhub import messages
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict, VersionUnavailable
 from tensorhub.model_summary import ModelSummary
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
-from tensorhub.types import ModelInfo, ReplicaView, VersionInfo, WorkerView
+from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
-Answer = messages.Done | messages.Refused | messages.Description | messages.Summary | messages.ManifestReply
+Answer = (
+    messages.Done
+    | messages.Refused
+    | messages.Description
+    | messages.Summary
+    | messages.ManifestReply
+    | messages.PublicationReply
+)
 
 
 class MessageSink(Protocol):
@@ -155,6 +162,19 @@ class CoordinatorClient:
         answer = await self.ask(
             lambda request: messages.GetManifest(request, info.model, info.content_id, shard), what, timeout_s
         )
+        assert isinstance(answer, messages.ManifestReply)
+        return answer.manifest
+
+    async def publication(self, model: str, selector: Selector, timeout_s: float) -> messages.PublicationReply:
+        """What was published where, of the version that a selector means now. VersionUnavailable if there is none."""
+        what = f"what was published of {model!r}"
+        answer = await self.ask(lambda request: messages.GetPublication(request, model, selector), what, timeout_s)
+        assert isinstance(answer, messages.PublicationReply)
+        return answer
+
+    async def part(self, part_id: str, timeout_s: float) -> bytes:
+        """A part of a publication. VersionUnavailable if it is not known any more."""
+        answer = await self.ask(lambda request: messages.GetPart(request, part_id), "a part of a publication", timeout_s)
         assert isinstance(answer, messages.ManifestReply)
         return answer.manifest
 

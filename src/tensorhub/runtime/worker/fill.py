@@ -17,7 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import TensorHubError
-from tensorhub.layouts.resharded import parts_of
+from tensorhub.layouts.resharded import counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
@@ -239,6 +239,7 @@ class Filler:
             verified=there,
             published=action.published,
             selections=selections,
+            counts=counts_of(action.manifest),
             patience_s=self._channels.patience_s,
         )
         try:

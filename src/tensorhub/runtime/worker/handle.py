@@ -304,8 +304,8 @@ class Handle(CallersHandle):
         started, made = time.perf_counter(), plan(action)
         if isinstance(made, Planned):
             reading, seconds = made.reading, round(time.perf_counter() - started, 3)
-            runs = sum([strip.runs for strips in reading.reading.places for strip in strips])
-            counts = {"shards": len(reading.parts), "nbytes": reading.nbytes, "chunks": reading.chunk_count, "runs": runs}
+            counts = {"shards": len(reading.parts), "nbytes": reading.nbytes, "chunks": reading.chunk_count}
+            counts["cells"], counts["runs"] = (sum([each[at] for each in reading.reading.counts]) for at in (0, 1))
             log.info("reading_planned", registration=self._registration, seconds=seconds, **counts)
         return made
 

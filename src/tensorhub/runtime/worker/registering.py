@@ -16,11 +16,13 @@ import anyio
 
 from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
+from tensorhub.layouts.ahead import Known
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.entries import without_shape
 from tensorhub.layouts.identity import ALONE, layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of
-from tensorhub.manifest import Manifest, build_manifest, id_of
+from tensorhub.layouts.published import Published
+from tensorhub.manifest import Manifest, TensorDescription, build_manifest, id_of
 from tensorhub.memory.tensors import FilledMemory, Memory
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
@@ -132,6 +134,25 @@ class CallersWorker(ABC):
         if self.prefetches:
             handle.follow(Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run)
         return handle
+
+    async def known(self, model: str, selector: Selector, timeout_s: float) -> Known:
+        """What there is to plan with."""
+        deadline = anyio.current_time() + timeout_s
+
+        def left_s() -> float:
+            return max(0.0, deadline - anyio.current_time())
+
+        reply = await self.coordinator.publication(model, selector, timeout_s)
+        published = Published.decode(reply.publication)
+        parts = {part_id: await self.coordinator.part(part_id, left_s()) for part_id in published.part_ids}
+        (info,) = await self.coordinator.describe(model, left_s(), version=reply.version.version)
+        return Known(reply.version, reply.layout_id, published, parts, info)
+
+    def describe_reader(self, descriptions: Iterable[TensorDescription], declared: Declaration) -> Manifest:
+        """As if this worker had registered these tensors, to fill them."""
+        plain = build_manifest(descriptions, self.options.chunk_bytes, "none", f"world/{declared.world_size}")
+        manifest = pack_tiny(plain, self.options.pack_bytes)
+        return replace(manifest, layout_id=layout_id_of(manifest, declared))
 
     def describe_memory(self, memory: Memory, declared: Declaration) -> Described:
         """As this worker would publish it. Any thread may ask: of very many tensors it takes seconds. RegistrationError,

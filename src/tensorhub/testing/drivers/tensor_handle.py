@@ -124,4 +124,5 @@ class TensorHandle(SimHandle):
     @staticmethod
     def _source(lane: SimLane, seconds: float) -> SourceReport:
         outcome = lane.failure if lane.failure and not lane.is_cut else "used"
-        return SourceReport(lane.grant.source, "tcp", lane.reading.books.source_bytes(lane.lease), seconds, outcome)
+        shard = lane.grant.shard if lane.grant.selection else None
+        return SourceReport(lane.grant.source, "tcp", lane.reading.books.source_bytes(lane.lease), seconds, outcome, shard)

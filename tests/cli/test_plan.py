@@ -1,0 +1,122 @@
+"""`tensorhub plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.cli.plan import sheets
+from tensorhub.read_plan import PlannedSource, ReadPlan
+from tensorhub.types import VersionInfo
+from tests.cli.processes import run, run_here
+
+LAYOUT = """
+import torch
+import tensorhub
+
+def halves(rank, world_size):
+    each = 8 // world_size
+    mine = slice(rank * each, (rank + 1) * each)
+    return {"part": torch.empty(16, each, device="meta")}, {"part": tensorhub.source("w")[:, mine]}
+
+def all_of_it(rank, world_size):
+    return {"w": torch.empty(16, 8, device="meta")}
+
+def broken(rank, world_size):
+    raise KeyError("no such config")
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def published(address: str) -> Iterator[str]:
+    """A version of two ranks, each with half of the rows."""
+    with sync.connect(address, name="trainer") as hub:
+        made = []
+        for rank in range(2):
+            sources = {"rows": tensorhub.source("w", shape=(16, 8))[8 * rank : 8 * (rank + 1)]}
+            made.append(hub.register("m", {"rows": torch.zeros(8, 8)}, group="t", rank=rank, world_size=2, sources=sources))
+        with ThreadPoolExecutor() as threads:  # both ranks, at once
+            list(threads.map(lambda each: each.publish(1), made))
+        yield address
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Path:
+    path = tmp_path / "layout.py"
+    path.write_text(LAYOUT)
+    return path
+
+
+def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(published: str, layout: Path) -> None:
+    ask = ("plan", "m", "--reader", f"{layout}:halves", "--world-size", "2", "--address", published)
+    done = run(*ask)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[0] == "m version 1, rank 0 of 2: 256 B in 2 chunks, 2 cells, 16 runs"
+    assert lines[2:5] == [
+        "of rank held by chunks cells runs a run bytes of the shard",
+        "0 trainer 1 1 8 16 B 128 B 50.0 %",
+        "1 trainer 1 1 8 16 B 128 B 50.0 %",
+    ]
+    assert lines[5].startswith("m version 1, rank 1 of 2: ")
+    (only,) = json.loads(run(*ask, "--rank", "1", "--json").stdout)
+    assert (only["rank"], only["nbytes"], only["excess_nbytes"], only["cells"], only["runs"]) == (1, 256, 0, 2, 16)
+    assert [(each["ranks"], each["workers"], each["nbytes"]) for each in only["sources"]] == [
+        ([0], ["trainer"], 128),
+        ([1], ["trainer"], 128),
+    ]
+
+
+def test_the_whole_model_and_some_names_of_it(published: str) -> None:
+    (whole,) = json.loads(run("plan", "m", "--json", "--address", published).stdout)
+    assert (whole["nbytes"], whole["runs"]) == (512, 2)
+    done = run("plan", "m", "--names", "x", "--address", published)
+    assert done.returncode == 1
+    assert "no tensor is called 'x'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--world-size", "2"), "give --reader, too"),
+        (("--partial",), "give --reader, too"),
+        (("--reader", "{}:halves", "--rank", "2", "--world-size", "2"), "ranks are 0 to 1"),
+        (("--reader", "{}:halves", "--names", "w"), "--names chooses of the whole model"),
+        (("--reader", "{}"), "give FILE.py:FUNCTION"),
+        (("--reader", "{}:gone"), "AttributeError"),
+        (("--reader", "{}:constant"), "is no function"),
+        (("--reader", "no_such_module:f"), "ModuleNotFoundError"),
+        (("--version", "newest"), "--version"),
+    ],
+)
+def test_what_is_refused_before_anything_is_asked(layout: Path, arguments: tuple[str, ...], text: str) -> None:
+    given = [each.format(layout) for each in arguments]
+    done = run_here("plan", "m", *given, "--address", "tcp://127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
+
+
+def test_what_the_users_own_function_raises_is_told(published: str, layout: Path) -> None:
+    done = run("plan", "m", "--reader", f"{layout}:broken", "--address", published)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "rank 0: KeyError: 'no such config'" in done.stderr
+
+
+def test_many_ranks_and_workers_are_counted() -> None:
+    ranks, workers = tuple(range(9)), tuple(f"w{number}" for number in range(5))
+    sources = (PlannedSource(ranks, workers, 1, 2, 3, 3000, 6000), PlannedSource((9,), (), 1, 1, 1, 10, 10))
+    plan = ReadPlan(VersionInfo("m", 7, "c", 6010, 10), "ranks/0", 0, 1, 3000, sources, alike=("w9",))
+    title, alike, (rows) = sheets(plan)
+    assert title.title == "m version 7, rank 0 of 1: 3.0 kB in 2 chunks, 3 cells, 4 runs, 10 B of them in excess"
+    assert alike.title == "held in this layout already, and read from there: w9"
+    assert rows.rows[0][:2] == ("0, 1, 2, 3 and 5 more", "w0, w1, w2 and 2 more")
+    assert rows.rows[1][1] == "nobody now"
