@@ -13,8 +13,8 @@ import tensorhub
 from tensorhub.errors import InvalidValue, ManifestMismatch, RegistrationError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport
-from tests.rig import cluster
-from tests.test_resharding import PAD, ROLLOUTS, SHAPES, TRAINERS, all_of, engine, expected, rollout, whole, world
+from tests.rig import all_of, cluster
+from tests.test_resharding import PAD, ROLLOUTS, SHAPES, TRAINERS, engine, expected, rollout, whole, world
 
 pytestmark = pytest.mark.anyio
 

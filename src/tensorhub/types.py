@@ -318,8 +318,8 @@ class VersionInfo:
 class SourceReport:
     """What one source gave to one fetch. `outcome`: "used", or why the reader left it.
 
-    A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were verified. `shard` is then the
-    published shard that was read, and None where the source has the reader's own layout.
+    A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were verified. `shard` says then
+    which of that layout's shards it was (of equal ones the first), and None where the source has the reader's own layout.
     """
 
     name: str  # the worker's
@@ -327,7 +327,7 @@ class SourceReport:
     bytes_read: int
     seconds: float  # while it was a source
     outcome: str  # "used", "dropped", or why the read failed: lost, stalled, refused, corrupt, unreachable
-    shard: int | None = None  # of the published layout, where that is another one than the reader's
+    shard: int | None = None  # of the source's layout, where that is another one than the reader's
     cells: int = 0  # parts of tensors that the source has and the reader wants
     runs: int = 0  # contiguous in both memories
 

@@ -101,23 +101,28 @@ class Answers:
         except VersionUnavailable as error:
             self._cluster.answer(session, message.request, error)
             return
-        blob = self._cluster.manifests.find(self._cluster.describe(version))
+        blob = self._cluster.manifests.find(self._cluster.describe(version, version.holdings))
         assert blob is not None
         self._cluster.send(session, PublicationReply(message.request, version.info, version.layout_id, blob))
 
     def _resolved(self, model: Model, selector: Selector) -> Version:
         """A version that can be described. VersionUnavailable: there is none that the selector means now."""
         version = (
-            next((v for v in model.visible if v.can_be_read() or (v.is_described and v.can_each_class_be_read())), None)
+            next((v for v in model.visible if v.can_be_read() or self._is_of_classes(v)), None)
             if selector == AVAILABLE
             else self._versions.resolve(model, selector, None)
         )
         if version is None:
             raise VersionUnavailable(self._versions.waiting_text(model, selector, None), retryable=True)
-        if not version.is_described:
+        if not version.holdings.is_described:
             text = f"nobody who is here now has said what is in version {version.number} of {model.name!r}"
             raise VersionUnavailable(f"{text}; {held_text(model)}", retryable=True)
         return version
+
+    @staticmethod
+    def _is_of_classes(version: Version) -> bool:
+        """Whether each class of shards can be read, though perhaps not each shard."""
+        return version.holdings.is_described and version.holdings.can_each_class_be_read()
 
     def check(self, session: int, message: Check) -> None:
         """Whether a number can still be published."""

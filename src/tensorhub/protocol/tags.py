@@ -68,7 +68,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.LeaveGranted: 76,
     m.CutReader: 77,
     m.ManifestReply: 78,
-    m.PublicationReply: 97,
+    m.PublicationReply: 98,
     m.Announce: 79,
     m.Description: 80,
     m.Summary: 81,
