@@ -163,9 +163,14 @@ class Manifest:
     metadata: bytes = b""
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of all regions: what a whole read moves. Tied tensors count once."""
+    def region_bytes(self) -> int:
+        """Bytes of all regions: what memory of its own for them takes. Tied tensors count once."""
         return sum(region.nbytes for region in self.regions)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """What a whole read moves: all of it, as long as chunks are the regions'."""
+        return self.region_bytes
 
     @cached_property
     def by_region(self) -> tuple[tuple[TensorSpec, ...], ...]:

@@ -25,7 +25,10 @@ from tensorhub.errors import (
     TensorHubError,
     VersionUnavailable,
 )
+from tensorhub.layouts.reading import Reading
+from tensorhub.layouts.resharded import resharded
 from tensorhub.messages import CopyRefused, DropCopy, MakeCopy
+from tensorhub.strips import straight
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import FetchReport, HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
@@ -543,6 +546,18 @@ def test_a_copy_is_made_of_what_is_here_or_of_what_others_hold() -> None:
     copied: Call = CopyCall(version(1), MANIFEST, LocalCopy("a", 7))
     assert world.begun == [("near", copied), ("far", FillCall(OpKind.REPLICATE, 1))]
     assert world.refused == {}
+
+
+def test_a_copy_of_what_was_read_across_layouts_has_room_for_its_padding() -> None:
+    """Its regions are those of the reader's memory, of which no chunk has the padding."""
+    half = Reading(((straight(0, 0, ONE // 2),),), (ONE // 2,), ())
+    padded = resharded(MANIFEST, "xxh3-64", MANIFEST.chunk_bytes, half, "grid")
+    world = World(ONE - 1)
+    member = world.handle(content=1)
+    member.content = Content(version(1), padded)
+    world.order("c", source="a")
+    assert "does not outrank" in world.refused["c"] or "host memory" in world.refused["c"]
+    assert world.begun == []
 
 
 def test_what_cannot_be_made_is_refused() -> None:

@@ -237,7 +237,7 @@ class HostCopies:
             copy = None
         if copy is None:
             if shard.world_size == 1:  # nobody else has to hear of it: before anything is said
-                self._check_possible(manifest.nbytes)
+                self._check_possible(manifest.region_bytes)
             group, ident = host_group(shard.group), self._idents()
             of_host = replace(shard, registration=ident, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
             copy = self._prefetched[shard.registration] = self._pool.start(of_host)
@@ -246,7 +246,7 @@ class HostCopies:
             except Exception:
                 self._forget_prefetched(copy)
                 raise
-        return (yield from self._refill(copy, selector, manifest.nbytes, timeout_s))
+        return (yield from self._refill(copy, selector, manifest.region_bytes, timeout_s))
 
     def _check_possible(self, nbytes: int) -> None:
         """Raise StateError if there is no room for so many bytes to be prefetched."""
@@ -259,12 +259,12 @@ class HostCopies:
         mine = [each for each in self._pool.copies.values() if each.shard.purpose is Purpose.SEED]
         copy = next((each for each in mine if (each.shard.model, each.shard.number) == (info.model, shard)), None)
         if copy is None:
-            self.budget.plan("", Purpose.SEED, manifest.nbytes)
+            self.budget.plan("", Purpose.SEED, manifest.region_bytes)
             ident = self._idents()
             of_host = _one_shard(ident, f"seed/{ident}", info, shard, manifest, Purpose.SEED, spot=False)
             copy = self._pool.start(of_host)
             yield from self._pool.known(copy, timeout_s)
-        return (yield from self._refill(copy, LATEST, manifest.nbytes, timeout_s))
+        return (yield from self._refill(copy, LATEST, manifest.region_bytes, timeout_s))
 
     def _refill(self, copy: Copy, selector: Selector, nbytes: int, timeout_s: float) -> Steps[FetchReport | None]:
         if copy.filling:
@@ -354,9 +354,9 @@ class HostCopies:
             manifest = held.manifest
         else:
             manifest = yield from pool.manifest(info, order.shard, timeout_s)
-        if order.registration in self.budget.plan(order.copy, Purpose.RETENTION, manifest.nbytes):
+        if order.registration in self.budget.plan(order.copy, Purpose.RETENTION, manifest.region_bytes):
             raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
-        yield from pool.make_room(order.copy, Purpose.RETENTION, manifest.nbytes)
+        yield from pool.make_room(order.copy, Purpose.RETENTION, manifest.region_bytes)
         group, spot = f"copy/{order.copy}", pool.is_spot
         of_host = _one_shard(order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=spot)
         yield from pool.known(pool.start(of_host), timeout_s)

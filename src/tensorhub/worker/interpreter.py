@@ -236,7 +236,7 @@ class Interpreter:
                     continue
                 case StartPull() | CopyLocally() if action.staged and self._staged != action.generation:
                     self._waits, self._is_unwanted = action, False
-                    return MakeRoom(sum(region.nbytes for region in action.manifest.regions))
+                    return MakeRoom(action.manifest.region_bytes)
                 case AddPullSource() if isinstance(waits, StartPull):
                     self._waits = replace(waits, grants=(*waits.grants, action.grant))
                     continue
