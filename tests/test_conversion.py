@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import anyio
@@ -10,10 +10,20 @@ import pytest
 import torch
 from torch import nn
 
+import tensorhub
 from tensorhub import sync
-from tensorhub.conversion import Conversion, cast, register_converted
-from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, StateError, VersionConflict
-from tests.rig import CHUNK_BYTES, cluster, gated, until
+from tensorhub.conversion import Conversion, ConvertedWeights, cast, register_converted
+from tensorhub.errors import (
+    GroupAborted,
+    InvalidType,
+    InvalidValue,
+    RegistrationError,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tests.layouts.test_sharding import mesh_of
+from tests.rig import CHUNK_BYTES, OPTIONS, all_of, cluster, gated, until
 
 SIZE = 4 * CHUNK_BYTES  # elements
 
@@ -90,6 +100,80 @@ async def test_a_publication_waits_for_no_reader_of_the_version_before() -> None
 
 
 @pytest.mark.anyio
+async def test_a_publication_waits_for_readers_of_the_version_before_that_for_the_grace_and_no_longer() -> None:
+    """A reader of version 1 is held in mid-read, and version 3 takes the memory of version 1."""
+    with gated(1) as gate:
+        async with cluster("trainer", "rollout") as c:
+            trainer, rollout = c.hubs
+            model, held = Tied(), zeros()
+            weights = await register_converted(trainer, "actor", cast(model, torch.bfloat16), group="trainer")
+            await weights.publish(1)
+            reader = await rollout.register("actor", held)
+            failed: list[VersionUnavailable] = []
+
+            async def read() -> None:
+                try:
+                    await reader.replicate(1)
+                except VersionUnavailable as error:
+                    failed.append(error)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(read)
+                await until(lambda: gate.holds)
+                await weights.publish(2)
+                model.set(3)
+                third = await weights.publish(3)
+                assert third.reclaim_s >= OPTIONS.drain_grace_s
+                gate.open()
+            assert [error.retryable for error in failed] == [True]
+            assert (await reader.replicate()).version == 3
+            assert holds(held, 3)
+
+
+@pytest.mark.anyio
+async def test_ranks_of_a_group_cast_what_they_have_and_a_reader_puts_it_together() -> None:
+    """Each rank says which rows its masters are; both choose the same buffer for each version, also after a failure."""
+    async with cluster("trainer", "rollout") as c:
+        trainer, rollout = c.hubs
+        masters = [torch.zeros(SIZE // 2) for _ in range(2)]
+
+        async def register(rank: int) -> ConvertedWeights:
+            rows = tensorhub.source("w", shape=(SIZE,))[rank * SIZE // 2 : (rank + 1) * SIZE // 2]
+            conversion = cast({"mine": masters[rank]}, torch.bfloat16, sources={"mine": rows})
+            return await register_converted(trainer, "actor", conversion, group="t", rank=rank, world_size=2)
+
+        ranks, held = [await register(rank) for rank in range(2)], torch.zeros(SIZE, dtype=torch.bfloat16)
+        reader = await rollout.register("actor", {"w": held})
+
+        async def publish(version: int) -> None:
+            for rank, tensor in enumerate(masters):
+                tensor.fill_(version + rank / 2)
+            await all_of(*(each.publish(version) for each in ranks))
+            await reader.update()
+            assert torch.equal(held, torch.cat(masters).bfloat16())
+
+        await publish(1)
+        await publish(2)
+        ranks[1]._conversion = Conversion(dict, fails)
+        found = await all_of(*(outcome_of(each.publish(3)) for each in ranks))
+        assert [type(error) for error in found] == [GroupAborted, ZeroDivisionError]
+        ranks[1]._conversion = cast({"mine": masters[1]}, torch.bfloat16)
+        for version in (3, 4, 5):
+            await publish(version)
+
+
+def fails(target: object) -> None:
+    raise ZeroDivisionError
+
+
+async def outcome_of(call: Awaitable[object]) -> Any:
+    try:
+        return await call
+    except Exception as error:
+        return error
+
+
+@pytest.mark.anyio
 async def test_fused_tensors_are_a_conversion_like_any_other() -> None:
     q, k = torch.arange(8.0).reshape(4, 2), torch.arange(4.0).reshape(2, 2)
 
@@ -157,6 +241,18 @@ def test_a_cast_ties_what_is_tied_and_takes_what_is_there_now() -> None:
     model.body = nn.Parameter(torch.zeros(1))
     with pytest.raises(RegistrationError, match="'body'"):
         conversion.convert(target)
+
+
+def test_the_copy_of_a_dtensor_is_one_of_the_same_placements() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with mesh_of(4, rank=2) as mesh:
+        dtensor = distribute_tensor(torch.arange(39.0).reshape(13, 3), mesh, [Shard(0)], src_data_rank=None)
+        conversion = cast({"w": dtensor}, torch.bfloat16)
+        target = conversion.allocate()
+        conversion.convert(target)
+        assert (target["w"].placements, target["w"].shape, target["w"].dtype) == ((Shard(0),), (13, 3), torch.bfloat16)
+        assert torch.equal(target["w"].to_local(), dtensor.to_local().bfloat16())
 
 
 def test_without_a_loop() -> None:

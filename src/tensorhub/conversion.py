@@ -26,6 +26,7 @@ import anyio.to_thread
 
 from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, TensorHubError, shown
 from tensorhub.hub import Hub
+from tensorhub.layouts.entries import Sources
 from tensorhub.memory.describing import local_of
 from tensorhub.memory.resolving import resolve
 from tensorhub.opening import Unpicklable
@@ -49,14 +50,14 @@ class Conversion:
 
     allocate: Callable[[], Tensors]
     convert: Callable[[Tensors], object]
-    sources: Mapping[str, object] | Callable[[str], object] | None = None
+    sources: Sources | None = None
 
 
-def cast(tensors: nn.Module | Tensors, dtype: torch.dtype) -> Conversion:
+def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources | None = None) -> Conversion:
     """Each floating-point tensor in that dtype, and every other tensor as it is.
 
     `tensors`: as in `Hub.register`; looked up anew for each version. Of a DTensor only the local part is copied, and the
-    copy is a DTensor of the same placements. Tied tensors are tied in the copy.
+    copy is a DTensor of the same placements. Tied tensors are tied in the copy. `sources`: see `Conversion`.
     """
     import torch
 
@@ -90,7 +91,7 @@ def cast(tensors: nn.Module | Tensors, dtype: torch.dtype) -> Conversion:
             for copy, tensor in into.values():
                 copy.copy_(tensor)
 
-    return Conversion(allocate, convert)
+    return Conversion(allocate, convert, sources)
 
 
 @dataclass(frozen=True, slots=True)
