@@ -212,6 +212,16 @@ def test_what_alternates_is_several_families_of_one_step_each() -> None:
     ]
 
 
+def test_a_reader_with_names_in_the_order_of_text_reads_in_the_order_of_numbers() -> None:
+    shapes = {f"experts.{n}": (4, 6) for n in range(500)}
+    numbers = arrange(pieces_of(locals_of(shapes)))
+    text = arrange(pieces_of(locals_of(dict(sorted(shapes.items())))), numbers.catalogue)
+    for reader, held in ((text, numbers), (numbers, text)):
+        found = plan(reader, [held])
+        assert len(found.families) == 52  # 10 to 19, 20 to 29, ..., and a few more for 0 to 9
+        assert (found.nbytes, len(set(found.cells(0)))) == (500 * 48, 500)
+
+
 # ---------------------------------------------------------------------------------------------------- whom to read
 
 

@@ -27,6 +27,8 @@ from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.layouts.sharding import Sharding
 from tensorhub.manifest import Manifest, id_of, itemsize
 
+GRID = 2  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
+
 
 @dataclass(frozen=True)
 class Declaration:
@@ -131,7 +133,7 @@ def reading_for(
     """
     reader = reader_of(publication, manifest, declared)
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
-    key = msgpack.packb([published.publication_id, reader.coordinates_id, declared.rank])
+    key = msgpack.packb([GRID, published.publication_id, reader.coordinates_id, declared.rank])
     return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader)
 
 

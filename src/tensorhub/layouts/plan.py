@@ -34,6 +34,7 @@ from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joi
 from tensorhub.layouts.pieces import within
 
 NAMES_MAX = 10  # in one error
+MANY = 60  # stretches of like pieces: then it is worth to look for fewer
 
 
 class Unheld(NamedTuple):
@@ -242,15 +243,28 @@ class _Planning:
         for pieces in filter(None, groups):
             likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
             found = list(self._equally_far(likeness, pieces, held_pieces))
-            if 3 * len(found) <= len(pieces):
-                yield from found
-                continue
-            # What alternates, such as gate and up, is told apart by the piece before: each is equally far from its next.
-            after: dict[int, list[int]] = {}
-            for piece in pieces:
-                after.setdefault(number_of[piece - 1] if piece else -1, []).append(piece)
-            for each in after.values():
-                yield from self._equally_far(likeness, each, held_pieces)
+            if 3 * len(found) > len(pieces):
+                # What alternates, such as gate and up, is told apart by the piece before: each is equally far from its next.
+                after: dict[int, list[int]] = {}
+                for piece in pieces:
+                    after.setdefault(number_of[piece - 1] if piece else -1, []).append(piece)
+                found = [stretch for each in after.values() for stretch in self._equally_far(likeness, each, held_pieces)]
+            if likeness.held and len(found) > MANY:
+                # One side has its tensors in another order. If that is the reader, and by text (1, 10, 100, 101, ...), the
+                # source's order has half as many stretches.
+                theirs = self._in_order_of_source(likeness, pieces, held_pieces)
+                found = min(found, list(self._equally_far(likeness, theirs, held_pieces)), key=len)
+            yield from found
+
+    def _in_order_of_source(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> list[int]:
+        """The same pieces as the first source has them."""
+        tensors, its = self._reader.arrangement.tensors, self._arrangements[likeness.held[0][0]]
+
+        def place(piece: int) -> tuple[int, int]:
+            held, *_ = held_pieces[tensors[piece]]
+            return its.regions[held], its.offsets[held]
+
+        return sorted(pieces, key=place)
 
     def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> Iterator[_Stretch]:
         """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
@@ -324,14 +338,14 @@ class _Planning:
     def _take(self, stretch: _Stretch, parts: list[_Part]) -> None:
         region, offset, *held = stretch.places
         region_step, offset_step, *held_steps = stretch.steps
-        for part in parts:
-            at = 2 * part.column
-            places = held[at], held[at + 1] + part.source_offset, region, offset + part.reader_offset
-            step = Step(held_steps[at], held_steps[at + 1], region_step, offset_step)
-            first, length = Cell(*places, part.loops, part.run), len(stretch.pieces)
-            self._families.append(joined(Family(part.source, length, first, step)))
-            self._given[part.source] += part.nbytes * len(stretch.pieces)
-            self._in_use.add(part.source)
+        length = len(stretch.pieces)
+        steps = [Step(*each, region_step, offset_step) for each in zip(held_steps[::2], held_steps[1::2], strict=True)]
+        for source, column, source_offset, reader_offset, loops, run, nbytes in parts:
+            its, at = held[2 * column : 2 * column + 2]
+            first = Cell(its, at + source_offset, region, offset + reader_offset, loops, run)
+            self._families.append(joined(Family(source, length, first, steps[column])))
+            self._given[source] += nbytes * length
+            self._in_use.add(source)
         kind, box, _ = self._reader.geometry[stretch.likeness.form]
         if sum(part.nbytes for part in parts) < volume(box) * kind.itemsize:
             self._miss(stretch)

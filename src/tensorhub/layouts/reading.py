@@ -23,21 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
-from operator import attrgetter
 from typing import NamedTuple
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.cells import Family, Step
+from tensorhub.layouts.cells import Cell, Family, Loops, Step
 from tensorhub.layouts.columns import Column, expect, pack_all, unpack_all
 from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import ID_MAX
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
-from tensorhub.strips import Strip, beyond, shortest
+from tensorhub.strips import Around, Strip, beyond, shortest
 
 FORM = 1
 STRIPS_MAX = 2**18  # of one selection; each chunk has one at least
@@ -181,10 +180,13 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
         selection = Selection(tuple([chunks[number][0].taken for number in its]), classes[source].coordinates.coordinates_id)
         _refuse_too_long(selection)
         parts.append(Part(classes[source].ranks[0], classes[source].ranks, selection, tuple(its)))
-    places = tuple([batch.places for batch, _ in chunks])
-    sizes = tuple([sum([strip.nbytes for strip in chunk]) for chunk in places])
-    counts = tuple([(batch.cells, batch.runs) for batch, _ in chunks])
-    return Reading(places, sizes, tuple(parts), counts)
+    batches = [batch for batch, _ in chunks]
+    return Reading(
+        tuple([batch.places for batch in batches]),
+        tuple([batch.nbytes for batch in batches]),
+        tuple(parts),
+        tuple([(batch.cells, batch.runs) for batch in batches]),
+    )
 
 
 def _refuse_too_long(selection: Selection) -> None:
@@ -202,11 +204,31 @@ def _refuse_too_long(selection: Selection) -> None:
 # ------------------------------------------------------------------------------------------------------- batches
 
 
+class _Form(NamedTuple):
+    """What cells have in common that differ in where they begin only. Loops and run at either end: as few and as long as can
+    be.
+    """
+
+    nbytes: int
+    runs: int
+    at_reader: tuple[Around, int]
+    at_source: tuple[Around, int]
+
+
+@lru_cache(maxsize=1024)
+def _form(loops: Loops, run: int) -> _Form:
+    cell = Cell(0, 0, 0, 0, loops, run)
+    reader = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, _, apart in loops]), run))
+    source = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, apart, _ in loops]), run))
+    return _Form(cell.nbytes, cell.runs, (reader.loops, reader.run), (source.loops, source.run))
+
+
 class _Batch(NamedTuple):
     """One chunk."""
 
     places: tuple[Strip, ...]  # at the reader
     taken: tuple[Strip, ...]  # at the source
+    nbytes: int
     cells: int
     runs: int
 
@@ -216,72 +238,68 @@ def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[_Batch]:
     batch: list[tuple[Strip, Strip]] = []
     room, runs, cells = chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
     for family in _short(families, chunk_bytes):
-        cell_bytes, cell_runs = family.first.nbytes, family.first.runs
+        _, length, first, step = family
+        form = _form(first.loops, first.run)
+        cell_bytes, cell_runs, _, _ = form
         at = 0
-        while at < family.length:
-            count = min(family.length - at, room // cell_bytes, runs // cell_runs, cells)
+        while at < length:
+            count = min(length - at, room // cell_bytes, runs // cell_runs, cells)
             if not count:
-                yield _in_order(batch, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
+                yield _in_order(batch, chunk_bytes - room, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
                 batch, room, runs, cells = [], chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
                 continue
-            batch.append(_strips(family, at, count))
+            batch.append(_strips(first, step, form, at, count))
             room -= count * cell_bytes
             runs -= count * cell_runs
             cells -= count
             at += count
     if batch:
-        yield _in_order(batch, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
+        yield _in_order(batch, chunk_bytes - room, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
 
 
-def _in_order(batch: list[tuple[Strip, Strip]], cells: int, runs: int) -> _Batch:
+def _in_order(batch: list[tuple[Strip, Strip]], nbytes: int, cells: int, runs: int) -> _Batch:
     batch.sort(key=lambda both: both[0][:2])
-    return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), cells, runs)
+    return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), nbytes, cells, runs)
 
 
 def _short(families: Sequence[Family], chunk_bytes: int) -> Iterator[Family]:
     """The same cells in families that go forward in the reader's memory, and none of which is too long for a chunk."""
     still = Step(0, 0, 0, 0)
-    for family in sorted(map(_forward, families), key=attrgetter("first.reader_region", "first.reader_offset")):
+    for family in sorted(map(_forward, families), key=lambda family: family.first[2:4]):
         first = family.first
-        cell_bytes = min(chunk_bytes, RUNS_MAX * first.run)
-        if first.nbytes <= cell_bytes:
+        form = _form(first.loops, first.run)
+        if form.nbytes <= chunk_bytes and form.runs <= RUNS_MAX:
             yield family
         else:
             for cell in family.cells():
-                yield from (Family(family.source, 1, part, still) for part in cell.cut(cell_bytes))
+                parts = cell.cut(min(chunk_bytes, RUNS_MAX * first.run))
+                yield from (Family(family.source, 1, part, still) for part in parts)
 
 
 def _forward(family: Family) -> Family:
     step = family.step
-    if (step.reader_region, step.reader_offset) >= (0, 0):
+    if step[2:] >= (0, 0):  # at the reader
         return family
     (last,) = islice(family.cells(), family.length - 1, None)
     return family._replace(first=last, step=Step(*[-each for each in step]))
 
 
-def _strips(family: Family, at: int, count: int) -> tuple[Strip, Strip]:
+def _strips(first: Cell, step: Step, form: _Form, at: int, count: int) -> tuple[Strip, Strip]:
     """`count` cells of a family from number `at` on: at the reader, and at the source."""
-    first, step = family.first, family.step
-    loops, run = first.loops, first.run
-    place = Strip(
-        first.reader_region + at * step.reader_region,
-        first.reader_offset + at * step.reader_offset,
-        step.reader_region,
-        step.reader_offset,
-        count,
-        tuple([(times, reader) for times, _, reader in loops]),
-        run,
+    its, at_source, mine, at_reader, _, _ = first
+    its_step, source_step, my_step, reader_step = step
+    return (
+        _strip(mine + at * my_step, at_reader + at * reader_step, my_step, reader_step, count, *form.at_reader),
+        _strip(its + at * its_step, at_source + at * source_step, its_step, source_step, count, *form.at_source),
     )
-    taken = Strip(
-        first.source_region + at * step.source_region,
-        first.source_offset + at * step.source_offset,
-        step.source_region,
-        step.source_offset,
-        count,
-        tuple([(times, source) for times, source, _ in loops]),
-        run,
-    )
-    return shortest(place), shortest(taken)
+
+
+def _strip(region: int, offset: int, region_step: int, offset_step: int, length: int, loops: Around, run: int) -> Strip:
+    """The shortest one. `loops`: which are the fewest."""
+    if length == 1:
+        return Strip(region, offset, 0, 0, 1, loops, run)
+    made = Strip(region, offset, region_step, offset_step, length, loops, run)
+    return made if region_step else shortest(made)
 
 
 # ------------------------------------------------------------------------------------------------------ encoding
