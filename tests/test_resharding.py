@@ -482,6 +482,34 @@ async def test_a_lost_replica_of_hsdp_is_made_up_for_by_its_equal() -> None:
             assert is_held(mine, 1)
 
 
+async def test_replicas_of_hsdp_that_have_drifted_apart_are_named() -> None:
+    """The gate: else a reader might have everything before that is known, all of it from equal ranks."""
+    with gated(1) as gate:
+        async with cluster("trainer", "reader", transports=["tcp"]) as c:
+            full = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+            halves = [slice(0, 32), slice(32, 64)] * 2
+            memory = [full[half].copy() for half in halves]
+            memory[3][7, 5] += 1
+            view = tensorhub.source("w", shape=full.shape)
+            trained = [
+                await c.hubs[0].register(
+                    "m", {"w": mine}, group="hsdp", rank=rank, world_size=4, sources={"w": view[halves[rank]]}
+                )
+                for rank, mine in enumerate(memory)
+            ]
+            await all_of(*(each.publish(1) for each in trained))
+            reader = await c.hubs[1].register("m", {"w": np.zeros_like(full)})
+            with pytest.raises(IntegrityError, match=r"ranks 1 and 3 of group 'hsdp' .*\('w'\)"):
+                await reader.replicate()
+            gate.open()
+            assert [each.state for each in trained] == ["ready"] * 4
+            memory[3][7, 5] -= 1
+            for each in trained:
+                await each.unpublish()
+            await all_of(*(each.publish(2) for each in trained))
+            assert (await reader.replicate()).version == 2
+
+
 async def test_the_next_version_may_come_from_a_trainer_of_another_size() -> None:
     async with world("one", "other") as (c, trained, _):
         weights, mine = await rollout(c.hubs[2:3], "rollout")

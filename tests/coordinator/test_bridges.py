@@ -137,6 +137,18 @@ def test_it_waits_until_each_class_has_a_source() -> None:
     assert {source for source, _, _ in world.sources(reader)} < {"t22", "t21", "t23"}
 
 
+def test_the_ranks_of_a_group_share_the_replicas_of_a_class() -> None:
+    """Each rank reads of both classes, and each class is there twice."""
+    world = World()
+    trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
+    world.publish(trainers, 1)
+    for trainer in trainers:
+        world.tell(trainer)
+    readers = filling(world, ranks=2)
+    found = [source for reader in readers for source, _, _ in world.sources(reader)]
+    assert sorted(found) == ["t0", "t1", "t2", "t3"]
+
+
 def test_a_lost_source_is_replaced_by_another_of_its_class() -> None:
     world = World()
     trainers = world.group("t", [cut(rank % 2) for rank in range(4)])

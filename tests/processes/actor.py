@@ -25,6 +25,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Options
 from tensorhub.weights import Weights
+from tests.processes import matrices
 from tests.rig import Gate, gated, handle_of, worker_of
 
 
@@ -36,6 +37,7 @@ class Actor:
         self._hub: Hub
         self._weights: dict[str, Weights] = {}
         self._memory: dict[str, dict[str, npt.NDArray[np.uint64]]] = {}
+        self._parts: dict[str, matrices.Part] = {}
         self._gate: Gate
         self._last = 2**62  # the version at which `follow` ends
 
@@ -69,6 +71,25 @@ class Actor:
     async def write(self, content: int, name: str = "w") -> None:
         """Every word says which content it belongs to, and where it is."""
         byte_patterns.write(self._memory[name], content)
+
+    async def register_part(self, cut: str, part: int, parts: int, name: str = "w", **settings: Any) -> None:
+        """A part of the matrices: one of so many, cut by "rows" or "columns"."""
+        mine = self._parts[name] = matrices.PARTS[cut](part, parts)
+        memory = self._memory[name] = mine.made(0)
+        self._weights[name] = await self._hub.register("m", memory, sources=mine.sources(), **settings)
+
+    async def write_part(self, content: int, name: str = "w") -> None:
+        for tensor, made in zip(self._memory[name].values(), self._parts[name].made(content).values(), strict=True):
+            tensor[...] = made
+
+    async def mutate_part(self, version: int, name: str = "w") -> None:
+        async with self._weights[name].mutate(version):
+            await self.write_part(version, name)
+
+    async def has_part(self, content: int, name: str = "w") -> bool:
+        """Whether it has that content, to the byte."""
+        made = self._parts[name].made(content)
+        return all(np.array_equal(tensor, made[part]) for part, tensor in self._memory[name].items())
 
     async def erase(self, part: str, name: str = "w") -> None:
         self._memory[name][part][:] = 0

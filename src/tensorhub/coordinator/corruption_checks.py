@@ -93,7 +93,7 @@ class CorruptionChecks:
                 self._cluster.changed(inquiry.part.operation)
         elif _has_published(holding):  # as has another one of its class, whose digests count
             if inquiry.part is not None and testimony is not None and testimony.publisher is not None:
-                inquiry.part.drifted = testimony.publisher.shard, holding.shard
+                inquiry.part.drifted = testimony.publisher.shard, holding.shard, ""
                 self._cluster.changed(inquiry.part.operation)
         elif holding.committed or answer.origin is None:
             self.condemn(holding)

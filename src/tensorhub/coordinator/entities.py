@@ -214,6 +214,10 @@ class Version(_Moving[VersionState]):
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
     # The same, by origin, by the shard that names a class of it, and by selection: those that readers of other layouts need.
     selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
+    # Of classes of what was published, by the first shard: of which another shard is read than one that is known to be equal
+    # (`replicas`), and which two of them differ, and where.
+    unproven: set[int] = field(default_factory=set)
+    drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
     bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
@@ -476,6 +480,7 @@ class Testimony(DigestList):
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # who is to tell: (session, generation)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
     silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
+    unaware: set[str] = field(default_factory=set)  # publishers where nobody has read that selection
     second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
     turned_away: bool = False  # there was no room for the list
 
@@ -540,7 +545,7 @@ class RankPart:
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
-    drifted: tuple[int, int] | None = None  # published shards of one class, of which it was found that they differ
+    drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
 
     @property
     def rank(self) -> int:

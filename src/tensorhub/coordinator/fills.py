@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, ways
+from tensorhub.coordinator import bridges, limits, replicas, ways
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.bridges import Source
@@ -372,9 +372,11 @@ class Fills:
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:
-        """What was chosen before the write began is still the best: what a write changes is of other versions."""
+        """What was chosen before the write began is still the best: what a write changes is of other versions. Ranks that
+        bridge may read from the same shards, and each chooses again: the one before it has a share of its sources now.
+        """
         chosen = sources.get(part.rank)  # none, if it has written before
-        if chosen is None:
+        if chosen is None or part.bridges:
             return tuple(self._readers.grant(part))
         return tuple([self._readers.lend(part, *source) for source in chosen])
 
@@ -406,8 +408,8 @@ class Fills:
         for part in operation.parts.values():
             if part.reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(damaged(operation, part), part.rank)
-            if part.drifted is not None:
-                return Blame(_drifted(operation, part.drifted), part.rank)
+            if (drifted := _drifted(part)) is not None:
+                return Blame(_not_equal(operation, *drifted), part.rank)
             if part.holding is not None and part.holding.condemned:
                 return Blame(_condemned(operation, part), part.rank)
             if not part.reads:
@@ -468,12 +470,20 @@ def _outlived(operation: Operation) -> Blame | None:
     return Blame(VersionUnavailable(f"{text}; {held_text(model)}"))
 
 
-def _drifted(operation: Operation, shards: tuple[int, int]) -> IntegrityError:
-    version, (one, other) = operation.bound, shards
+def _drifted(part: RankPart) -> tuple[int, int, str] | None:
+    """Two shards that are to be equal, are not, and one of them is what this rank reads."""
+    known = part.operation.bound.drifted
+    found = (known[first] for first in replicas.needed(part) if first in known) if known else iter(())
+    return part.drifted or next(found, None)
+
+
+def _not_equal(operation: Operation, one: int, other: int, where: str) -> IntegrityError:
+    version = operation.bound
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {version.number}: ranks {one} and {other} of group "
-        f"{version.publisher.group!r} have published the same part of the model, and their bytes differ: they are no "
-        "replicas of each other any more. Look at what has drifted there, make them equal, and publish again"
+        f"{version.publisher.group!r} have published the same part of the model, and their bytes differ"
+        f"{where and f' ({where})'}: they are no replicas of each other any more. Look at what has drifted there, make them "
+        "equal, and publish again"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from tensorhub.coordinator import bridges, limits
+from tensorhub.coordinator import bridges, limits, replicas
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Replica, Version, Worker
@@ -64,6 +64,8 @@ class Readers:
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, need=need)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
+        if need is not None and holding.shard not in replicas.proven(holding.version, holding.layout, need.shard):
+            holding.version.unproven.add(need.shard)
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
         holding.peers.patches += partial
@@ -204,7 +206,7 @@ class Readers:
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
         below: dict[Holding, None] | None = None
-        holders = _holders(part, version, need)
+        holders, others = _holders(part, version, need)
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
@@ -221,6 +223,7 @@ class Readers:
 
         untried: Callable[[Holding], bool] = lambda h: h.member.worker.incarnation in part.failures or refuses(h)  # noqa: E731
         best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
+        best = best or [h for there in others if (h := self._best(part, there, untried, need)) is not None]
         found = best[0] if best else None
         if len(best) > 1:
             rates = self._cluster.links.rates(self._cluster.now)
@@ -228,7 +231,9 @@ class Readers:
         if found is None and part.failures:
             workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
-            failed = [h for h in theirs if any(h in there for there in holders) and not (h.is_stranded or refuses(h))]
+            failed = [
+                h for h in theirs if any(h in there for there in (*holders, *others)) and not (h.is_stranded or refuses(h))
+            ]
             rates = self._cluster.links.rates(self._cluster.now)
             order = lambda h: (  # noqa: E731
                 part.failures[h.member.worker.incarnation],
@@ -639,12 +644,16 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
-    """Those of whom it reads this: of the shards of a class, or of its own shard in its own layout."""
-    if need is not None and part.origin is not None:
-        return [part.origin.of(shard) for shard in part.origin.classes[need.shard]]
-    layout = part.layout if part.bridges else version.holdings
-    return [layout.of(part.shard)]
+def _holders(part: RankPart, version: Version, need: Need | None) -> tuple[list[Holders[Holding]], list[Holders[Holding]]]:
+    """Those of whom it reads this, of its own shard in its own layout or of the shards of a class; and those of other shards
+    of that class, which it reads if it must.
+    """
+    if need is None or part.origin is None:
+        layout = part.layout if part.bridges else version.holdings
+        return [layout.of(part.shard)], []
+    good = replicas.proven(version, part.origin, need.shard)
+    rest = [shard for shard in part.origin.classes[need.shard] if shard not in good]
+    return [part.origin.of(shard) for shard in good], [part.origin.of(shard) for shard in rest]
 
 
 def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:

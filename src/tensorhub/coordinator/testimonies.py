@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tensorhub.coordinator import limits
+from tensorhub.coordinator import limits, replicas
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
@@ -49,6 +49,9 @@ class Testimonies:
         """This rank, which bridges, has said what it needs: it will name roots of that."""
         for need in part.needs or ():
             self.of_need(part, need)
+        for first in replicas.needed(part):
+            self._are_replicas_known(part.operation.bound, first)
+            self._compare_replicas(part.operation.bound, first)
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
@@ -84,8 +87,11 @@ class Testimonies:
 
     def _settle_claim(self, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
         """The same for one of the roots that it names."""
-        testimony = self._of(part, need)
-        if (testimony.root and root == testimony.root) or not (testimony.width or testimony.root or root):
+        testimony, version = self._of(part, need), part.operation.bound
+        unproven = version.unproven.intersection(replicas.needed(part)) if version.unproven else ()
+        if not all(self._are_replicas_known(version, first) for first in unproven):
+            pass  # else it might be half of one, and half of another one that has drifted apart
+        elif (testimony.root and root == testimony.root) or not (testimony.width or testimony.root or root):
             self._agree(part, need)
         elif not testimony.width:
             pass  # nobody has said yet whether its chunks have digests
@@ -219,7 +225,9 @@ class Testimonies:
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
         if testimony.need is not None and message.chunks != testimony.need.chunks:
+            testimony.unaware.add(message.registration)
             return False  # it does not know that selection: nobody has read it there
+        testimony.unaware.discard(message.registration)
         within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
         if not within or len(message.digests) != sum(count for _, count in message.runs) * testimony.width:
             return False
@@ -261,6 +269,28 @@ class Testimonies:
         testimony.finish()
         testimony.asked.clear()  # no list from others is of use any more
         self._record(version)
+        if testimony.need is None:
+            self._compare_replicas(version, version.holdings.class_of(testimony.shard))
+
+    # -- replicas
+
+    def _are_replicas_known(self, version: Version, first: int) -> bool:
+        """Whether all publishers of a class that can tell have told the digests of their own chunks. They are asked."""
+        shards, are_known = version.holdings.classes[first], True
+        for testimony in [self.of(version, shard) for shard in shards] if len(shards) > 1 else ():
+            publisher = testimony.publisher
+            if publisher is not None and testimony.width and not testimony.root and self._can_tell(publisher):
+                self._ask_one(testimony, publisher.member, publisher.generation, "")
+                are_known = are_known and publisher.member.registration in testimony.answered
+        return are_known
+
+    def _compare_replicas(self, version: Version, first: int) -> None:
+        """If two ranks that are to have the same bytes do not, all who read them have to know."""
+        found = replicas.drifted(version, first) if first not in version.drifted else None
+        if found is not None:
+            version.drifted[first] = *found, replicas.what_differs(version, *found)
+            for operation in (*version.bound.values(), *version.guests_bound.values()):
+                self._cluster.changed(operation)
 
     def _record(self, version: Version) -> None:
         """Have the roots of all shards made durable, once they are known."""
@@ -313,7 +343,9 @@ class Testimonies:
         known = [version.testimonies.get(shard) for shard in version.holdings.classes.get(testimony.shard, ())]
         publishers = [each.publisher for each in known if each is not None and each.publisher is not None]
         last = testimony.publisher or next(iter(publishers), None)  # others may have read from it
-        publisher = next(filter(self._can_tell, publishers), last)
+        tellers = list(filter(self._can_tell, publishers))
+        aware = (teller for teller in tellers if teller.member.registration not in testimony.unaware)
+        publisher = next(aware, None) or next(iter(tellers), last)
         if publisher is not testimony.publisher:
             if testimony.publisher is not None and not testimony.root:  # of one who tells it, all or nothing
                 self._cluster.forget_list(testimony)

@@ -1,0 +1,149 @@
+"""Ranks that have published the same part of the model: when each is read, and what becomes of readers if they differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator import replicas
+from tensorhub.errors import IntegrityError
+from tensorhub.messages import AddSource, Digests, Outcome, Revoked, TellDigests
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
+from tests.coordinator.test_bridges import A, B, cut, filling
+
+
+def hsdp(manifest: bytes = MANIFEST) -> tuple[World, list[Rank]]:
+    """Each of two parts is on two ranks."""
+    world = World(manifest=manifest)
+    trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
+    world.publish(trainers, 1)
+    return world, trainers
+
+
+def sources(world: World, readers: list[Rank]) -> list[str]:
+    return sorted(source for reader in readers for source, _, _ in world.sources(reader))
+
+
+def error_of(rank: Rank) -> str:
+    (outcome,) = rank.take(Outcome)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.error(), IntegrityError)
+    return outcome.error.message
+
+
+def is_unaware(world: World, trainer: Rank) -> None:
+    """It was asked about B, and nobody has read that there."""
+    assert B.selection in [each.selection for each in trainer.take(TellDigests)]
+    world.say(trainer, Digests(trainer.name, trainer.generation, 0, (), b"", True, B.selection, B.shard))
+
+
+def test_another_one_is_read_once_it_is_known_to_be_equal() -> None:
+    world, trainers = hsdp()
+    assert sources(world, filling(world, "first", ranks=2)) == ["t0", "t0", "t1", "t1"]
+    assert [[each.selection for each in trainer.take(TellDigests)] for trainer in trainers] == [[""]] * 4
+    for trainer in trainers[:3]:
+        world.tell(trainer)
+    assert sources(world, filling(world, "second", site="there")) == ["t1", "t2"]
+    world.tell(trainers[3])
+    assert sources(world, filling(world, "third", site="elsewhere")) == ["t2", "t3"]
+
+
+def test_memory_without_digests_is_what_its_publisher_says() -> None:
+    world, trainers = hsdp(manifest=NO_DIGESTS)
+    assert sources(world, filling(world, ranks=2)) == ["t0", "t1", "t2", "t3"]
+    assert not any(trainer.take(TellDigests) for trainer in trainers)
+
+
+def test_those_that_differ_are_named_with_their_tensors_and_nobody_is_quarantined() -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    for trainer in trainers[:3]:
+        world.tell(trainer)
+    assert not reader.take(Outcome)
+    world.tell(trainers[3], value=b"other")
+    text = error_of(reader)
+    assert "ranks 1 and 3 of group 't'" in text
+    assert "('w')" in text
+    (late,) = filling(world, "late")
+    assert error_of(late) == text
+    assert not any(trainer.take(Revoked) for trainer in trainers)
+    assert not any(holding.quarantined for there in world.version.holdings.values() for holding in there)
+
+
+def test_who_does_not_need_them_is_not_concerned() -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world, needs=[A])
+    for trainer, value in zip(trainers, (b"a", b"one", b"a", b"other"), strict=True):
+        world.tell(trainer, value=value)
+    world.tell(trainers[0], A)
+    world.vote(reader, root(A))
+    assert reader.take(Outcome)[0].committed
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_if_the_first_one_fails_a_reader_another_is_read_at_once_and_the_vote_waits(differs: bool) -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    world.lose_source(reader, world.lease(reader, "t1"))
+    (added,) = reader.take(AddSource)
+    assert added.grant.source == "t3"
+    world.tell(trainers[0], A)
+    world.tell(trainers[1], B)
+    world.vote(reader, root(A), root(B))
+    assert not reader.take(Outcome)
+    world.tell(trainers[1])
+    assert not reader.take(Outcome)
+    world.tell(trainers[3], value=b"other" if differs else b"a")
+    if differs:
+        assert "ranks 1 and 3" in error_of(reader)
+    else:
+        assert reader.take(Outcome)[0].committed
+
+
+def test_if_the_first_one_is_lost_before_it_has_told_nobody_waits_for_it() -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    world.lose_source(reader, world.lease(reader, "t1"))
+    world.lose(trainers[1])
+    world.tell(trainers[3])
+    world.tell(trainers[0], A)
+    world.tell(trainers[3], B)
+    world.vote(reader, root(A), root(B))
+    assert reader.take(Outcome)[0].committed
+
+
+def test_a_publisher_where_nobody_has_read_a_selection_leaves_it_to_its_equal() -> None:
+    """And nobody believes those who have read it, as long as a publisher can tell."""
+    world, trainers = hsdp()
+    for trainer in trainers:
+        world.tell(trainer)
+    (reader,) = filling(world)
+    world.tell(trainers[0], A)
+    world.vote(reader, root(A), root(B))
+    is_unaware(world, trainers[1])
+    (asked,) = [each for each in trainers[3].take(TellDigests) if each.selection]
+    assert (asked.selection, asked.shard) == (B.selection, B.shard)
+    assert not reader.take(TellDigests)
+    world.tell(trainers[3], B)
+    assert reader.take(Outcome)[0].committed
+
+
+def test_if_none_of_them_knows_it_those_who_have_read_it_say_what_it_is() -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    world.tell(trainers[0], A)
+    world.vote(reader, root(A), root(B))
+    for trainer in (trainers[1], trainers[3], trainers[1]):
+        is_unaware(world, trainer)
+    (asked,) = reader.take(TellDigests)
+    assert asked.selection == B.selection
+    world.tell(reader, B, shard=B.shard)
+    assert reader.take(Outcome)[0].committed
+
+
+def test_what_a_long_error_would_cost_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "MANIFEST_BYTES_MAX", 10)
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    for trainer, value in zip(trainers, (b"a", b"one", b"a", b"other"), strict=True):
+        world.tell(trainer, value=value)
+    assert "chunk 0 is the first of 2" in error_of(reader)

@@ -1,0 +1,165 @@
+"""Readers of another layout than the trainer's, in processes of their own, and those that they read from are killed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.processes.child_processes import ChildProcesses, Failed, Pending, Process
+from tests.processes.stories import until
+
+OPTIONS = {"chunk_bytes": 2**18, "stall_timeout_s": 600.0}
+NOT_FOR_LONG = {"lease_s": 1.0, "drain_grace_s": 0.5}
+
+
+def coordinator(processes: ChildProcesses, **options: Any) -> str:
+    address: str = processes.process("coordinator").do("serve", **NOT_FOR_LONG, **options)
+    return address
+
+
+def process_of(processes: ChildProcesses, address: str, name: str, gate: int | None = None, **options: Any) -> Process:
+    process = processes.process(name)
+    if gate is not None:
+        process.do("gate", arrivals=gate)
+    process.do("connect", address=address, name=name, transports=["tcp"], **OPTIONS, **options)
+    return process
+
+
+class Group:
+    """Ranks of one group, each in one of these processes, in turn; `parts`: so many different ones."""
+
+    def __init__(self, name: str, cut: str, parts: int, processes: Sequence[Process]) -> None:
+        self.name, self.cut, self.parts = name, cut, parts
+        self.ranks = [(f"{name}{rank}", process) for rank, process in enumerate(processes)]
+        size = len(processes)
+        for rank, (handle, process) in enumerate(self.ranks):
+            what = {"cut": cut, "part": rank % parts, "parts": parts, "name": handle}
+            process.do("register_part", **what, group=name, rank=rank, world_size=size)
+
+    def begin(self, what: str, **arguments: Any) -> list[Pending]:
+        return [process.begin(what, name=handle, **arguments) for handle, process in self.ranks]
+
+    def do(self, what: str, **arguments: Any) -> list[Any]:
+        return [call.result() for call in self.begin(what, **arguments)]
+
+    def publish(self, version: int) -> None:
+        self.do("write_part", content=version)
+        assert self.do("publish", version=version) == [version] * len(self.ranks)
+
+    def has(self, content: int) -> bool:
+        return all(self.do("has_part", content=content))
+
+
+def outcomes(reports: Sequence[dict[str, Any]], source: str) -> list[str]:
+    return [report["sources"][source] for report in reports if source in report["sources"]]
+
+
+def test_a_rank_of_hsdp_is_killed_in_mid_read(processes: ChildProcesses) -> None:
+    """2 x 2: each part of the model is on two ranks. Its readers go on at the other one, and nothing is read again."""
+    address = coordinator(processes)
+    first, others = (process_of(processes, address, name) for name in ("first", "others"))
+    trainer = Group("hsdp", "rows", 2, [first, others, others, others])
+    trainer.publish(1)
+    engine = process_of(processes, address, "engine", gate=6)
+    readers = Group("r", "columns", 2, [engine, engine])
+    fills = readers.begin("replicate")
+    engine.do("gate_holds")
+    assert "first" in engine.do("sources")
+    first.kill()
+    engine.do("gate_open")
+    reports = [fill.result() for fill in fills]
+    assert "lost" in outcomes(reports, "first")
+    assert [(report["version"], report["reread_bytes"]) for report in reports] == [(1, 0), (1, 0)]
+    assert readers.has(1)
+
+
+@pytest.mark.parametrize("is_trainer_there", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_who_has_read_across_layouts_first_is_killed_and_those_who_follow_it_go_on(
+    processes: ChildProcesses, is_trainer_there: bool
+) -> None:
+    """FSDP 4: the first group of its layout is complete, and the next ones read from it, chunk by chunk."""
+    address = coordinator(processes)
+    train = process_of(processes, address, "trainer")
+    trainer = Group("fsdp", "rows", 4, [train] * 4)
+    trainer.publish(1)
+    bridge = process_of(processes, address, "bridge")
+    assert {source for report in Group("b", "columns", 2, [bridge] * 2).do("replicate") for source in report["sources"]} == {
+        "trainer"
+    }
+    if not is_trainer_there:
+        other = process_of(processes, address, "other")
+        Group("o", "columns", 2, [other] * 2).do("replicate")
+    engine = process_of(processes, address, "engine", gate=6)
+    readers = Group("r", "columns", 2, [engine] * 2)
+    fills = readers.begin("replicate")
+    engine.do("gate_holds")
+    [source, *_] = sources = engine.do("sources")
+    assert sources == [source] * 2
+    assert source == "bridge" or not is_trainer_there
+    (bridge if source == "bridge" else other).kill()
+    if not is_trainer_there:
+        train.kill()
+    engine.do("gate_open")
+    reports = [fill.result() for fill in fills]
+    assert outcomes(reports, source) == ["lost"] * 2
+    assert [(report["version"], report["reread_bytes"]) for report in reports] == [(1, 0), (1, 0)]
+    assert readers.has(1)
+    assert ("trainer" in reports[0]["sources"]) is is_trainer_there
+
+
+@pytest.mark.slow
+def test_replicas_that_have_drifted_apart_are_named_and_nobody_is_quarantined(processes: ChildProcesses) -> None:
+    address = coordinator(processes)
+    one, other = (process_of(processes, address, name) for name in ("one", "other"))
+    trainer = Group("hsdp", "rows", 2, [one, one, other, other])
+    trainer.do("write_part", content=1)
+    other.do("write_part", content=9, name="hsdp3")
+    assert trainer.do("publish", version=1) == [1] * 4
+    engine = process_of(processes, address, "engine", gate=6)
+    readers = Group("r", "columns", 2, [engine] * 2)
+    for fill in readers.begin("replicate"):  # the gate: else they might have everything before that is known
+        with pytest.raises(Failed) as caught:
+            fill.result()
+        assert caught.value.kind in ("IntegrityError", "GroupAborted")
+        assert "ranks 1 and 3 of group 'hsdp'" in caught.value.text
+        assert any(f"'{name}'" in caught.value.text for name in ("up", "gate", "down"))
+    engine.do("gate_open")
+    assert trainer.do("state") == [["ready", 1]] * 4
+    trainer.do("unpublish")
+    trainer.publish(2)
+    assert [report["version"] for report in readers.do("replicate")] == [2, 2]
+    assert readers.has(2)
+
+
+@pytest.mark.slow
+def test_world_sizes_that_change_between_publish_and_read(processes: ChildProcesses) -> None:
+    """A trainer of 4 ranks comes back as one of 2, an engine of 2 ranks as one of 3."""
+    address = coordinator(processes)
+    train = process_of(processes, address, "trainer")
+    Group("t", "rows", 4, [train] * 4).publish(1)
+    engine = process_of(processes, address, "engine", gate=6)
+    readers = Group("r", "columns", 2, [engine] * 2)
+    fills = readers.begin("replicate", timeout=4.0)
+    engine.do("gate_holds")
+    train.kill()
+    again = process_of(processes, address, "again")
+    engine.do("gate_open")
+    for fill in fills:
+        with pytest.raises(Failed) as caught:
+            fill.result()
+        assert (caught.value.kind, caught.value.memory) == ("VersionUnavailable", "torn")
+    smaller = Group("t", "rows", 2, [again] * 2)
+    smaller.publish(2)
+    assert [report["version"] for report in readers.do("replicate")] == [2, 2]
+    assert readers.has(2)
+    engine.kill()
+    until(again, lambda model: "engine" not in model["workers"])
+    larger = process_of(processes, address, "larger")
+    readers = Group("r", "columns", 3, [larger] * 3)
+    assert [report["version"] for report in readers.do("replicate")] == [2] * 3
+    assert readers.has(2)
+    smaller.do("mutate_part", version=3)
+    assert [report["version"] for report in readers.do("update")] == [3] * 3
+    assert readers.has(3)
