@@ -467,21 +467,6 @@ async def halves(hubs: Sequence[Hub], group: str, content: int, ranks: int) -> l
     return made
 
 
-async def test_a_lost_replica_of_hsdp_is_made_up_for_by_its_equal() -> None:
-    with gated(2) as gate:
-        async with cluster("kept", "lost", "reader", transports=["tcp"]) as c:
-            trained = await halves(c.hubs[:2], "hsdp", 1, 4)
-            await all_of(*(each.publish(1) for each in trained))
-            weights, mine = await rollout(c.hubs[2:], "rollout")
-            async with anyio.create_task_group() as tasks:
-                for each in weights:
-                    tasks.start_soon(each.replicate)
-                await until(lambda: gate.holds)
-                await c.hubs[1].close()
-                gate.open()
-            assert is_held(mine, 1)
-
-
 async def test_replicas_of_hsdp_that_have_drifted_apart_are_named() -> None:
     """The gate: else a reader might have everything before that is known, all of it from equal ranks."""
     with gated(1) as gate:

@@ -11,6 +11,7 @@ nor for protecting memory: its owner does that. Where to look:
     operations, decisions, deadlines        group operations; what one does is its handler's: `publishes` or `fills`
     readers, holders, withdrawals           read leases; who holds a shard; how a source is left
     layout_holdings, bridges                who holds a version in which layout; readers of other layouts
+    replicas                                ranks that have published the same: which may be read, whether they are equal
     retention, handovers                    what must stay, and who takes it over
     testimonies, digest_lists, corruption_checks    what bytes must be, and who is to blame where they are not
     answers, views, manifests, limits       what can be asked; encoded manifests; bounds
