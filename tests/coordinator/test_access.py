@@ -93,7 +93,7 @@ class Guest:
             if isinstance(action, Send) and action.session == self.session:
                 heard.append(action.message)
             elif isinstance(action, Send) and action.session in self.cluster.links:
-                self.cluster._send_down(action.session, action.message)
+                self.cluster.world._send_down(action.session, action.message)
             self.closed = self.closed or (isinstance(action, CloseSession) and action.session == self.session)
         self.cluster.coordinator.check_touched()
         return heard
@@ -399,7 +399,7 @@ class Babble(Babbler):
 
     def pools(self) -> dict[str, list[Any]]:
         pools = super().pools()
-        core = self.cluster.coordinator.cluster
+        core = self.cluster.world.coordinator.cluster
         groups = [group for model in core.models.values() for group in model.groups.values()]
         mine = [MINE, MINE, "read-only-2"]
         return pools | {
@@ -433,7 +433,7 @@ def test_whatever_a_guest_says_the_books_of_others_stay_as_they_are(random: Rand
         assert books(cluster) == before, said
     cluster.run()
     assert books(cluster) == before
-    cluster.check()
+    cluster.world.check()
     guest.say(Leave("done"))
     cluster.run()
     assert books(cluster) == before  # its incarnation pushes nobody's out of the list of those that are lost

@@ -136,12 +136,12 @@ def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGro
     """Without chance users: a group of two has published, and another, of `world_size`, holds nothing."""
     cluster = SimulatedCluster(1, faults=())
     for name, size in (("writers", 2), ("readers", world_size)):
-        ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
+        ranks = [cluster.world.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
         cluster.users.groups.append(UserGroup(name, size, spot=False, ranks=ranks))
     writers, readers = cluster.users.groups
-    assert cluster.run_until(lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0)
+    assert cluster.timed.run_until(lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0)
     published = [handle.publish(1) for handle in writers.ranks]
-    assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
+    assert cluster.timed.run_until(lambda: all(asked.done for asked in published), 10.0)
     cluster.users.next_version = 2
     return cluster, writers, readers
 
@@ -157,22 +157,22 @@ def two_that_begin() -> tuple[SimulatedCluster, Healing, UserGroup]:
 def two_that_fill() -> tuple[SimulatedCluster, Healing, UserGroup]:
     """The same, and the coordinator has heard both calls."""
     cluster, healing, readers = two_that_begin()
-    operations = cluster.coordinator.cluster.operations
+    operations = cluster.world.coordinator.cluster.operations
     while not any(o.gathered and o.group.name == "readers" for o in operations()):
-        cluster.take_event()
+        cluster.timed.take_event()
     return cluster, healing, readers
 
 
 def test_a_rank_need_not_end_while_it_waits_for_one_of_whose_death_no_coordinator_knows() -> None:
     cluster, healing, readers = two_that_fill()
-    cluster.process.crash(kept=True, down_s=1.0)
+    cluster.timed.process.crash(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     survivor = readers.ranks[0].last_call
     cluster.end_faults()
     healing.run()
     assert survivor is not None
     assert survivor.done
-    assert cluster.now < survivor.until
+    assert cluster.timed.now < survivor.until
 
 
 def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_noticed() -> None:
@@ -188,13 +188,13 @@ def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_notic
 
 def test_a_rank_may_end_at_the_deadline_of_one_that_has_hardly_any_time() -> None:
     cluster, healing, readers = two_that_begin()
-    cluster.process.crash(kept=True, down_s=1.0)
+    cluster.timed.process.crash(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     cluster.users.replace(readers, 1)
     patient = readers.ranks[0].last_call
     assert patient is not None
-    cluster.run_until(lambda: False, 10.0)  # all have come back to the coordinator
-    assert [operation.key for operation in cluster.coordinator.cluster.operations()] == [patient.key]
+    cluster.timed.run_until(lambda: False, 10.0)  # all have come back to the coordinator
+    assert [operation.key for operation in cluster.world.coordinator.cluster.operations()] == [patient.key]
     readers.ranks[1].replicate("latest", 0.0)
     cluster.end_faults()
     healing.run()
@@ -218,20 +218,20 @@ def fetching(cluster: SimulatedCluster, healing: Healing, reader: SimWorker) -> 
     fetch = reader.handles[-1].last_call
     assert fetch is not None
     while True:
-        for operation in cluster.coordinator.cluster.operations():
+        for operation in cluster.world.coordinator.cluster.operations():
             if operation.key == fetch.key and operation.state is OperationState.RUNNING:
                 return fetch, operation
-        cluster.take_event()
+        cluster.timed.take_event()
 
 
 def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -> None:
     cluster, writers, readers = one_published(1)
     silent, dead = (handle.worker for handle in writers.ranks)
     silent.disconnect()
-    silent.stopped_until = cluster.now + 3 * cluster.options.lease_s
+    silent.stopped_until = cluster.timed.now + 3 * cluster.world.options.lease_s
     dead.crash()
-    live = cluster.coordinator.cluster.workers
-    assert cluster.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
+    live = cluster.world.coordinator.cluster.workers
+    assert cluster.timed.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
     healing = cluster.healing()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert not operation.writing  # it has no source yet, and then for ever half of the version only
@@ -239,7 +239,7 @@ def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -
     healing.run()
     assert fetch.done
     assert fetch.version is None
-    assert cluster.now < fetch.until
+    assert cluster.timed.now < fetch.until
 
 
 def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed() -> None:
@@ -248,7 +248,7 @@ def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert operation.writing
     while fetch.handle.pull is None or not fetch.handle.pull.lanes:
-        cluster.take_event()
+        cluster.timed.take_event()
     next(iter(fetch.handle.pull.lanes.values())).end("lost")
     writers.ranks[1].worker.crash()
     cluster.end_faults()

@@ -83,7 +83,7 @@ def a_call_waits_without_a_connection() -> None:
     reader.worker.disconnect()
     reader.replicate(timeout_s=5)
     cluster.advance(30.0)
-    cluster.guarantees.check_in_time(reader)
+    cluster.world.guarantees.check_in_time(reader)
 
 
 def an_owner_that_is_cut_off_leaves() -> None:
@@ -129,7 +129,7 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
     reader.replicate()
     read_one_chunk(cluster, reader)
     trainer.cells[0] = "changed"
-    cluster.guarantees.contents.spoil(trainer, cluster.guarantees.contents.numbers["actor"][1], 0, "changed")
+    cluster.world.guarantees.contents.spoil(trainer, cluster.world.guarantees.contents.numbers["actor"][1], 0, "changed")
     assert reader.pull is not None
     next(iter(reader.pull.lanes.values())).end("corrupt", 0)
     run_without(cluster, "read")
@@ -142,7 +142,7 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
 def three_share_room_for_two() -> None:
     """Two have prefetched version 1; then the third stages version 2, which a caller waits for."""
     cluster, trainer, _ = published()
-    cluster.host_bytes = 2 * CHUNKS * CHUNK_BYTES
+    cluster.world.host_bytes = 2 * CHUNKS * CHUNK_BYTES
     worker = cluster.worker("host")
     first, second, third = [worker.register(f"g{number}") for number in range(3)]
     cluster.run()
@@ -232,9 +232,9 @@ def waits_for_an_access() -> tuple[StepwiseCluster, SimHandle]:
 
 def test_a_call_whose_fence_has_waited_for_an_access_ends_a_moment_after_it() -> None:
     cluster, reader = waits_for_an_access()
-    cluster.guarantees.check_in_time(reader)
+    cluster.world.guarantees.check_in_time(reader)
     reader.end_access()
-    cluster.guarantees.check_in_time(reader)  # between the access's end and the fence's
+    cluster.world.guarantees.check_in_time(reader)  # between the access's end and the fence's
     cluster.run()
     assert reader.idle
 
@@ -244,4 +244,4 @@ def test_a_fence_that_does_not_notice_an_accesss_end_is_noticed() -> None:
     reader.end_access()
     cluster.advance(30.0, run=False)
     with pytest.raises(GuaranteeBroken, match=r"bounds: .* should have ended 30\.0 s ago"):
-        cluster.guarantees.check_in_time(reader)
+        cluster.world.guarantees.check_in_time(reader)

@@ -71,13 +71,13 @@ def test_a_failing_run_says_how_to_see_it_again() -> None:
     cluster = SimulatedCluster(4, faults={Fault.CRASH, Fault.CUT}, events=200)
 
     def damage() -> None:
-        for handle in cluster.live_handles():
+        for handle in cluster.world.live_handles():
             if handle.member.state is HandleState.READY:
                 handle.cells = ["damaged"] * len(handle.cells)
-                cluster.touch(handle)
-        cluster.timeline.after(0.1, None, damage)
+                cluster.timed.shells.touch(handle)
+        cluster.timed.timeline.after(0.1, None, damage)
 
-    cluster.timeline.at(0.1, None, damage)
+    cluster.timed.timeline.at(0.1, None, damage)
     with pytest.raises(GuaranteeBroken) as caught:
         cluster.run()
     text = str(caught.value)

@@ -95,7 +95,7 @@ def test_sources_that_changed_meanwhile_are_learnt_at_the_next_connection() -> N
     run_but_reads(cluster)
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
-    source = cluster.find(grant)
+    source = cluster.world.find(grant)
     assert source is not None
     reader.worker.disconnect()
     run_but_reads(cluster)

@@ -87,7 +87,7 @@ class RunningCluster:
     @property
     def seed(self) -> int:
         """What decides everything here."""
-        return self._simulation.seed
+        return self._simulation.timed.seed
 
     @property
     def now(self) -> float:
@@ -107,16 +107,16 @@ class RunningCluster:
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault has happened by chance."""
-        return dict(self._simulation.injector.happened)
+        return dict(self._simulation.timed.injector.happened)
 
     @property
     def end_hash(self) -> str:
         """Of all that has happened so far, in its order, and of what memory holds: equal for equal runs."""
-        return self._simulation.end_hash
+        return self._simulation.timed.end_hash
 
     def trace(self) -> str:
         """The last things that happened, one a line."""
-        return "\n".join(self._simulation.timeline.trace_lines())
+        return "\n".join(self._simulation.timed.timeline.trace_lines())
 
     # -- the caller's code
 
@@ -191,7 +191,7 @@ class RunningCluster:
 
     async def _welcomed(self, facade: WorkerFacade) -> None:
         simulation = self._simulation
-        seconds = simulation.options.connect_timeout_s if simulation.timeline.coordinator.alive else 0.0
+        seconds = simulation.world.options.connect_timeout_s if simulation.timed.timeline.coordinator.alive else 0.0
         with anyio.move_on_after(seconds):
             await facade.worker.welcome_came.wait()
         simulation.check_running(facade.worker)
@@ -261,8 +261,8 @@ class RunningCluster:
         worker.is_preempted = True
         worker.scope.cancel()
         self._died(name)
-        self._simulation.note(f"{name} is preempted")
-        self._simulation.timeline.after(notice_s, worker, worker.crash)
+        self._simulation.world.driver.note(f"{name} is preempted")
+        self._simulation.timed.timeline.after(notice_s, worker, worker.crash)
 
     def restart(self, name: str) -> None:
         """Run again what was started under that name and has died."""
@@ -300,30 +300,30 @@ class RunningCluster:
     def restart_coordinator(self, down_s: float = 1.0, *, lose_state: bool = False) -> None:
         """It dies, and is back after `down_s` on what is durable. `lose_state`: as a new cluster, without a state_dir."""
         self._now()
-        if not self._simulation.timeline.coordinator.alive:
+        if not self._simulation.timed.timeline.coordinator.alive:
             raise StateError("the coordinator is down already")
-        self._simulation.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
+        self._simulation.timed.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
 
     def fail_store(self, seconds: float) -> None:
         """Every write of the coordinator's store fails."""
-        self._simulation.injector.failing_store_until = self._now() + seconds
+        self._simulation.timed.injector.failing_store_until = self._now() + seconds
 
     def slow_store(self, seconds: float) -> None:
         """Every write of the coordinator's store takes seconds."""
-        self._simulation.injector.slow_store_until = self._now() + seconds
+        self._simulation.timed.injector.slow_store_until = self._now() + seconds
 
     # -- connections
 
     def partition(self, a: str, b: str, seconds: float) -> None:
         """Nothing passes between two parties; nothing is lost."""
         self._check_parties(a, b)
-        self._simulation.note(f"{a} and {b} are cut off for {seconds:g} s")
-        self._simulation.timeline.partitions.block(a, b, self._now() + seconds)
+        self._simulation.world.driver.note(f"{a} and {b} are cut off for {seconds:g} s")
+        self._simulation.timed.timeline.partitions.block(a, b, self._now() + seconds)
 
     def slow(self, a: str, b: str, seconds: float) -> None:
         """What two workers read from each other takes a hundred times as long."""
         self._check_parties(a, b)
-        self._simulation.timeline.partitions.slow(a, b, self._now() + seconds)
+        self._simulation.timed.timeline.partitions.slow(a, b, self._now() + seconds)
 
     def cut(self, name: str) -> None:
         """The worker's connection to the coordinator breaks; it connects again."""
@@ -343,22 +343,22 @@ class RunningCluster:
 
     def reorder(self, seconds: float) -> None:
         """What a connection that breaks has on its way arrives after the next one is up."""
-        self._simulation.injector.late_tails_until = self._now() + seconds
+        self._simulation.timed.injector.late_tails_until = self._now() + seconds
 
     def duplicate(self, messages: int = 1) -> None:
         """The next control messages arrive twice."""
-        self._simulation.injector.doubles_left += messages
+        self._simulation.timed.injector.doubles_left += messages
 
     # -- reads
 
     def stall(self, name: str, seconds: float) -> None:
         """This source accepts its readers, and sends nothing."""
-        self._simulation.injector.stall(self._worker(name), self._now() + seconds)
+        self._simulation.timed.injector.stall(self._worker(name), self._now() + seconds)
 
     def corrupt(self, name: str, frames: int = 1) -> None:
         """The next chunks that this reader gets are damaged on their way."""
         self._worker(name)
-        self._simulation.injector.damaged[name] = frames
+        self._simulation.timed.injector.damaged[name] = frames
 
     def busy_device(self, name: str, seconds: float) -> None:
         """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can not be fenced sooner."""
@@ -366,7 +366,7 @@ class RunningCluster:
         self._now()
         for handle in worker.handles:
             handle.hold_access()
-            self._simulation.timeline.after(seconds, worker, handle.end_access)
+            self._simulation.timed.timeline.after(seconds, worker, handle.end_access)
 
     # -- the end of faults
 
@@ -378,7 +378,7 @@ class RunningCluster:
 
     def _end_faults(self) -> None:
         self._now()
-        self._simulation.injector.end()
+        self._simulation.timed.injector.end()
 
     def stop(self) -> None:
         """End what was started: each is cancelled, in the order in which it was started."""
@@ -391,7 +391,7 @@ class RunningCluster:
     def _now(self) -> float:
         self._simulation.check_over()
         self._simulation.sync()
-        return self._simulation.now
+        return self._simulation.world.now
 
     def _worker(self, name: str) -> HostedWorker:
         self._now()
@@ -401,7 +401,7 @@ class RunningCluster:
         return worker
 
     def _party(self, name: str) -> Party:
-        return self._simulation.timeline.coordinator if name == COORDINATOR else self._worker(name)
+        return self._simulation.timed.timeline.coordinator if name == COORDINATOR else self._worker(name)
 
     def _check_parties(self, *names: str) -> None:
         for name in names:
@@ -426,11 +426,11 @@ async def running(
                 try:
                     async with anyio.create_task_group() as processes:
                         cluster = RunningCluster(simulation, processes)
-                        simulation.injector.begin()
+                        simulation.timed.injector.begin()
                         yield cluster
                         cluster._end_faults()
                         cluster.stop()
-                    simulation.check()
+                    simulation.timed.check()
                 finally:
                     simulation.end()
                     simulation.tasks.cancel_scope.cancel()

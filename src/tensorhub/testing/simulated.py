@@ -23,7 +23,6 @@ from tensorhub.testing.drivers.virtual import VirtualLoop
 from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
-from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.layouts import draw_layouts
 from tensorhub.types import Options
 
@@ -34,7 +33,7 @@ GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of 
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
-class SimulatedCluster(TimedCluster):
+class SimulatedCluster:
     """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces it."""
 
     def __init__(
@@ -43,34 +42,44 @@ class SimulatedCluster(TimedCluster):
         """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults.
         `options`: the coordinator's, and times of everybody's connections; None: drawn.
         """
-        super().__init__(seed, faults, options, events)
+        self.timed = timed = TimedCluster(seed, faults, options, events)
+        self.world = timed.world
         self.options_given = options
         self.events_least = events
-        self.users = self.injector.users = Users(self, self.timeline, draw_layouts(seed, self.chunks))
-        self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
+        self.users = Users(timed.world, timed.timeline, draw_layouts(seed, timed.world.chunks))
+        self.users.differed = lambda: timed.injector.happens(Fault.DIFFER)
+        timed.populate(self.users)
+
+    def __repr__(self) -> str:
+        return f"<SimulatedCluster {self.timed!r}>"
+
+    @property
+    def end_hash(self) -> str:
+        """Of all that has happened, in its order, and what memory holds."""
+        return self.timed.end_hash
 
     def run(self) -> None:
         """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction line at its end."""
         try:
             self.begin()
             while not self._is_enough():
-                self.take_event()
+                self.timed.take_event()
             healing = self.healing()
             healing.ask()
-            self.run_until(lambda: False, ASKED_BEFORE_S)
+            self.timed.run_until(lambda: False, ASKED_BEFORE_S)
             self.end_faults()
             healing.run()
         except Exception as error:
-            raise GuaranteeBroken(self.report(error)) from error
+            raise GuaranteeBroken(self.timed.report(error, self.command)) from error
 
     def begin(self) -> None:
         """Users call and things go wrong from now on, as events are taken."""
         self.users.begin()
-        self.injector.begin()
+        self.timed.injector.begin()
 
     def end_faults(self) -> None:
         """Nothing goes wrong any more, and nobody calls by himself."""
-        self.injector.end()
+        self.timed.injector.end()
         self.users.end()
 
     def converge(self) -> None:
@@ -79,55 +88,25 @@ class SimulatedCluster(TimedCluster):
 
     def healing(self) -> Healing:
         """What demands that."""
-        return Healing(self, self.timeline, self.users, self.run_until)
+        return Healing(self.timed, self.users)
 
     def _is_enough(self) -> bool:
         """Whether there was enough of everything that a seed stands for. (Of some kinds of faults, it may be that no more
         can happen, or nothing be published; and fewer events need not be enough.)
         """
-        if self.events < self.events_least:
+        events = self.timed.events
+        if events < self.events_least:
             return False
-        full = len(self.users.published) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
-        wants_all = self.allowed is None and self.events_least >= EVENTS_LEAST
-        return full or self.events >= (GIVEN_UP if wants_all else 4) * self.events_least
-
-    def run_until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Go on until that holds, looked at twice a second; False: it did not within so many seconds."""
-        end = self.now + seconds
-        while not holds():
-            if self.now >= end:
-                return False
-            until = self.now + 0.5
-            self.timeline.at(until, None, self._nothing)
-            while self.now < until:
-                self.take_event()
-        return True
-
-    def _nothing(self) -> None:
-        """Time has passed."""
+        full = len(self.users.published) >= VERSIONS_LEAST and len(self.timed.injector.happened) >= KINDS_LEAST
+        wants_all = self.timed.allowed is None and self.events_least >= EVENTS_LEAST
+        return full or events >= (GIVEN_UP if wants_all else 4) * self.events_least
 
     @property
     def command(self) -> str:
         """What runs this seed again."""
-        faults = "" if self.allowed is None else f" --faults {','.join(self.allowed)}"
-        return f"tensorhub simulate --seed {self.seed}{faults} --events {self.events_least}"
-
-    # -- what follows
-
-    def rolled_back(self, to: int) -> None:
-        self.users.rolled_back(to)
-
-    def hook_called(self, handle: HandleShell) -> None:
-        timeline = self.timeline
-        timeline.after(timeline.random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
-
-    def _hook_returns(self, handle: HandleShell) -> None:
-        if handle.hooks:
-            handle.hook_returns()
-
-    def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
-        super().call_ended(handle, record)
-        self.users.ended(handle, record)
+        allowed = self.timed.allowed
+        faults = "" if allowed is None else f" --faults {','.join(allowed)}"
+        return f"tensorhub simulate --seed {self.timed.seed}{faults} --events {self.events_least}"
 
     # -- under somebody's own code
 
@@ -143,7 +122,7 @@ class SimulatedCluster(TimedCluster):
         Leaving the block ends all faults, closes what was started, and checks everything once more. Raises GuaranteeBroken,
         StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
         """
-        return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
+        return running(self.timed.seed, self.timed.allowed, self.options_given, spared, seconds_max)
 
 
 def simulate(

@@ -15,15 +15,17 @@ from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.network import COORDINATOR, Link
-from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 
 
 class ControlNetwork:
     """What is on its way between workers and the coordinator, in virtual time."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: Injector) -> None:
+    def __init__(self, world: World, timeline: Timeline, faults: Injector, touch: Callable[[SimHandle], None]) -> None:
+        """`touch`: has a handle checked."""
         self._world = world
+        self._touch = touch
         self._timeline = timeline
         self._faults = faults
         self.latency_s = timeline.random.choice((0.0003, 0.003, 0.03))
@@ -68,7 +70,7 @@ class ControlNetwork:
         link.unread -= 1
         act(worker, link)
         for handle in worker.handles:
-            self._world.touch(handle)  # whoever is counted on for what is so old is found out
+            self._touch(handle)  # whoever is counted on for what is so old is found out
 
     def _accepted(self, worker: SimWorker, link: Link) -> None:
         self._world.links[link.session] = (worker, link)

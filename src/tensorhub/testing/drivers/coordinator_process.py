@@ -26,6 +26,10 @@ class CoordinatorProcess:
 
     # -- its steps
 
+    @property
+    def runs(self) -> bool:
+        return self._timeline.coordinator.alive
+
     def gets_out(self, actions: list[Action]) -> list[Action]:
         """Those of a step's actions that it comes to."""
         if not self._timeline.coordinator.alive:
@@ -80,10 +84,10 @@ class CoordinatorProcess:
         if world.unstored.pop(persist.record, None) is None:
             return  # it was written sooner
         if self._faults.store_fails():
-            world.note(f"the store fails: {show(persist.entry)}")
+            world.driver.note(f"the store fails: {show(persist.entry)}")
             world.step(PersistFailed(persist.record, "disk full"))
         else:
-            world.note(f"stored {show(persist.entry)}")
+            world.driver.note(f"stored {show(persist.entry)}")
             world.keep(persist.entry)
             world.step(Persisted(persist.record))
 
@@ -91,17 +95,17 @@ class CoordinatorProcess:
 
     def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
         """It dies, and is back after so long; `kept`: what was being written is durable; `lost`: nothing ever was."""
-        self._world.note(f"the coordinator dies; kept={kept}")
+        self._world.driver.note(f"the coordinator dies; kept={kept}")
         self._timeline.coordinator.alive = False
         self._world.coordinator_died(kept=kept)
         if lost:
-            self._world.note("its state is lost")
+            self._world.driver.note("its state is lost")
             self._world.lose_state()
         self._died()
         self._timeline.after(down_s, None, self._restart)
 
     def _restart(self) -> None:
-        self._world.note("the coordinator is back")
+        self._world.driver.note("the coordinator is back")
         self._timeline.coordinator = Process(COORDINATOR)
         self._world.start_coordinator()
         self._tick_at, self._stored_at = None, self._timeline.now

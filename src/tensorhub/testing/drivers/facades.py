@@ -103,8 +103,8 @@ class CallersLoop:
         """Nothing is called while the process is stopped."""
         self.check_usable()
         self._cluster.sync()
-        while self._worker.stopped_until > self._cluster.now:
-            await anyio.sleep(self._worker.stopped_until - self._cluster.now)
+        while self._worker.stopped_until > self._cluster.world.now:
+            await anyio.sleep(self._worker.stopped_until - self._cluster.world.now)
             self.check_usable()
             self._cluster.sync()
         await anyio.lowlevel.checkpoint()
@@ -198,14 +198,14 @@ class HandleFacade(CallersHandle):
     async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
         handle, self._hook = self.simulated, hook
         record = handle.call(call, timeout_s)
-        await self._waiting.end_of(record, lambda: self._apply(self.interpreter.cancelled(self._cluster.now)))
+        await self._waiting.end_of(record, lambda: self._apply(self.interpreter.cancelled(self._cluster.world.now)))
         return Finish(record.version, record.changed, record.error), lambda: handle.report_of(record)
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`."""
         last = self.simulated.last_call
         if last is not None:
-            await self._waiting.end(last, lambda: self._apply(self.member.cancel(error, self._cluster.now)))
+            await self._waiting.end(last, lambda: self._apply(self.member.cancel(error, self._cluster.world.now)))
 
     def _apply(self, actions: list[Action]) -> None:
         self.simulated.apply(actions)
@@ -231,7 +231,7 @@ class HostCopiesFacade(CallersCopies):
         self._waiting = Waiting(cluster, worker)
 
     def _now(self) -> float:
-        return self._cluster.now
+        return self._cluster.world.now
 
     async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
         wanted = self._copies.want(ask)
@@ -273,7 +273,7 @@ class WorkerFacade(CallersWorker):
     # -- registering
 
     def new_registration(self) -> str:
-        return f"r{next(self.cluster.registrations)}"
+        return f"r{next(self.cluster.world.registrations)}"
 
     def fresh_group(self) -> str:
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
-from tensorhub.testing.drivers.timeline import Timeline
+from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
-from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
 
 TRIES = 12
@@ -21,18 +20,15 @@ LEAVES_S = 50.0  # for somebody else to take over what is retained
 OUT_OF_REACH = 10_000  # so many numbers ahead: users that go on publishing do not come to it
 
 
-# Goes on until something holds, for so many seconds at most, and says whether it does.
-RunUntil = Callable[[Callable[[], bool], float], bool]
-
-
 class Healing:
     """The second phase of a run."""
 
-    def __init__(self, world: World, timeline: Timeline, users: Users, run_until: RunUntil) -> None:
-        self._world = world
-        self._timeline = timeline
+    def __init__(self, cluster: TimedCluster, users: Users) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._timeline = cluster.timeline
         self._users = users
-        self._run_until = run_until
+        self._run_until = cluster.run_until
         self._waiting: list[CallRecord] = []  # fills that were called while things still went wrong, of a version to come
         self._awaited = 0  # its number
         self._reading: list[CallRecord] = []  # fills of what there is, with ample time
@@ -64,8 +60,8 @@ class Healing:
         for record in waiting:
             demand(record.done or not record.handle.worker.alive, f"liveness: {record.handle}: {record.what} never ended")
         self._end_reading()
-        world.check()
-        world.check_agreement()
+        self._cluster.check()
+        self._cluster.check_agreement()
         self._let_go()
         self._meet_the_waiting()
         whole = [group for group in self._users.groups if self._is_whole(group)]
@@ -73,7 +69,7 @@ class Healing:
             self._publish_and_update(writer, whole)
         for writer in whole[:1]:
             self._leave_as_last(writer)
-        world.check()
+        self._cluster.check()
 
     def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""

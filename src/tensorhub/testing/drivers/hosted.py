@@ -35,7 +35,7 @@ from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.handle import BrokenHook, CallRecord
+from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.types import Location, Options
@@ -79,7 +79,7 @@ class HostedWorker(TimedWorker):
     """A process whose user is one `connect` block. It has the runtime's own questions, pins and watches."""
 
     def __init__(self, cluster: HostedCluster, name: str, location: Location, options: Options, life: int) -> None:
-        super().__init__(cluster, cluster.timeline, name, location)
+        super().__init__(cluster.world, name, location, ("tcp",), timeline=cluster.timed.timeline)
         self.lives = life
         self.incarnation = f"{name}.{life}"
         self.host_bytes = options.host_memory_bytes
@@ -90,7 +90,7 @@ class HostedWorker(TimedWorker):
         self.welcome_came = anyio.Event()
         self.tasks = Tasks(cluster)
         self._idents = count(1)
-        self.coordinator = CoordinatorClient(self, cluster.numbers, lambda: f"{self.incarnation}-{next(self._idents)}")
+        self.coordinator = CoordinatorClient(self, cluster.world.numbers, lambda: f"{self.incarnation}-{next(self._idents)}")
         self.version_watches = VersionWatches(self)
         self.kept_pins = Pins(self.coordinator, options.op_timeout_s)
         self.kept_pins.tasks = self.tasks
@@ -112,7 +112,7 @@ class HostedWorker(TimedWorker):
 
     def leave(self) -> None:
         """It has said goodbye: what it holds goes with it."""
-        self.cluster.note(f"{self.name} leaves")
+        self.cluster.driver.note(f"{self.name} leaves")
         super().crash()
         self.let_go()
 
@@ -198,17 +198,18 @@ class HostedWorker(TimedWorker):
         self.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
 
 
-class HostedCluster(TimedCluster):
-    """A cluster whose users are a caller's tasks."""
+class HostedCluster:
+    """A cluster whose users are a caller's tasks: it stands for them, as far as they are users."""
 
     hasty_until = 0.0
 
     def __init__(
         self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
     ) -> None:
-        super().__init__(seed, faults, options)
-        self.injector.users = self
-        self.timeline.scheduled = self._scheduled
+        self.timed = timed = TimedCluster(seed, faults, options)
+        self.world = timed.world
+        timed.populate(self)
+        timed.timeline.scheduled = self._scheduled
         self._sleeps_until = float("-inf")  # nobody is to be woken for what is earlier
         self._sooner = anyio.Event()
         self.spared = frozenset(spared)
@@ -229,7 +230,8 @@ class HostedCluster(TimedCluster):
 
     def sync(self) -> None:
         """A caller does something, between two events."""
-        self.now = self.timeline.now = max(self.timeline.now, self.loop_now())
+        timeline = self.timed.timeline
+        self.world.now = timeline.now = max(timeline.now, self.loop_now())
 
     def _scheduled(self, when: float) -> None:
         if when < self._sleeps_until:
@@ -240,12 +242,13 @@ class HostedCluster(TimedCluster):
         try:
             while True:
                 await idle()
-                wait_s = self.timeline.next_time() - self.loop_now()
+                due = self.timed.timeline.next_time()
+                wait_s = due - self.loop_now()
                 if wait_s <= INSTANT_S:
                     self._check_time()
                     self._take_checked_event()
                     continue
-                self._sleeps_until, self._sooner = self.timeline.next_time(), anyio.Event()
+                self._sleeps_until, self._sooner = due, anyio.Event()
                 with anyio.move_on_after(wait_s):
                     await self._sooner.wait()
                 self._sleeps_until = float("-inf")
@@ -254,12 +257,12 @@ class HostedCluster(TimedCluster):
 
     def _take_checked_event(self) -> None:
         try:
-            self.take_event()
+            self.timed.take_event()
         except Exception as error:
-            raise GuaranteeBroken(self.report(error)) from error
+            raise GuaranteeBroken(self.timed.report(error, f"seed {self.timed.seed}")) from error
 
     def _check_time(self) -> None:
-        if self.now > self.seconds_max:
+        if self.world.now > self.seconds_max:
             raise StateError(
                 f"the simulated code did not end within {self.seconds_max:g} virtual seconds: something waits for ever, "
                 "or needs a larger seconds_max"
@@ -268,7 +271,7 @@ class HostedCluster(TimedCluster):
     def end(self) -> None:
         """Nothing happens any more."""
         self.is_over = True
-        for worker in self.workers.values():
+        for worker in self.world.workers.values():
             if isinstance(worker, HostedWorker) and worker.alive:
                 worker.let_go()
 
@@ -290,21 +293,31 @@ class HostedCluster(TimedCluster):
         if name in self.processes():
             raise StateError(f"a worker {name!r} is connected already: in a simulation each needs a name of its own")
         life = self._lives.get(name, 0)
-        older = [worker.lives for worker in self.workers.values() if worker.name == name]
+        older = [worker.lives for worker in self.world.workers.values() if worker.name == name]
         self._lives[name] = life = max([life, *older]) + 1
-        worker = self.workers[f"{name}.{life}"] = HostedWorker(self, name, location, options, life)
+        worker = self.world.workers[f"{name}.{life}"] = HostedWorker(self, name, location, options, life)
         return worker
 
     def processes(self) -> dict[str, HostedWorker]:
         """Those that are alive, by name."""
-        return {w.name: w for w in self.workers.values() if isinstance(w, HostedWorker) and w.alive}
+        return {w.name: w for w in self.world.workers.values() if isinstance(w, HostedWorker) and w.alive}
 
     def expect_error(self, error: Exception) -> None:
         """A caller's own code has raised this: it may end a call."""
-        if not isinstance(error, (TensorHubError, *self.user_errors)):
-            self.user_errors = (*self.user_errors, type(error))
+        world = self.world
+        if not isinstance(error, (TensorHubError, *world.user_errors)):
+            world.user_errors = (*world.user_errors, type(error))
 
-    user_errors: tuple[type[Exception], ...] = (BrokenHook,)
+    # -- what they are told: their handles tell them
+
+    def hook_called(self, handle: HandleShell) -> None:
+        pass
+
+    def ended(self, handle: HandleShell, record: CallRecord) -> None:
+        pass
+
+    def rolled_back(self, to: int) -> None:
+        pass
 
     # -- what strikes them
 
@@ -312,12 +325,12 @@ class HostedCluster(TimedCluster):
         """No: callers make their own mistakes."""
 
     def restart_one(self) -> bool:
-        return self.restarts(self.timeline.random)
+        return self.restarts(self.timed.timeline.random)
 
     def preempt(self, worker: TimedWorker) -> bool:
         if not any(handle.shard.spot for handle in worker.handles):
             return False
-        self.preempts(worker.name, self.timeline.random.choice((0.2, 2.0)))
+        self.preempts(worker.name, self.timed.timeline.random.choice((0.2, 2.0)))
         return True
 
     def may_die(self, worker: TimedWorker) -> bool:

@@ -175,7 +175,7 @@ class Injector:
         if not self.doubles_left:
             return False
         self.doubles_left -= 1
-        self._world.note(f"{type(message).__name__} comes twice")
+        self._world.driver.note(f"{type(message).__name__} comes twice")
         self.happens(Fault.DUPLICATE)
         return True
 
@@ -184,7 +184,7 @@ class Injector:
         if not self._garbled or not self._garbled.get(worker.name):
             return False
         self._garbled[worker.name] -= 1
-        self._world.note(f"a message of {worker.name} is damaged")
+        self._world.driver.note(f"a message of {worker.name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
 
@@ -249,7 +249,7 @@ class Injector:
         if not self.damaged or not self.damaged.get(name):
             return False
         self.damaged[name] -= 1
-        self._world.note(f"a frame to {name} is damaged")
+        self._world.driver.note(f"a frame to {name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
 
@@ -361,7 +361,7 @@ class Injector:
         process = self._timeline.coordinator
         if not whose and random.random() < 0.3:
             process.stopped_until = max(process.stopped_until, until)
-        self._world.note(f"the coordinator reads nothing of {whose or 'anybody'} until {until:.3f}")
+        self._world.driver.note(f"the coordinator reads nothing of {whose or 'anybody'} until {until:.3f}")
         return worker.link is not None
 
     def _strike_data(self, kind: Fault) -> bool:
@@ -412,14 +412,14 @@ class Injector:
                     others = [lane.grant.source]
                 other = other or random.choice([COORDINATOR, *others[:3]])
                 until = max(until, now + random.choice(LONG_S))
-                world.note(f"{worker.name} and {other} are cut off until {until:.3f}")
+                world.driver.note(f"{worker.name} and {other} are cut off until {until:.3f}")
                 self._timeline.partitions.block(worker.name, other, until)
             case Fault.CUT if link is not None:
                 worker.disconnect()
             case Fault.DELAY if link is not None:
                 link.held_until = now + random.choice(SHORT_S)
             case Fault.DROP if link is not None:
-                world.note(f"the connection of {worker.name} loses everything")
+                world.driver.note(f"the connection of {worker.name} loses everything")
                 link.is_lossy = True
             case Fault.CORRUPT:
                 books = self._garbled if random.random() < 0.3 else self.damaged
@@ -429,7 +429,7 @@ class Injector:
                 until = now + random.choice(LONG_S)
                 party = self._timeline.coordinator if random.random() < 0.15 else worker
                 until = max(until, party.stopped_until)
-                world.note(f"{party.name} is stopped until {until:.3f}")
+                world.driver.note(f"{party.name} is stopped until {until:.3f}")
                 party.stopped_until = until
             case Fault.PREEMPT:
                 return self.users.preempt(worker)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Silent, Tick
+from tensorhub.coordinator import (
+    Action,
+    Connected,
+    Coordinator,
+    Disconnected,
+    Event,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Received,
+    Silent,
+    Tick,
+)
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Heartbeat, HeartbeatAck
 from tensorhub.testing.sim.assertion import GuaranteeBroken
+from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
-from tensorhub.types import Location, Options
+from tensorhub.types import Options
+from tensorhub.worker.calls import Fence
 
 
 class Choice(NamedTuple):
@@ -26,15 +41,61 @@ class Choice(NamedTuple):
     name: str
 
 
-class StepwiseCluster(World):
+class StepwiseCluster:
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
+
+    fence_grace_s = 0.0
 
     def __init__(self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST) -> None:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        super().__init__(options, host_bytes=host_bytes, manifest=manifest)
-        self.data = self.control = self
+        self.world = world = World(self, options, host_bytes=host_bytes, manifest=manifest)
+        world.data = world.control = world.process = world.callers = self
+        self.worker, self.handle, self.fetcher, self.group = world.worker, world.handle, world.fetcher, world.group
+
+    # -- its world, as those see it who let things happen
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.world.coordinator
+
+    @property
+    def options(self) -> Options:
+        return self.world.options
+
+    @property
+    def now(self) -> float:
+        return self.world.now
+
+    @now.setter
+    def now(self, when: float) -> None:
+        self.world.now = when
+
+    @property
+    def workers(self) -> dict[str, SimWorker]:
+        return self.world.workers
+
+    @property
+    def links(self) -> dict[int, tuple[SimWorker, Link]]:
+        """Those that the coordinator has not seen end."""
+        return self.world.links
+
+    @property
+    def unstored(self) -> dict[int, Persist]:
+        """What is being written."""
+        return self.world.unstored
+
+    def live_handles(self) -> Iterator[SimHandle]:
+        return self.world.live_handles()
+
+    def step(self, event: Event) -> None:
+        """Feed the coordinator one event, and do what follows."""
+        self.world.step(event)
+
+    def check_agreement(self) -> None:
+        """At rest, the coordinator knows exactly what is held."""
+        self.world.check_agreement()
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
         """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
@@ -42,10 +103,10 @@ class StepwiseCluster(World):
         `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
         """
         self.note("the coordinator restarts")
-        self.coordinator_died(kept=kept)
+        self.world.coordinator_died(kept=kept)
         if lost:
-            self.lose_state()
-        self.start_coordinator()
+            self.world.lose_state()
+        self.world.start_coordinator()
         self.links.clear()
         self.ending.clear()
         for worker in self.workers.values():
@@ -58,11 +119,45 @@ class StepwiseCluster(World):
     def note(self, line: str) -> None:
         self.log.append(f"{self.now:7.2f}  {line}")
 
-    def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
-        return SimWorker(self, name, location, transports)
+    def took(self, path: str) -> None:
+        """Nobody counts."""
+
+    def handle_moved(self, handle: HandlePort) -> None:
+        """It goes on when its turn comes."""
+
+    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
+        """Each time when time passes it is looked at."""
+
+    def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
+        """It is looked at when its turn comes."""
+
+    def access_ended(self, handle: HandlePort) -> None:
+        """So it is then."""
+
+    @property
+    def runs(self) -> bool:
+        return True
+
+    def gets_out(self, actions: list[Action]) -> list[Action]:
+        return actions
+
+    def to_be_stored(self, persist: Persist) -> None:
+        """It is stored when its turn comes."""
+
+    def stepped(self) -> None:
+        """Everything is checked later."""
+
+    def hook_called(self, handle: HandleShell) -> None:
+        """It returns when its turn comes."""
+
+    def ended(self, handle: HandleShell, record: CallRecord) -> None:
+        """Its caller looks."""
+
+    def rolled_back(self, to: int) -> None:
+        """So does that one."""
 
     def new_link(self, worker: SimWorker) -> Link:
-        link = Link(next(self.sessions))
+        link = Link(next(self.world.sessions))
         self.links[link.session] = (worker, link)
         self.step(Connected(link.session, worker.incarnation, "worker"))
         return link
@@ -165,7 +260,7 @@ class StepwiseCluster(World):
             case "store":
                 persist = self.unstored.pop(int(name))
                 self.note(f"stored {show(persist.entry)}")
-                self.keep(persist.entry)
+                self.world.keep(persist.entry)
                 self.step(Persisted(persist.record))
             case "do":
                 self._named(name).do_next()
@@ -173,7 +268,7 @@ class StepwiseCluster(World):
                 self._named(name).hook_returns()
             case "read":
                 self.read(self._named(name))
-        self.check()
+        self.world.check()
 
     def _named(self, name: str) -> SimHandle:
         return next(handle for handle in self.live_handles() if handle.name == name)
@@ -245,7 +340,7 @@ class StepwiseCluster(World):
         del self.unstored[record]
         self.note("the store fails")
         self.step(PersistFailed(record, "disk full"))
-        self.check()
+        self.world.check()
 
     def run(self, steps_max: int = 10_000) -> None:
         """Let everything happen that can, each in its turn, until nothing is left."""
@@ -295,7 +390,7 @@ class StepwiseCluster(World):
             deadline = handle.member.next_deadline()
             if deadline is not None and deadline <= self.now:
                 handle.apply(handle.member.tick(self.now))
-        self.check()
+        self.world.check()
 
     def heal(self, seconds: float = 200.0) -> None:
         """Faults are over: everybody connects, everything is delivered, deadlines pass; every call must have ended."""

@@ -4,39 +4,40 @@ Theory of operation. One queue of events by time; a step takes the earliest, let
 All chance comes from one `Random(seed)`, and nothing iterates over what has no order, so a seed is a trace: `end_hash`
 tells one from another.
 
-Responsible for putting the parts together: the coordinator's process, what goes wrong (`injecting`), and what is on its
-way between processes (`control_network`, `data_network`). Not responsible for who calls.
+Responsible for putting the parts together: the world, its shells, the coordinator's process, what goes wrong (`injecting`),
+and what is on its way between processes (`control_network`, `data_network`). Not responsible for who calls.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from functools import partial
+from typing import Protocol
 
-from tensorhub.coordinator import Action, Event, Persist
 from tensorhub.testing.drivers.control_network import ControlNetwork
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
-from tensorhub.testing.drivers.injecting import Injector
+from tensorhub.testing.drivers.injecting import Injector, StruckUsers
+from tensorhub.testing.drivers.shells import Shells
 from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import Fault, FaultPlan
-from tensorhub.testing.sim.handle import HandleShell
+from tensorhub.testing.sim.handle import Callers
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.testing.sim.world import World
-from tensorhub.types import Location, Options
-from tensorhub.worker.calls import Fence, Say
+from tensorhub.types import Options
 
 FULL_CHECK_EVERY = 100
-GAP = 0.1  # how often a shell does something else between two actions
 
 
-class TimedCluster(World):
-    """One seed's cluster, of which `users` are still to be set."""
+class TimedUsers(Callers, StruckUsers, Protocol):
+    """Those who call, and are struck."""
 
-    fence_grace_s = 1.0
+
+class TimedCluster:
+    """One seed's cluster, which is still to be populated."""
 
     def __init__(self, seed: int, faults: Collection[Fault] | None, options: Options | None, events: int = 1000) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less goes wrong.
@@ -45,9 +46,7 @@ class TimedCluster(World):
         self.seed = seed
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
         self.timeline = timeline = Timeline(seed)
-        self._touched: dict[HandlePort, None] = {}
-        self._doing: set[HandlePort] = set()  # whose next action is on its way; never iterated over
-        self._wakes: dict[object, float] = {}  # when the deadline of which machine will be looked at
+        self.shells = Shells(timeline)
         random = timeline.random
         chunks = random.choice((1, 2, 3, 5, 8))
         drawn = Options(
@@ -56,17 +55,32 @@ class TimedCluster(World):
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
+        self.world = world = World(
+            self.shells,
+            options or drawn,
+            new_worker=partial(TimedWorker, timeline=timeline),
+            chunks=chunks,
+            manifest=make_manifest(chunks, "xxh3-64"),
+        )
         plan = FaultPlan(random, self.allowed)
-        self.injector = Injector(self, timeline, plan, events)
-        self.data = DataNetwork(self, timeline, self.injector)
-        self.control = network = ControlNetwork(self, timeline, self.injector)
-        self.process = CoordinatorProcess(self, timeline, self.injector, network.coordinator_died)
+        self.injector = Injector(world, timeline, plan, events)
+        world.data = DataNetwork(world, timeline, self.injector)
+        world.control = network = ControlNetwork(world, timeline, self.injector, self.shells.touch)
+        self.process = world.process = CoordinatorProcess(world, timeline, self.injector, network.coordinator_died)
         self.injector.coordinator = self.process
         self.process.tick_soon()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.seed} at {self.now:.3f} s, {self.events} events, {self.injector.plan!r}>"
+
+    def populate(self, users: TimedUsers) -> None:
+        """From now on these call, and are struck."""
+        self.world.callers = self.injector.users = users
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.timeline.now
 
     @property
     def events(self) -> int:
@@ -80,134 +94,59 @@ class TimedCluster(World):
 
     def take_event(self) -> None:
         """Let the next thing happen, and check what it touched."""
-        event = self.timeline.next_event()
+        event, world = self.timeline.next_event(), self.world
         assert event is not None, "users and heartbeats never end"
-        self.now = self.timeline.now
+        world.now = self.timeline.now
         event.act(*event.args)
-        if self._touched:
-            for handle in self._touched:
-                self.guarantees.check_handle(handle)
-            self._touched.clear()
+        for handle in self.shells.take_touched():
+            world.guarantees.check_handle(handle)
         if self.events % FULL_CHECK_EVERY == 0:
             self.check()
 
+    def run_until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Go on until that holds, looked at twice a second; False: it did not within so many seconds."""
+        end = self.now + seconds
+        while not holds():
+            if self.now >= end:
+                return False
+            until = self.now + 0.5
+            self.timeline.at(until, None, self._nothing)
+            while self.now < until:
+                self.take_event()
+        return True
+
+    def _nothing(self) -> None:
+        """Time has passed."""
+
     # -- telling
-
-    def note(self, line: str) -> None:
-        self.timeline.note(line)
-
-    def took(self, path: str) -> None:
-        self.timeline.paths[path] += 1
 
     @property
     def end_hash(self) -> str:
         """Of all that has happened, in its order, and what memory holds."""
-        return self.timeline.end_hash(
-            *(f"{handle.name}{handle.member.state}{handle.cells}" for handle in self.all_handles())
-        )
+        handles = self.world.all_handles()
+        return self.timeline.end_hash(*(f"{handle.name}{handle.member.state}{handle.cells}" for handle in handles))
 
-    @property
-    def command(self) -> str:
-        """What runs this again."""
-        return f"seed {self.seed}"
-
-    def report(self, error: BaseException) -> str:
-        """What a failing run says."""
+    def report(self, error: BaseException, command: str) -> str:
+        """What a failing run says; `command` runs it again."""
         told = f"{type(error).__name__}: {error}" if not isinstance(error, GuaranteeBroken) else str(error)
-        return "\n".join([*self.timeline.trace_lines(), repr(self), told, f"reproduce: {self.command}"])
+        return "\n".join([*self.timeline.trace_lines(), repr(self), told, f"reproduce: {command}"])
 
-    # -- the coordinator's process
-
-    def step(self, event: Event) -> None:
-        if self.timeline.coordinator.alive:  # it may have died in the midst of this event
-            super().step(event)
-            self.process.stepped()
-
-    def gets_out(self, actions: list[Action]) -> list[Action]:
-        return self.process.gets_out(actions)
-
-    def to_be_stored(self, persist: Persist) -> None:
-        self.process.to_be_stored(persist)
+    # -- checking
 
     def check(self) -> None:
-        super().check()
-        for handle in self.live_handles():
-            self.guarantees.check_in_time(handle)
+        """Everything that holds between two events."""
+        self.world.check()
+        for handle in self.world.live_handles():
+            self.world.guarantees.check_in_time(handle)
 
     def check_agreement(self) -> None:
-        super().check_agreement()
-        for worker in self.workers.values():
+        """At rest, the coordinator and workers know the same."""
+        world = self.world
+        world.check_agreement()
+        for worker in world.workers.values():
             assert isinstance(worker, TimedWorker)
             for name in worker.newest if worker.alive else ():
-                model, told = self.coordinator.cluster.models.get(name), worker.newest[name]
+                model, told = world.coordinator.cluster.models.get(name), worker.newest[name]
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
                 demand(ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}")
-
-    # -- connections
-
-    def new_worker(self, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)) -> TimedWorker:
-        return TimedWorker(self, self.timeline, name, location, transports)
-
-    # -- handles
-
-    def touch(self, handle: HandlePort) -> None:
-        """Have it checked after this event."""
-        self._touched[handle] = None
-
-    def handle_moved(self, handle: HandlePort) -> None:
-        self._touched[handle] = None
-        if handle.interpreter.has_more:
-            self._do_soon(handle, 0.0)
-        self._wake_in_time(handle)
-
-    def _wake_in_time(self, handle: HandlePort) -> None:
-        self.wake_at(handle.member.next_deadline(), handle, handle.worker, lambda: self._tick(handle))
-
-    def _tick(self, handle: HandlePort) -> None:
-        self._touched[handle] = None
-        handle.apply(handle.member.tick(self.now))
-
-    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
-        if due is not None and self._wakes.get(machine) != due:
-            self._wakes[machine] = due
-            self.timeline.at(max(due, self.now), worker, self._wake, machine, due, tick)
-
-    def _wake(self, machine: object, due: float, tick: Callable[[], None]) -> None:
-        if self._wakes.get(machine) == due:
-            del self._wakes[machine]
-            tick()
-
-    def _do_soon(self, handle: HandlePort, seconds: float) -> None:
-        if handle not in self._doing:
-            self._doing.add(handle)
-            self.timeline.after(seconds, handle.worker, self._do, handle)
-
-    def _do(self, handle: HandlePort) -> None:
-        """Its shell carries out what it can, as far as it comes."""
-        self._doing.discard(handle)
-        self._touched[handle] = None
-        todo = handle.todo
-        while handle.interpreter.has_more:
-            action, left = todo[0] if todo else None, len(todo)
-            handle.do_next()
-            self._wake_in_time(handle)
-            if todo and todo[0] is action and len(todo) >= left:
-                return  # it takes time, and whoever ends it comes back here
-            if todo and not isinstance(action, Say) and self.timeline.random.random() < GAP:
-                self._do_soon(handle, self.timeline.wake())
-                return
-
-    def fence_begun(self, handle: HandleShell, fence: Fence) -> None:
-        self.data.chunks_offered(handle)
-        self.timeline.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
-        if fence.until is not None:
-            self.timeline.at(max(fence.until, self.now), handle.worker, self._fence_again, handle)
-
-    def _fence_again(self, handle: HandleShell) -> None:
-        if handle.fencing_since is not None:
-            self._do_soon(handle, 0.0)
-
-    def access_ended(self, handle: HandlePort) -> None:
-        if handle.fencing_since is not None:
-            self._do_soon(handle, 0.0)

@@ -19,7 +19,7 @@ class TimedWorker(SimWorker):
     """A worker that connects, beats, and connects again."""
 
     def __init__(
-        self, cluster: World, timeline: Timeline, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)
+        self, cluster: World, name: str, location: Location, transports: tuple[str, ...], *, timeline: Timeline
     ) -> None:
         super().__init__(cluster, name, location, transports)
         self._timeline = timeline
@@ -95,7 +95,7 @@ class TimedWorker(SimWorker):
         if self.link is not link:
             return
         if self.beats.is_in_vain():
-            self.cluster.took("silent connection given up")
+            self.cluster.driver.took("silent connection given up")
             self.disconnect()
             return
         self.beat()

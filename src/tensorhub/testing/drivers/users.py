@@ -296,36 +296,45 @@ class Users:
         if not self._counts_on and not self.is_over:
             self.next_version = min(self.next_version, to + 1)
 
+    def hook_called(self, handle: HandleShell) -> None:
+        """It takes a while."""
+        self._timeline.after(self._random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
+
+    @staticmethod
+    def _hook_returns(handle: HandleShell) -> None:
+        if handle.hooks:
+            handle.hook_returns()
+
     def ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call is over: which way was that?"""
         world, error = self._world, record.error
         if isinstance(error, TensorHubError):
-            world.took(f"call ended with {type(error).__name__}")
+            world.driver.took(f"call ended with {type(error).__name__}")
             if error.memory == "in_doubt":
-                world.took("left in doubt")
+                world.driver.took("left in doubt")
         match record.what:
             case PublishCall() if error is None:
                 assert record.version is not None
                 self.published.add(record.version.content_id)
             case UnpublishCall() | CloseCall() if not record.online:
-                world.took("left offline")
+                world.driver.took("left offline")
             case FillCall() if error is None and record.changed:
                 pull = handle.pull
                 if pull is not None and is_of_other_layout(handle.grid):
                     self._was_of_other_layout(pull)
                 if record.what.staged:
-                    world.took("staged update done")
+                    world.driver.took("staged update done")
                 if pull is not None and pull.books.retries:
-                    world.took("fill completed after a failure")
+                    world.driver.took("fill completed after a failure")
                 if pull is not None and pull.patched:
-                    world.took("completed from partial replicas")
+                    world.driver.took("completed from partial replicas")
             case FillCall() if record.what.staged and handle.member.state is HandleState.READY:
-                world.took("staged update given up, nothing written")
+                world.driver.took("staged update given up, nothing written")
             case _:
                 pass
 
     def _was_of_other_layout(self, pull: Reading) -> None:
         lanes = [lane for lane in pull.all_lanes if lane.part is not None]
-        self._world.took("bridged" if lanes else "followed")
+        self._world.driver.took("bridged" if lanes else "followed")
         if any(lane.failure and not lane.is_cut for lane in lanes):
-            self._world.took("bridge lost a source")
+            self._world.driver.took("bridge lost a source")

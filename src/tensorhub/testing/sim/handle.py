@@ -67,16 +67,23 @@ class HandleWorker(SimWorkerPort, Protocol):
     copies: SimHostCopies
 
 
-class HandleWorld(LaneWorld, Protocol):
-    """What it needs of its world."""
+class Callers(Protocol):
+    """Who calls the handles of a world."""
 
     def hook_called(self, handle: HandleShell) -> None:
         """Its before_write runs."""
-        return
 
-    def fence_begun(self, handle: HandleShell, fence: calls.Fence) -> None:
-        """It is tried from now on."""
-        return
+    def ended(self, handle: HandleShell, record: CallRecord) -> None:
+        """A call has returned, or raised."""
+
+    def rolled_back(self, to: int) -> None:
+        """A rollback has returned."""
+
+
+class HandleWorld(LaneWorld, Protocol):
+    """What it needs of its world."""
+
+    callers: Callers
 
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
@@ -157,7 +164,7 @@ class HandleShell:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster = self.cluster
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
-        cluster.note(f"{self.name} calls {show(call)}")
+        cluster.driver.note(f"{self.name} calls {show(call)}")
         judged, online = cluster.guarantees.history.begins(self, call), self.worker.link is not None
         self.last_call = CallRecord(call, judged, cluster.now, cluster.now + timeout_s, online, handle=self)
         self.apply(actions)
@@ -165,7 +172,7 @@ class HandleShell:
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
-        self.cluster.note(f"{self.name} cancels")
+        self.cluster.driver.note(f"{self.name} cancels")
         self.apply(self.member.cancel(StateError(why), self.cluster.now))
 
     def overwrite(self) -> bool:
@@ -175,7 +182,7 @@ class HandleShell:
         content = self.member.content
         if content is None or self.member.state is not HandleState.READY or self.access is not None:
             return False
-        self.cluster.note(f"{self.name} is written while it is published")
+        self.cluster.driver.note(f"{self.name} is written while it is published")
         chunk = self._chunk_to_spoil()
         cell = f"{self.name}!{next(self.cluster.numbers)}.{chunk}"
         self.cluster.guarantees.contents.spoil(self, content.version.content_id, chunk, cell)
@@ -193,7 +200,7 @@ class HandleShell:
         known = any(isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store)
         if not known or held is None or self.lied == info.content_id:
             return False
-        cluster.note(f"{self.name} lies")
+        cluster.driver.note(f"{self.name} lies")
         chunk, self.lied = self._chunk_to_spoil(), info.content_id
         cell = f"{self.name}?{next(cluster.numbers)}.{chunk}"
         cluster.guarantees.contents.spoil(self, info.content_id, chunk, cell)
@@ -219,19 +226,19 @@ class HandleShell:
             content_id = ContentId(content.version.content_id)
             access = self.worker.owner.begin(self.id, content.generation, content_id, [0], CHUNK_BYTES)
             if isinstance(access, Access):
-                self.cluster.note(f"{self.name} begins an access")
+                self.cluster.driver.note(f"{self.name} begins an access")
                 self.access = access, self.cells[0]
 
     def end_access(self) -> None:
         """That lane is done."""
         if self.access is not None:
-            self.cluster.note(f"{self.name} ends an access")
+            self.cluster.driver.note(f"{self.name} ends an access")
             (access, was), self.access = self.access, None
             self.worker.owner.end(access)
             if self.fencing_since is not None:
                 self.freed_at = self.cluster.now
             demand(self.cells[0] == was, f"mutability: {self} was written while it was read: {was} is {self.cells[0]}")
-            self.cluster.access_ended(self)
+            self.cluster.driver.access_ended(self)
 
     def fence_waits_until(self) -> float | None:
         """Until when its next action, a fence, has to wait for an access; None: there is no such wait."""
@@ -263,7 +270,7 @@ class HandleShell:
         if running is not None and self.last_call is not None and running.key is not None:
             self.last_call.key = running.key
         self.interpreter.add(actions)
-        self.cluster.handle_moved(self)
+        self.cluster.driver.handle_moved(self)
 
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
@@ -292,21 +299,21 @@ class HandleShell:
             if room.done:
                 assert room.error is None or isinstance(room.error, TensorHubError)
                 self.interpreter.room_ended(room.error, self.cluster.now)
-                self.cluster.handle_moved(self)
+                self.cluster.driver.handle_moved(self)
 
         room.on_end.append(ended)
         ended()
 
     def give_up(self) -> None:
         """Nobody wants this registration any more; see `Interpreter.give_up`."""
-        self.cluster.note(f"{self.name} is given up")
+        self.cluster.driver.note(f"{self.name} is given up")
         self.cluster.guarantees.retained.lost(self)
         self.worker.router.leave(self.shard)
         self.hooks.clear()
         self.fencing_since = None
         for said in self.interpreter.give_up(self.cluster.now):
             self.worker.say(said.message)
-        self.cluster.handle_moved(self)
+        self.cluster.driver.handle_moved(self)
 
     def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took."""
@@ -342,7 +349,7 @@ class HandleShell:
                 self.generation = action.generation
             case calls.CallHook():
                 self.hooks.append(action)
-                self.cluster.hook_called(self)
+                self.cluster.callers.hook_called(self)
             case calls.PlanReading():
                 self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
             case calls.StartPull():
@@ -458,7 +465,7 @@ class HandleShell:
         if spoilt is None:
             return False
         self.worker.owner.end(access)
-        self.cluster.took("a replica finds out that its memory has changed")
+        self.cluster.driver.took("a replica finds out that its memory has changed")
         self.digest_again(DigestAgain("", self.id, access.generation, spoilt))
         return True
 
@@ -481,8 +488,10 @@ class HandleShell:
         if self.fencing_since is None:
             self.fencing_since = now
             self.cluster.guarantees.fencing(self, action.generation)
-            self.cluster.fence_begun(self, action)
-        grace_until, until = self.fencing_since + self.cluster.fence_grace_s, self.interpreter.fence_until(action)
+            self.cluster.data.chunks_offered(self)  # or rather, never will be
+            self.cluster.driver.fence_begun(self, action)
+        grace_until = self.fencing_since + self.cluster.driver.fence_grace_s
+        until = self.interpreter.fence_until(action)
         step = look(owner, self.id, now, grace_until, until)
         if step.stands:
             self.fencing_since = None

@@ -201,7 +201,7 @@ class SimHostCopies:
             self._is_busy = False
         if self.worker.alive:
             self.machine.check_invariants()
-            self._cluster.wake_at(self.machine.next_deadline(), self, self.worker, self.tick)
+            self._cluster.driver.wake_at(self.machine.next_deadline(), self, self.worker, self.tick)
 
     def _do(self, action: CopyAction) -> None:
         worker, now = self.worker, self._cluster.now
@@ -234,8 +234,8 @@ class SimHostCopies:
                     self._rooms.evicted(
                         action.registration, next(p for p in Purpose if action.reason.endswith(f" {p.value}"))
                     )
-                self._cluster.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
-                self._cluster.took(action.event.replace("_", " "))
+                self._cluster.driver.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
+                self._cluster.driver.took(action.event.replace("_", " "))
             case FinishRequest():
                 wanted = self.wanted.pop(action.request)
                 wanted.done, wanted.report, wanted.error = True, action.report, action.error

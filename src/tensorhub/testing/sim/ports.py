@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedW
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.network import Link
 from tensorhub.types import FetchReport, RegistrationId
-from tensorhub.worker.calls import Action, Call
+from tensorhub.worker.calls import Action, Call, Fence
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.registration_session import Shard
@@ -83,36 +82,42 @@ class HandlePort(JudgedHandle, Protocol):
         """Nobody wants this registration any more: it is no more once nobody reads it."""
 
 
-class WorldPort(JudgedWorld, Protocol):
-    """Their world, and what is to happen there some time."""
+class Driver(Protocol):
+    """Who decides when the shells of handles and workers go on, and hears what they have done."""
 
+    @property
+    def fence_grace_s(self) -> float:
+        """How long a fence lets running sends go on."""
+
+    def note(self, line: str) -> None:
+        """Something happened that a trace shows."""
+
+    def took(self, path: str) -> None:
+        """A way of recovery was taken."""
+
+    def handle_moved(self, handle: HandlePort) -> None:
+        """Its member has had an input: there may be something to do, and another deadline."""
+
+    def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
+        """It is tried from now on."""
+
+    def access_ended(self, handle: HandlePort) -> None:
+        """A fence may stand now."""
+
+    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
+        """Have that machine's `tick` called when it is due, unless it is due at another time by then."""
+
+
+class WorldPort(JudgedWorld, Protocol):
+    """Their world."""
+
+    driver: Driver
     numbers: Iterator[int]
     registrations: Iterator[int]
     chunks: int
     manifest: Manifest
     guarantees: Guarantees
     verified: VerifiedChunks
-    fence_grace_s: float  # how long a fence lets running sends go on
 
     def kind_of(self, registration: str) -> str:
         """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
-
-    @abstractmethod
-    def note(self, line: str) -> None:
-        """Something happened that a trace shows."""
-
-    def took(self, path: str) -> None:
-        """A way of recovery was taken."""
-        return
-
-    def handle_moved(self, handle: HandlePort) -> None:
-        """Its member has had an input: there may be something to do, and another deadline."""
-        return
-
-    def wake_at(self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]) -> None:
-        """Have that machine's `tick` called when it is due, unless it is due at another time by then."""
-        return
-
-    def access_ended(self, handle: HandlePort) -> None:
-        """A fence may stand now."""
-        return

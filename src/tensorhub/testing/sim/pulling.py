@@ -176,7 +176,7 @@ class SimLane:
         reading, reader = self.reading, self.reader
         if frame.lacking:
             if self.requests.lacked(frame.lacking, frame.has, reader.cluster.now):
-                reader.cluster.took("source given up that lacks the rest")
+                reader.cluster.driver.took("source given up that lacks the rest")
                 self.end("refused")
                 return
             reader.cluster.data.lanes_wanted(reading)
@@ -250,7 +250,7 @@ class SimLane:
         access, self.access = self.access, None
         if access is not None and self.source is not None and self.source.worker.alive:
             self.source.worker.owner.end(access)
-            self.source.cluster.access_ended(self.source)
+            self.source.cluster.driver.access_ended(self.source)
 
     # -- its end
 
@@ -371,4 +371,4 @@ class Reading:
         elif not self.lanes and not self.stopped:
             reader.pull_done(self.start)
         elif not self.lanes:
-            cluster.handle_moved(reader)
+            cluster.driver.handle_moved(reader)

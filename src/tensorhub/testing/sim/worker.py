@@ -99,10 +99,6 @@ class WorkerWorld(HandleWorld, Protocol):
 
     control: ControlPlane
 
-    def rolled_back(self, to: int) -> None:
-        """A rollback has returned."""
-        return
-
 
 class ControlPlane(Protocol):
     """When what is said between workers and the coordinator arrives."""
@@ -236,7 +232,7 @@ class SimWorker:
         link = self.link
         if link is None:
             return
-        self.cluster.note(f"{self.name} loses its connection")
+        self.cluster.driver.note(f"{self.name} loses its connection")
         self.link = None
         self.unsure_at = self.cluster.now
         if link.welcomed:
@@ -251,7 +247,7 @@ class SimWorker:
 
     def crash(self) -> None:
         """The process and its memory are no more."""
-        self.cluster.note(f"{self.name} crashes")
+        self.cluster.driver.note(f"{self.name} crashes")
         self.alive = False
         for handle in self.handles:
             self.cluster.guarantees.retained.lost(handle)
@@ -466,7 +462,7 @@ class SimWorker:
         self.answers[request] = message.error.error() if isinstance(message, messages.Refused) else None
         rollback = self.rollbacks.pop(request, None)
         if rollback is not None and not refused:
-            self.cluster.rolled_back(rollback.to)
+            self.cluster.callers.rolled_back(rollback.to)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)

@@ -1,16 +1,16 @@
 """A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
 
-`World` is what there is: the coordinator with its store, workers and connections. It knows what each step does, and asks
-that something happen later: of `data`, of `control`, and by the methods of the protocols that it inherits. A driver decides
-when that happens. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a clock and faults.
+`World` is what there is: the coordinator with its store, workers and connections. It knows what each step does. Others
+decide when that happens, and whoever puts a cluster together gives them to it: a driver of shells, two planes, the
+coordinator's process, and callers. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a
+clock and faults.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 from tensorhub.coordinator import (
     Action,
@@ -42,35 +42,70 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
-from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
+from tensorhub.testing.sim.handle import BrokenHook, Callers, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.losses import Losses
 from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.ports import HandlePort
+from tensorhub.testing.sim.ports import Driver
+from tensorhub.testing.sim.pulling import DataPlane
 from tensorhub.testing.sim.rendering import show_error
-from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerWorld
+from tensorhub.testing.sim.worker import ControlPlane, SimHandle, SimWorker
 from tensorhub.types import HandleState, Location, OpKey, Options
 
 
-class World(WorkerWorld):
-    """The coordinator, its store, its workers, and the guarantees. Whoever drives it sets `data` and `control`."""
+class CoordinatorHost(Protocol):
+    """The process that the coordinator runs in."""
 
-    user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
-    fence_grace_s = 0.0  # how long a fence lets running sends go on
+    @property
+    def runs(self) -> bool:
+        """Whether it is alive."""
+
+    def gets_out(self, actions: list[Action]) -> list[Action]:
+        """Those of a step's actions that it comes to."""
+
+    def to_be_stored(self, persist: Persist) -> None:
+        """The coordinator wants this recorded."""
+
+    def stepped(self) -> None:
+        """A step is over."""
+
+
+# A process that is not connected yet: its world, its name, where it is, and the transports by which it is read.
+NewWorker = Callable[["World", str, Location, tuple[str, ...]], SimWorker]
+
+
+class World:
+    """The coordinator, its store, its workers, and the guarantees."""
+
+    # Whoever puts a cluster together sets these before anything happens.
+    data: DataPlane
+    control: ControlPlane
+    process: CoordinatorHost
+    callers: Callers
 
     def __init__(
-        self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST, host_bytes: int = 0
+        self,
+        driver: Driver,
+        options: Options | None = None,
+        *,
+        new_worker: NewWorker = SimWorker,
+        chunks: int = CHUNKS,
+        manifest: Manifest = MANIFEST,
+        host_bytes: int = 0,
     ) -> None:
+        self.driver = driver
         self.options = options or Options()
+        self.user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
+        self._new_worker = new_worker
         self.host_bytes = host_bytes  # of each worker that is made from now on
         self.chunks = chunks
         self.manifest = manifest
         self.now = 0.0
-        self.numbers = count(1)
-        self.registrations = count()
+        self.numbers: Iterator[int] = count(1)
+        self.registrations: Iterator[int] = count()
         self.ids = count(1)
         self.sessions = count(1)
         self.workers: dict[str, SimWorker] = {}
@@ -92,7 +127,7 @@ class World(WorkerWorld):
 
     def worker(self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)) -> SimWorker:
         """A new worker process, which connects."""
-        worker = self.workers[name] = self.new_worker(name, location or Location(host=name), transports)
+        worker = self.workers[name] = self._new_worker(self, name, location or Location(host=name), transports)
         worker.connect()
         return worker
 
@@ -189,6 +224,8 @@ class World(WorkerWorld):
 
     def step(self, event: Event) -> None:
         """Feed the coordinator one event, and do what follows."""
+        if not self.process.runs:
+            return  # it may have died in the midst of this event
         former = isinstance(event, Received) and self._is_former(event.session)
         if isinstance(event, Received):
             self.guarantees.heard(event.message)
@@ -200,7 +237,7 @@ class World(WorkerWorld):
             self._heard_again = call in self._called
             self._called.add(call)
         asked = list[int]()
-        for action in self.gets_out(self.coordinator.step(event, self.now)):
+        for action in self.process.gets_out(self.coordinator.step(event, self.now)):
             if former:
                 demand(self._is_reply(action, event), f"incarnations: {action} follows of what came too late: {event}")
             match action:
@@ -214,7 +251,7 @@ class World(WorkerWorld):
                 case Persist():
                     self.guarantees.decided(action.entry)
                     self.unstored[action.record] = action
-                    self.to_be_stored(action)
+                    self.process.to_be_stored(action)
                 case LookFor():
                     asked.append(action.session)
                 case WorkerLost():
@@ -224,6 +261,7 @@ class World(WorkerWorld):
         self.losses.stepped(event)
         for session in asked:
             self.control.looked_for(session)
+        self.process.stepped()
 
     def _check_said(self, said: Send, event: Event) -> None:
         """What the coordinator must not say before it is so."""
@@ -321,21 +359,6 @@ class World(WorkerWorld):
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
         what = f"v{record.version.version} changed={record.changed}" if record.version else show_error(record.error)
-        self.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
+        self.driver.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
         self.guarantees.ended(handle, record)
-
-    # -- what follows, besides what the parts of a world need (see `WorkerWorld`, and what it is made of)
-
-    def gets_out(self, actions: list[Action]) -> list[Action]:
-        """Those of a step's actions that the coordinator's process comes to."""
-        return actions
-
-    @abstractmethod
-    def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
-        """A process that is not connected yet."""
-
-    def touch(self, handle: HandlePort) -> None:
-        """Something has come to pass on which the coordinator's view of it depends."""
-
-    def to_be_stored(self, persist: Persist) -> None:
-        """The coordinator wants this recorded."""
+        self.callers.ended(handle, record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -114,34 +113,26 @@ class JudgedWorld(Protocol):
     store: list[Entry]
     user_errors: tuple[type[Exception], ...]  # that a user's own code raises
 
-    @abstractmethod
     def handle_of(self, registration: str) -> JudgedHandle | None:
         """Whose registration that is, unless it is no more."""
 
-    @abstractmethod
     def all_handles(self) -> Iterator[JudgedHandle]:
         """Those of dead workers, too."""
 
-    @abstractmethod
     def live_handles(self) -> Iterator[JudgedHandle]:
         """Those of workers that are alive."""
 
-    @abstractmethod
     def mates(self, handle: JudgedHandle) -> Sequence[JudgedHandle]:
         """The other ranks of its group."""
 
-    @abstractmethod
     def session_of(self, incarnation: str) -> int | None:
         """The newest connection over which the present coordinator has welcomed it."""
 
-    @abstractmethod
     def is_coming(self, incarnation: str) -> bool:
         """Whether what it has said over a new connection lies unread at the coordinator."""
 
-    @abstractmethod
     def unread(self, session: int) -> int | None:
         """How much of that connection lies unread at the coordinator; None: it has read its end."""
 
-    @abstractmethod
     def is_recording_rollback(self, model: str) -> bool:
         """Whether a rollback of that model is on its way to the store."""
