@@ -287,6 +287,66 @@ async def test_what_is_left_unread_is_named_unless_that_is_wanted() -> None:
         assert report.bytes_read == 12
 
 
+async def test_what_no_rank_of_a_group_reads_is_named_to_all_and_nothing_is_overwritten() -> None:
+    """The next version has more than the one before: the group keeps that one, and goes on serving it."""
+    async with world("one", "two") as (c, trained, _):
+        weights, mine = await rollout(c.hubs[2:], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        for each in trained:
+            await each.close(abandon=True)
+        full = whole(2) | {"new": np.ones((4, 3), np.float32)}
+        larger = await c.hubs[0].register("m", full)
+        await larger.publish(2)
+        paused = []
+
+        async def before_write(info: VersionInfo) -> None:
+            paused.append(info.version)
+
+        async def fails(each: Weights) -> None:
+            with pytest.raises(ManifestMismatch, match="partial=True") as caught:
+                await each.update(2, before_write=before_write)
+            assert caught.value.differences == ("tensor 'new' (48 bytes) is read by no rank of the group",)
+            assert caught.value.memory == "intact"
+
+        await all_of(*(fails(each) for each in weights))
+        assert paused == [2] * ROLLOUTS
+        assert [(each.state, each.version) for each in weights] == [("ready", 1)] * ROLLOUTS
+        assert is_held(mine, 1)
+        second, theirs = await rollout(c.hubs[2:], "second")
+        await all_of(*(each.replicate(1) for each in second))
+        assert is_held(theirs, 1)
+
+
+async def test_a_group_all_of_whose_ranks_are_partial_may_leave_bytes_unread() -> None:
+    half = {"down": tensorhub.source("down")[:, :128]}
+
+    async def register(hub: Hub, group: str, partial: Sequence[bool]) -> list[Weights]:
+        return [
+            await hub.register(
+                "m",
+                {"down": np.zeros((128, 128), np.float32)},
+                sources=half,
+                group=group,
+                rank=rank,
+                world_size=2,
+                partial=partial[rank],
+            )
+            for rank in range(2)
+        ]
+
+    async with world("one") as (c, _, _):
+        allowed = await register(c.hubs[2], "allowed", (True, True))
+        await all_of(*(each.replicate() for each in allowed))
+        for who in ((True, False), (False, False)):
+            refused = await register(c.hubs[2], f"refused {who}", who)
+            with pytest.raises(ManifestMismatch) as caught:
+                await all_or_first(*(each.replicate() for each in refused))
+            assert len(caught.value.differences) == len(SHAPES)
+            assert "of tensor 'down', [0:128, 128:256] (65536 bytes) is read by no rank of the group" in (
+                caught.value.differences
+            )
+
+
 async def test_a_staged_update_leaves_the_old_version_in_use_until_all_of_the_new_one_is_there() -> None:
     options = replace(OPTIONS, host_memory_bytes=2**22)
     async with world("one", options=options) as (c, trained, memory):

@@ -28,6 +28,8 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
+    CheckCoverage,
+    Covered,
     Digests,
     Fenced,
     Fill,
@@ -66,7 +68,7 @@ class Rank:
     def __init__(
         self, session: int, group: str, rank: int, world_size: int, layout_id: str, parts: Sequence[bytes], site: str
     ) -> None:
-        self.serves = True
+        self.serves, self.partial = True, False
         self.session = session
         self.group, self.rank, self.world_size, self.layout_id, self.parts = group, rank, world_size, layout_id, parts
         self.site = site
@@ -89,6 +91,7 @@ class World:
         self, *, manifest: bytes = MANIFEST, stored: Iterable[Entry] = (), epoch: int = 1, now: float = 0.0
     ) -> None:
         self.now, self.manifest = now, manifest
+        self.covers = True  # whoever is asked whether his group reads everything says so at once
         self.numbers = count(epoch * 1000)
         self.stored = list(stored)
         self.ranks: dict[str, Rank] = {}
@@ -200,7 +203,7 @@ class World:
         own = (id_of(self.manifest), tuple(map(id_of, rank.parts)))
         use = (rank.layout_id, 1, CHUNKS, self.manifest if whole else b"", held, *own, tuple(parts))
         where = ("m", rank.group, rank.rank, rank.rank, rank.world_size, rank.serves, False, Medium.DEVICE, Purpose.USE)
-        self.say(rank, Register(next(self.numbers), rank.name, *where, *use))
+        self.say(rank, Register(next(self.numbers), rank.name, *where, *use, rank.partial))
 
     def answer_questions(self, rank: Rank, held: Held | None = None) -> None:
         """Say again what it was told to say again."""
@@ -263,6 +266,9 @@ class World:
         for again in rank.take(ReadyAgain):
             blobs = {id_of(blob): blob for blob in lies}
             self.say_ready(rank, needs, lies, [blobs[ident] for ident in again.part_ids])
+        for each in self.ranks.values() if self.covers else ():
+            for asked in each.take(CheckCoverage):
+                self.say(each, Covered(asked.key, asked.rank, asked.readers))
 
     def say_ready(self, rank: Rank, needs: Sequence[Need], lies: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> None:
         ids = tuple(map(id_of, lies))

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import resource
 import sys
+import threading
 import time
 from contextlib import AsyncExitStack
 from typing import Any
@@ -23,8 +24,10 @@ from benches import byte_patterns
 from benches.commands import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
+from tensorhub.runtime.worker import handle
 from tensorhub.types import FetchReport, Options
 from tensorhub.weights import Weights
+from tensorhub.worker.calls import CheckReaders
 from tests.processes import matrices
 from tests.rig import Gate, gated, handle_of, worker_of
 
@@ -39,6 +42,7 @@ class Actor:
         self._memory: dict[str, dict[str, npt.NDArray[np.uint64]]] = {}
         self._parts: dict[str, matrices.Part] = {}
         self._gate: Gate
+        self._checks: threading.Event
         self._last = 2**62  # the version at which `follow` ends
 
     async def serve(self, port: int = 0, state_dir: str | None = None, **options: Any) -> str:
@@ -67,6 +71,35 @@ class Actor:
     async def register(self, nbytes: int, name: str = "w", **settings: Any) -> None:
         memory = self._memory[name] = byte_patterns.make(nbytes)
         self._weights[name] = await self._hub.register("m", memory, **settings)
+
+    async def register_rows(self, rows: int, first: int, end: int, *, says_all: bool = False, **settings: Any) -> None:
+        """Rows of one tensor that has so many, of 4096 bytes each. `says_all`: how many, as a publisher must."""
+        memory = np.zeros((end - first, 512), np.uint64)
+        self._memory["w"] = {"t": memory.reshape(-1)}
+        view = tensorhub.source("t", shape=(rows, 512) if says_all else None)[first:end]
+        self._weights["w"] = await self._hub.register("m", {"t": memory}, sources={"t": view}, **settings)
+
+    async def paint(self, value: int, name: str = "w") -> None:
+        """Every word is that one: it is the same wherever somebody else has it."""
+        for tensor in self._memory[name].values():
+            tensor[:] = value
+
+    async def colours(self, name: str = "w") -> list[int]:
+        """Which words the memory holds."""
+        return sorted({int(word) for tensor in self._memory[name].values() for word in np.unique(tensor)})
+
+    async def hold_checks(self) -> None:
+        """From now on this process checks for ever whether its group reads everything."""
+        self._checks = threading.Event()
+
+        def check(action: CheckReaders) -> None:
+            self._checks.set()
+            threading.Event().wait()
+
+        handle.check = check  # type: ignore[attr-defined]  # which it has imported
+
+    async def checks(self) -> None:
+        await anyio.to_thread.run_sync(self._checks.wait)
 
     async def write(self, content: int, name: str = "w") -> None:
         """Every word says which content it belongs to, and where it is."""

@@ -13,6 +13,7 @@ from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Compared,
+    Covered,
     Digests,
     Fill,
     FromWorker,
@@ -161,6 +162,8 @@ class LayoutDrive(WaitDrive):
             words.append(
                 ReadyToWrite(key, rank, needs, tuple(map(id_of, lies)), lies if self.is_healed or self.often(0.8) else ())
             )
+        if part.checks and not part.operation.covers:
+            words.append(Covered(key, rank, part.checks))
         if part.reads and (part.leases or part.needs == ()):
             roots = tuple(SelectionRoot(need.selection, truth, need.shard) for need in part.needs or ())
             words.append(Prepared(key, rank, truth, roots))

@@ -19,6 +19,7 @@ NUMBERS = """
     HeartbeatAck=66 Registered=67 Done=68 Refused=69 EpochChanged=70 Start=71 Write=72 AddSource=73 DropSource=74
     Outcome=75 LeaveGranted=76 CutReader=77 ManifestReply=78 Announce=79 Description=80 Summary=81 Revoked=84 MakeCopy=86
     DropCopy=87 SetRetained=88 DigestAgain=89 TellChunks=95 TellDigests=90 Compare=91 RegisterAgain=96 ReadyAgain=97
+    CheckCoverage=99 Covered=57
     Read=112 Locate=113 ChunksFollow=120 StillWaiting=121 ReadRefused=122 ChunksLie=123 ChunkFollows=126 ChunkDigest=127
     TransportRequest=102 TransportReply=103 NotThisWay=106 GetPart=56 Select=60 Selected=61
     GetPublication=58 PublicationReply=98

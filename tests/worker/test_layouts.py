@@ -10,10 +10,10 @@ from typing import TypeVar
 import pytest
 
 from tensorhub.digests import pack, unpack
-from tensorhub.errors import ProtocolError, StateError, TensorHubError
+from tensorhub.errors import ManifestMismatch, ProtocolError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.layouts.entries import entries_of
 from tensorhub.layouts.identity import layout_id_of
-from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of
+from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for, said_parts
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.views import at, source
@@ -21,8 +21,10 @@ from tensorhub.manifest import Manifest, RegionSpec, TensorDescription, build_ma
 from tensorhub.messages import (
     Abandon,
     BegunWith,
+    CheckCoverage,
     Compare,
     Compared,
+    Covered,
     DigestAgain,
     Digests,
     ErrorInfo,
@@ -33,6 +35,7 @@ from tensorhub.messages import (
     Origin,
     Outcome,
     Prepared,
+    ReadyAgain,
     ReadyToWrite,
     Refused,
     Register,
@@ -48,6 +51,7 @@ from tensorhub.types import OpKey, OpKind, VersionInfo
 from tensorhub.worker import known_parts
 from tensorhub.worker.calls import (
     Action,
+    CheckReaders,
     CompareDigests,
     FillCall,
     OpenGeneration,
@@ -57,6 +61,7 @@ from tensorhub.worker.calls import (
     StartPull,
 )
 from tensorhub.worker.chunk_reports import compare, roots
+from tensorhub.worker.coverage import check
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.member import Member
@@ -284,6 +289,141 @@ def test_a_version_of_another_layout_is_planned_and_said_before_anything_is_writ
     assert reader.wants(OpenGeneration).manifest is reading
     assert reader.wants(StartPull).manifest is reading
     assert reading.regions == (RegionSpec(2056 * 8),)
+
+
+def readers(reader: Reader, *others: Shard) -> Published:
+    """Who reads: this rank and these, as they lie; the coordinator has what describes them."""
+    made = reader.plan()
+    reader.blobs |= said_parts(made)
+    shards = [tuple(said_parts(made))]
+    for shard in others:
+        assert shard.manifest is not None
+        assert shard.declared is not None
+        publication = publication_of(reader.published, reader.blobs)
+        theirs = said_parts(reading_for(reader.published, publication, shard.manifest, shard.declared))
+        reader.blobs |= theirs
+        shards.append(tuple(theirs))
+    described = Published("xxh3-64", CHUNK_BYTES, tuple(shards))
+    reader.blobs[described.publication_id] = described.encode()
+    return described
+
+
+def asked_whether_all_is_read(*others: Shard) -> tuple[Reader, str]:
+    """A rank that is ready, and has gathered who reads."""
+    reader = Reader()
+    reader.begin()
+    reader.answer()
+    described = readers(reader, *others)
+    assert not reader.said(Covered)
+    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described.publication_id), 0))
+    return reader, described.publication_id
+
+
+def checked(reader: Reader) -> None:
+    action = reader.wants(CheckReaders)
+    reader.do(reader.member.readers_checked(action.number, check(action), 0))
+
+
+def test_where_it_will_lie_is_said_and_its_parts_when_they_are_asked_for() -> None:
+    reader = Reader()
+    reader.begin()
+    reader.answer()
+    parts = said_parts(reader.plan())
+    (ready,) = reader.said(ReadyToWrite)
+    assert (ready.part_ids, ready.parts) == (tuple(parts), ())
+    catalogue, arrangement, coordinates = parts
+    reader.do(reader.member.receive(ReadyAgain(reader.key, 0, (coordinates, "another", catalogue)), 0))
+    assert reader.said(ReadyToWrite)[-1] == replace(ready, parts=(parts[coordinates], parts[catalogue]))
+    reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    info = VersionInfo("m", 1, "content1", 2048 * 16, 2)
+    reader.votes(reader.wants(StartPull).manifest)  # type: ignore[arg-type]
+    reader.do(reader.member.receive(Outcome(reader.key, 0, True, True, info, None), 0))
+    reader.do(reader.member.disconnected(1))
+    reader.connect()
+    held = reader.said(Register)[-1].held
+    assert held is not None
+    assert held.part_ids == ready.part_ids
+    again = RegisterAgain(reader.said(Register)[-1].request, whole=False, part_ids=(arrangement, coordinates))
+    reader.do(reader.member.receive(again, 1))
+    assert reader.said(Register)[-1].parts == (parts[arrangement], parts[coordinates])
+
+
+def test_the_rank_that_is_asked_says_that_all_is_read() -> None:
+    reader, described = asked_whether_all_is_read(columns(1))
+    assert not [each for each in reader.actions if isinstance(each, CheckReaders)]
+    reader.answer()
+    checked(reader)
+    assert reader.said(Covered) == [Covered(reader.key, 0, described)]
+    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))  # it may not have been heard
+    assert len(reader.said(Covered)) == 2
+    assert len([each for each in reader.actions if isinstance(each, CheckReaders)]) == 1
+
+
+def test_the_rank_that_is_asked_gives_up_with_all_that_is_unread() -> None:
+    reader, _ = asked_whether_all_is_read()
+    reader.answer()
+    checked(reader)
+    assert not reader.said(Covered)
+    (given_up,) = reader.said(Abandon)
+    error = given_up.error.error()
+    assert isinstance(error, ManifestMismatch)
+    assert error.differences == ("of tensor 'w', [0:2048, 8:16] (16384 bytes) is read by no rank of the group",)
+    assert not [each for each in reader.actions if isinstance(each, OpenGeneration)]
+
+
+def test_who_is_cut_off_while_it_gathers_asks_again() -> None:
+    reader, described = asked_whether_all_is_read(columns(1))
+    assert reader.said(GetPart)[-1].part_id == described
+    reader.do(reader.member.disconnected(1))
+    reader.actions.clear()
+    reader.connect()
+    assert [each.part_id for each in reader.said(GetPart)] == [described]
+    reader.answer()
+    checked(reader)
+    assert reader.said(Covered)
+
+
+def lying(kind: str, described: Published) -> bytes:
+    """What describes readers, and is none."""
+    if kind == "nothing":
+        return b"x"
+    order = {"one part": (0,), "turned round": (2, 1, 0), "coordinates twice": (0, 2, 2), "catalogue twice": (0, 1, 0)}[kind]
+    shards = tuple([tuple([shard[part] for part in order]) for shard in described.shards])
+    return Published("xxh3-64", CHUNK_BYTES, shards).encode()
+
+
+@pytest.mark.parametrize("kind", ["nothing", "one part", "turned round", "coordinates twice", "catalogue twice"])
+def test_what_does_not_describe_readers_ends_the_call(kind: str) -> None:
+    reader = Reader()
+    reader.begin()
+    reader.answer()
+    blob = lying(kind, readers(reader, columns(1)))
+    reader.blobs[id_of(blob)] = blob
+    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, id_of(blob)), 0))
+    reader.answer()
+    if [each for each in reader.actions if isinstance(each, CheckReaders)]:
+        checked(reader)
+    (given_up,) = reader.said(Abandon)
+    assert isinstance(given_up.error.error(), ProtocolError)
+    assert not reader.said(Covered)
+
+
+def test_a_part_that_nobody_knows_any_more_ends_the_call() -> None:
+    reader, _ = asked_whether_all_is_read(columns(1))
+    request = reader.said(GetPart)[-1].request
+    reader.do(reader.member.receive(Refused(request, ErrorInfo.of(VersionUnavailable("not known"))), 0))
+    (given_up,) = reader.said(Abandon)
+    assert isinstance(given_up.error.error(), VersionUnavailable)
+
+
+def test_who_has_begun_to_write_is_asked_for_nothing_more() -> None:
+    reader, described = asked_whether_all_is_read(columns(1))
+    reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    reader.answer()
+    for action in [each for each in reader.actions if isinstance(each, CheckReaders)]:
+        reader.do(reader.member.readers_checked(action.number, check(action), 0))
+    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))
+    assert not reader.said(Covered)
 
 
 def test_what_was_planned_is_not_asked_for_again() -> None:

@@ -27,7 +27,14 @@ def admits(cluster: Cluster, session: Session, message: messages.FromWorker) -> 
     match message:
         case messages.Leave() | messages.Deregister() | messages.Unpin() | messages.ReadyToWrite() | messages.Prepared():
             return True  # about registrations and operations of its own, or about nothing; so below
-        case messages.Compared() | messages.Abandon() | messages.Resolve() | messages.ReadFailed() | messages.Progress():
+        case (
+            messages.Covered()
+            | messages.Compared()
+            | messages.Abandon()
+            | messages.Resolve()
+            | messages.ReadFailed()
+            | messages.Progress()
+        ):
             return True
         case messages.Register():
             return _fetches(cluster, session, message) or _refuse(cluster, session, message.request, "register")

@@ -21,6 +21,7 @@ from tensorhub.coordinator.answers import Answers
 from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
+from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import Model, Operation, Session, Version, Worker
@@ -89,7 +90,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self._testimonies = Testimonies(self.cluster, self._readers, self._corruption_checks)
         self._availability = Availability(self.cluster)
         publishes = Publishes(self.cluster, self._versions, self._readers, self._testimonies)
-        manifest_questions = ManifestQuestions(self.cluster)
+        manifest_questions, coverage = ManifestQuestions(self.cluster), Coverage(self.cluster)
         fills = Fills(
             self.cluster,
             self._versions,
@@ -98,12 +99,21 @@ class Coordinator(Stateful[CoordinatorState]):
             self._testimonies,
             self._availability,
             manifest_questions,
+            coverage,
         )
         handlers: dict[OpKind, OperationHandler] = {kind: publishes if kind is OpKind.PUBLISH else fills for kind in OpKind}
         decisions = Decisions(self.cluster, self._retentions, handlers)
         deadlines = Deadlines(self.cluster, self._versions, self._retentions, fills)
         self._operations = Operations(
-            self.cluster, self._readers, self._testimonies, self._corruption_checks, handlers, decisions, deadlines, fills
+            self.cluster,
+            self._readers,
+            self._testimonies,
+            self._corruption_checks,
+            handlers,
+            decisions,
+            deadlines,
+            fills,
+            coverage,
         )
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
         self._membership = Membership(

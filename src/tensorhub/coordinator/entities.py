@@ -142,6 +142,7 @@ class Member:
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
     begun: bytes = b""  # the manifest of the fill that it had begun under a former coordinator, until that is bound again
     begun_id: str = ""  # the id of that manifest
+    partial: bool = False  # its group may leave published bytes unread, if all its ranks say so
     arranged: tuple[bytes, ...] = ()  # as `parts`, of what it has read last from another layout, as it lies in its memory
     layout_id: str = ""  # which part of which tensors it has
     unheard: int = 0  # its Register, if that said what it holds, and nobody could know in which layout; else 0
@@ -529,6 +530,7 @@ class RankPart:
     in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
     origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
     needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
+    checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
     # The roots that its Prepared names, until they are agreed, or found to be wrong; if it bridges, of what it needs.
@@ -635,6 +637,7 @@ class Operation(_Moving[OperationState]):
     version: Version | None = None  # set while RUNNING or later, and for a publish once it is staged
     writing: bool = False  # every rank was told to overwrite
     unchanged: bool = False  # every rank held the bound content already
+    covers: bool = False  # its ranks, which read another layout, are known to read every byte, where they must
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED
@@ -706,6 +709,16 @@ class Operation(_Moving[OperationState]):
     def all_voted(self) -> bool:
         """Whether it can be prepared."""
         return self.running and all(part.voted for part in self.parts.values())
+
+    @property
+    def must_cover(self) -> bool:
+        """Whether its ranks read another layout, must read every byte together, and no rank can tell that alone, or has told
+        it, under a former coordinator.
+        """
+        parts = self.parts.values()
+        if self.group.world_size == 1 or not any(part.bridges for part in parts):
+            return False
+        return not all(part.member.partial for part in parts) and not any(part.has_written for part in parts)
 
     @property
     def awaits_agreement(self) -> bool:

@@ -16,6 +16,7 @@ from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.readers import Readers
@@ -55,6 +56,7 @@ class Fills:
     _testimonies: Testimonies
     _availability: Availability
     _manifest_questions: ManifestQuestions
+    _coverage: Coverage
 
     # -- questions
 
@@ -146,7 +148,7 @@ class Fills:
             self._manifest_questions.came(*message.part_ids)
             part.needs = part.layout.needs[part.shard] = message.needs
             self._testimonies.expect(part)
-        part.ready, part.moved_at = True, self._cluster.now
+        part.ready, part.checks, part.moved_at = True, "", self._cluster.now
         self._cluster.changed(part.operation)
         return None
 
@@ -362,7 +364,7 @@ class Fills:
         version = operation.bound
         if version.abandoned and not ways.serve(operation):
             return _abandoned(operation)
-        ready = all(part.ready for part in operation.parts.values())
+        ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(operation)
         sources = self.first_sources(operation) if ready else None
         if sources is not None and not self._must_wait(operation, version):
             self._begin_write(operation)

@@ -467,6 +467,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     running = operation.state is OperationState.RUNNING
     if running:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
+    _demand(not operation.writing or operation.covers or not operation.must_cover, "who writes reads everything", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
     if not cluster.is_woken(operation):  # it will be looked at

@@ -342,6 +342,7 @@ class Membership:
             cluster.manifests.keep(message.manifest),
             worker.session,
             layout_id=message.layout_id,
+            partial=message.partial,
             parts=cluster.manifests.keep_all(parts),
         )
         cluster.manifest_bytes[worker.incarnation] += sum(map(len, (member.manifest, *member.parts)))

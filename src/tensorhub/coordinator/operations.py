@@ -15,6 +15,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
+from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import Blame, Group, Member, Model, Operation, RankPart, Worker
@@ -23,11 +24,12 @@ from tensorhub.coordinator.operation_handlers import OperationHandler
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
-from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
+from tensorhub.errors import GroupAborted, ManifestMismatch, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import (
     Abandon,
     AboutOperation,
     Compared,
+    Covered,
     EpochChanged,
     Fill,
     Prepared,
@@ -54,6 +56,7 @@ class Operations:
     _decisions: Decisions
     _deadlines: Deadlines
     _fills: Fills
+    _coverage: Coverage
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -67,7 +70,7 @@ class Operations:
             return
         self._cluster.noted[member] = None
         match message:
-            case Progress() | ReadyToWrite() | Prepared() | ReadFailed() | Compared():
+            case Progress() | ReadyToWrite() | Covered() | Prepared() | ReadFailed() | Compared():
                 part = member.part
                 now = part.operation.key if part is not None else None  # of this group
                 if part is not None and now is not None and (now.epoch, now.sequence) == (key.epoch, key.sequence):
@@ -83,7 +86,9 @@ class Operations:
             case _:
                 assert_never(message)
 
-    def _hear_of(self, part: RankPart, message: ReadyToWrite | Prepared | Compared | ReadFailed | Progress) -> None:
+    def _hear_of(
+        self, part: RankPart, message: ReadyToWrite | Covered | Prepared | Compared | ReadFailed | Progress
+    ) -> None:
         """A rank says how its part in the group's undecided operation goes."""
         operation = part.operation
         match message:
@@ -99,11 +104,13 @@ class Operations:
                 blame = self._fills.ready(part, message)
                 if blame is not None:
                     self._decisions.abort(operation, blame)
+            case Covered() if operation.running:
+                self._coverage.heard(part, message)
             case Prepared() if operation.running and part.reading and not part.voted:
                 self._testimonies.claim(part, message)
             case Compared() if operation.running:
                 self._testimonies.compared(part, message)
-            case ReadyToWrite() | Prepared() | Compared():
+            case ReadyToWrite() | Covered() | Prepared() | Compared():
                 pass  # it was said already, or too late
             case ReadFailed():
                 lease = self._readers.failed(part, message.lease, message.reason, message.detail)
@@ -210,7 +217,8 @@ class Operations:
         filled = part is not None and part.voted and part.needs_bytes
         if operation.state is not OperationState.PREPARED and not filled:
             error = message.error.brief(limits.ERROR_CHARS_MAX).error()
-            self._decisions.abort(operation, Blame(error, member.rank), also_late=True)
+            is_of_all = part is not None and part.checks != "" and isinstance(error, ManifestMismatch)
+            self._decisions.abort(operation, Blame(error, None if is_of_all else member.rank), also_late=True)
             if part is None:
                 self._decisions.answer(member, key)
 

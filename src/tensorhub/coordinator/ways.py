@@ -74,6 +74,8 @@ def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way
         origin_id = origin.described_as
         if not origin_id or (origin is version.holdings and is_published):
             continue
+        if origin.origin_id:
+            continue  # not yet
         if begun is None or begun.publication == origin_id:
             yield Way(version.others.get((member.group.layout_id or "", origin_id)), origin)
 

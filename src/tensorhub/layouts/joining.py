@@ -96,6 +96,11 @@ def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publicat
     ProtocolError: a part is not what its id names, or does not belong to the one above it. ManifestMismatch: the ranks do
     not make one version.
     """
+    return Publication(readers_of(published, parts)).check()
+
+
+def readers_of(published: Published, parts: Mapping[str, bytes]) -> tuple[Coordinates, ...]:
+    """What these ranks hold, or read, as each has said it. ProtocolError, as of `publication_of`."""
     for part_id in published.part_ids:
         if part_id not in parts or id_of(parts[part_id]) != part_id:
             raise ProtocolError(f"bad publication: part {part_id} is missing, or is not what its id names")
@@ -118,7 +123,7 @@ def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publicat
                 raise ProtocolError(f"bad publication: arrangement {where} is of another catalogue than {of_all}")
             found[key] = Coordinates.decode(parts[which], arrangements[where])
         ranks.append(found[key])
-    return Publication(tuple(ranks)).check()
+    return tuple(ranks)
 
 
 def reading_for(

@@ -136,6 +136,17 @@ class ReadyAgain:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckCoverage:
+    """Do the ranks of this rank's group read every byte of what is published, together? `readers`: the id of what describes
+    them (GetPart), as Start names what describes the publishers. Answered by Covered, or by Abandon, with what is unread.
+    """
+
+    key: OpKey
+    rank: Rank
+    readers: Id
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Every rank is ready: fence the old version and fill."""
 
@@ -346,6 +357,7 @@ FromCoordinator = (
     | EpochChanged
     | Start
     | ReadyAgain
+    | CheckCoverage
     | Write
     | AddSource
     | DropSource
@@ -374,6 +386,7 @@ ToRank = (  # of these: what concerns one registration, whose machine takes it
     | EpochChanged
     | Start
     | ReadyAgain
+    | CheckCoverage
     | Write
     | AddSource
     | DropSource

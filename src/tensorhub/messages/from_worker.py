@@ -165,6 +165,15 @@ class ReadyToWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class Covered:
+    """Answer to CheckCoverage, which has named these `readers`: they read every byte."""
+
+    key: OpKey
+    rank: Rank
+    readers: Id
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """This rank's vote: every chunk is there, and verified against its source.
 
@@ -453,7 +462,7 @@ class Unpin:
 
 FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | GetPart | GetPublication | Check
 """What a session may say before a worker has joined over it, too."""
-AboutOperation = Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
+AboutOperation = Publish | Fill | ReadyToWrite | Covered | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
 """What a rank says of the operation that it takes part in."""
 FromJoined = (
     AboutOperation

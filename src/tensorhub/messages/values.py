@@ -24,6 +24,7 @@ PartIds = Annotated[tuple[Id, ...], Length(3)]
 its manifest says. Of what was read from another layout they are always there, and its catalogue is that of the publication.
 """
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
+DIFFERENCES_TOLD_MAX = 64  # between tensors, that one rank tells the others of its group
 PARTS_ASKED_MAX = 6  # of one Register: of what is registered, and of what is held
 
 
@@ -53,7 +54,8 @@ class ErrorInfo:
     def brief(self, chars_max: int) -> ErrorInfo:
         """The same with so many characters of text, and of whatever belongs to ranks or tensors the first few."""
         causes = tuple((rank, text[: chars_max // 8]) for rank, text in self.causes[:8])
-        return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes)
+        differences = tuple(text[: chars_max // 8] for text in self.differences[:DIFFERENCES_TOLD_MAX])
+        return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes, differences)
 
     def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
         """The exception that this describes, in printable words; an unknown kind becomes a ProtocolError."""

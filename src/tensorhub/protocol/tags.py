@@ -52,6 +52,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.ChunksThere: 55,
     m.Digests: 49,
     m.Compared: 50,
+    m.Covered: 57,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -82,6 +83,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Compare: 91,
     m.RegisterAgain: 96,
     m.ReadyAgain: 97,
+    m.CheckCoverage: 99,
     # From a reader to an owner, and back. (104, 105, 107 to 111, 114 to 119, 124 and 125 were messages of transports, which
     # have dialects of their own since version 4.)
     m.Read: 112,

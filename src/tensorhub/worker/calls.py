@@ -156,6 +156,19 @@ class PlanReading:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckReaders:
+    """Check whether these readers read all of the publication (`worker.coverage.check`), and call `Member.readers_checked`
+    with the number and what is wrong. `published`, `parts` and `publication`: as in PlanReading.
+    """
+
+    number: int
+    published: Published
+    parts: Mapping[str, bytes]
+    publication: Publication | None
+    readers: Published
+
+
+@dataclass(frozen=True, slots=True)
 class CopyLocally:
     """Copy what these copies have into the memory, chunk by chunk and digest by digest, as an access of their owner (R3);
     then call `Member.copied`, with all chunks that are there now. StopPull ends it.
@@ -277,6 +290,7 @@ Action = (
     | Fence
     | CallHook
     | PlanReading
+    | CheckReaders
     | CopyLocally
     | CompareDigests
     | StartPull

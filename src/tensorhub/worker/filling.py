@@ -28,6 +28,7 @@ from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
 from tensorhub.worker.comparing import Comparison
+from tensorhub.worker.coverage import Coverage
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content, MemberMemory
@@ -35,7 +36,13 @@ from tensorhub.worker.planning import Planned, Planning, needs_of
 from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
 
 Instruction = (
-    messages.Start | messages.ReadyAgain | messages.Write | messages.AddSource | messages.DropSource | messages.Compare
+    messages.Start
+    | messages.ReadyAgain
+    | messages.CheckCoverage
+    | messages.Write
+    | messages.AddSource
+    | messages.DropSource
+    | messages.Compare
 )
 
 
@@ -52,6 +59,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._manifest: Manifest | None = None  # of the bound version, in this rank's layout
         self._planning: Planning | None = None  # that layout is another one than the published one
         self._part_ids: tuple[str, ...] = ()  # of what the memory will hold, in the published layout
+        self._coverage: Coverage | None = None  # this rank was asked whether its group reads everything
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
@@ -167,6 +175,8 @@ class Filling(GroupCall[calls.FillCall]):
                 self._ask_manifest()
             case Phase.HELD:
                 self._say_ready()
+                if self._coverage is not None:
+                    self._coverage.ask_again()
             case Phase.PULLING if self._rereads:
                 self._say_rereads()
             case Phase.VOTED:
@@ -199,6 +209,8 @@ class Filling(GroupCall[calls.FillCall]):
             case messages.ReadyAgain():
                 if self.phase is Phase.HELD or self._has_begun:
                     self._say_ready(message.part_ids)
+            case messages.CheckCoverage():
+                self._check_coverage(message.readers)
             case messages.AddSource():
                 if self.phase in UNVOTED:
                     self._leases.add(message.grant)
@@ -241,6 +253,9 @@ class Filling(GroupCall[calls.FillCall]):
         self._context.say(messages.GetManifest(self.request, shard.model, self._version.content_id, shard.number))
 
     def manifest_came(self, reply: messages.ManifestReply) -> None:
+        if self._coverage is not None and self._coverage.waits_for(reply.request):
+            self._go_on_checking(self._coverage, reply)
+            return
         if self.phase is not Phase.MANIFEST or not self.waits_for(reply.request):
             return
         if self._planning is not None:
@@ -278,6 +293,8 @@ class Filling(GroupCall[calls.FillCall]):
             self._reading_found(reading)
 
     def waits_for(self, request: int) -> bool:
+        if self._coverage is not None and self._coverage.waits_for(request):
+            return True
         return super().waits_for(request) if self._planning is None else self._planning.waits_for(request)
 
     def planned(self, number: int, made: Planned | TensorHubError) -> None:
@@ -337,6 +354,39 @@ class Filling(GroupCall[calls.FillCall]):
         said = said_parts(manifest) if manifest is not None and self._context.shard.serves else {}
         parts = tuple([said[part_id] for part_id in asked if part_id in said])
         self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank, needs, tuple(said), parts))
+
+    def _check_coverage(self, readers_id: str) -> None:
+        """HELD: nothing is overwritten before it is known."""
+        if self.phase is not Phase.HELD or self._planning is None:
+            return
+        if self._coverage is None or self._coverage.readers_id != readers_id:
+            self._coverage = Coverage(self._context, self._planning.publication_id, readers_id)
+            self._go_on_checking(self._coverage)
+        elif self._coverage.is_known:
+            self._say_covered(self._coverage)
+
+    def _go_on_checking(self, coverage: Coverage, reply: messages.ManifestReply | None = None) -> None:
+        try:
+            if reply is None:
+                coverage.begin()
+            else:
+                coverage.came(reply)
+        except TensorHubError as error:
+            self.give_up(error)
+
+    def readers_checked(self, number: int, error: TensorHubError | None) -> None:
+        """What was asked with CheckReaders."""
+        coverage = self._coverage
+        if self.phase is not Phase.HELD or coverage is None or not coverage.is_of(number):
+            return
+        if error is not None:
+            self.give_up(error)
+            return
+        coverage.is_known = True
+        self._say_covered(coverage)
+
+    def _say_covered(self, coverage: Coverage) -> None:
+        self._context.say(messages.Covered(self.operation, self._context.shard.rank, coverage.readers_id))
 
     @property
     def _has_begun(self) -> bool:

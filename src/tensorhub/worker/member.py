@@ -288,6 +288,13 @@ class Member:
             self.running.planned(number, made)
         return self._context.take_actions()
 
+    def readers_checked(self, number: int, error: TensorHubError | None, now: float) -> list[calls.Action]:
+        """What was asked with the CheckReaders of that number."""
+        self._context.enter(now)
+        if isinstance(self.running, Filling):
+            self.running.readers_checked(number, error)
+        return self._context.take_actions()
+
     def pull_done(self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()) -> list[calls.Action]:
         """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote. `roots`: of each
         selection, of memory that is filled in another layout.
@@ -421,6 +428,7 @@ class Member:
             case (
                 messages.Start()
                 | messages.ReadyAgain()
+                | messages.CheckCoverage()
                 | messages.Write()
                 | messages.AddSource()
                 | messages.DropSource()

@@ -4,8 +4,8 @@ The coordinator names the publication. The rank asks for it, then for the parts 
 rank's own layout if that is not the rank's own. Then the shell plans (`PlanReading`), which takes up to seconds. What is
 gathered, and the publication that was made of it, are kept for the worker's other handles and for later versions.
 
-Responsible for asking for each part once. Not responsible for what is kept (`known_parts`), nor for what a plan is
-(`tensorhub.layouts`).
+Not responsible for asking for parts (`gathering`) and keeping them (`known_parts`), nor for what a plan is
+(`tensorhub.layouts`), nor for what a group reads together (`coverage`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.manifest import Manifest
 from tensorhub.worker.calls import PlanReading
+from tensorhub.worker.gathering import Gathering
 from tensorhub.worker.member_context import MemberContext
 
 
@@ -51,10 +52,8 @@ class Planning:
         self.base: Manifest | None = None  # once it is known
         self._manifest_id = manifest_id
         self._context = context
+        self._gathering = Gathering(context)
         self._published: Published | None = None  # once it is known
-        self._wanted: set[str] = set()  # what was looked for
-        self._parts: dict[str, bytes] = {}  # what of that is here
-        self._asked: dict[int, str] = {}  # by request, what was asked for and has not come
         self._number = 0  # of the plan that was asked for
         self._is_whole = False  # it is a fetch of the whole model, whose regions the plan tells
 
@@ -75,21 +74,16 @@ class Planning:
         return None
 
     def waits_for(self, request: int) -> bool:
-        return request in self._asked
+        return self._gathering.waits_for(request)
 
     def came(self, reply: messages.ManifestReply) -> None:
         """TensorHubError: it is not what was asked for."""
-        part_id = self._asked.pop(reply.request)
-        self._context.parts.add(part_id, reply.manifest)
-        self._take(part_id, reply.manifest)
+        self._gathering.came(reply)
         self._go_on()
 
     def ask_again(self) -> None:
         """After a lost connection."""
-        missing = list(self._asked.values())
-        self._asked.clear()
-        for part_id in missing:
-            self._ask(part_id)
+        self._gathering.ask_again()
 
     def is_of(self, number: int) -> bool:
         """Whether that is the plan that was asked for."""
@@ -102,41 +96,22 @@ class Planning:
 
     def _go_on(self) -> None:
         """Look for what is needed, ask for what is missing, and plan once all is here."""
-        self._look(self.publication_id)
+        gathering, known = self._gathering, self._context.parts.publication(self.publication_id)
+        gathering.want(self.publication_id)
         if self.base is None and not self._is_whole:
-            self._look(self._manifest_id)
-        known = self._context.parts.publication(self.publication_id)
-        for part_id in self._published.part_ids if self._published is not None and known is None else ():
-            self._look(part_id)
-        shard = self._context.shard
-        if self._asked or self._published is None or self._number or not (self._is_whole or self.base is not None):
+            gathering.want(self._manifest_id)
+            if self._manifest_id in gathering.found:
+                self.base = self._context.manifests.add(gathering.found[self._manifest_id])
+        if self._published is None and self.publication_id in gathering.found:
+            self._published = Published.decode(gathering.found[self.publication_id])
+            if known is None:
+                gathering.want(*self._published.part_ids)
+        if not gathering.is_done or self._published is None or self._number:
             return
-        self._number = self._context.cause
+        shard, self._number = self._context.shard, self._context.cause
         declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
-        what = self._published, self._parts, known, self.base, declared, shard.names
+        what = self._published, gathering.found, known, self.base, declared, shard.names
         self._context.act(PlanReading(self._number, *what))
-
-    def _look(self, part_id: str) -> None:
-        if part_id in self._wanted:
-            return
-        self._wanted.add(part_id)
-        part = self._context.parts.get(part_id)
-        if part is None:
-            self._ask(part_id)
-        else:
-            self._take(part_id, part)
-
-    def _ask(self, part_id: str) -> None:
-        request = self._context.new_request()
-        self._asked[request] = part_id
-        self._context.say(messages.GetPart(request, part_id))
-
-    def _take(self, part_id: str, part: bytes) -> None:
-        self._parts[part_id] = part
-        if part_id == self.publication_id:
-            self._published = Published.decode(part)
-        if part_id == self._manifest_id and self.base is None:
-            self.base = self._context.manifests.add(part)
 
 
 def needs_of(reading: ReshardedManifest) -> tuple[messages.Need, ...]:

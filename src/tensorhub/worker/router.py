@@ -200,6 +200,7 @@ class Router(Generic[H]):
             case (
                 messages.Start()
                 | messages.ReadyAgain()
+                | messages.CheckCoverage()
                 | messages.Write()
                 | messages.AddSource()
                 | messages.DropSource()

@@ -38,6 +38,7 @@ from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import ContentId, HandleState, OpKind, Purpose, RegistrationId, VersionInfo
 from tensorhub.worker import calls
+from tensorhub.worker.coverage import check
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 from tensorhub.worker.planning import Planned, plan
@@ -257,6 +258,8 @@ class Handle(CallersHandle):
                 self._call.hook(action.version)
             case calls.PlanReading():
                 self._tasks.start_soon(self._plan, action)
+            case calls.CheckReaders():
+                self._tasks.start_soon(self._check_readers, action)
             case calls.CompareDigests():
                 await self._filler.compare(action)
             case calls.StartPull() | calls.CopyLocally():
@@ -299,6 +302,16 @@ class Handle(CallersHandle):
             log.exception("reading_not_planned", registration=self._registration)
             made = StateError(f"{self.member.shard.title}: what to read could not be planned: {text_of(error)}")
         self.apply(self.member.planned(action.number, made, clock.now()))
+
+    async def _check_readers(self, action: calls.CheckReaders) -> None:
+        """As `_plan`."""
+        error: TensorHubError | None
+        try:
+            error = await anyio.to_thread.run_sync(check, action)
+        except Exception as failure:
+            log.exception("readers_not_checked", registration=self._registration)
+            error = StateError(f"{self.member.shard.title}: what is read could not be checked: {text_of(failure)}")
+        self.apply(self.member.readers_checked(action.number, error, clock.now()))
 
     def _planned(self, action: calls.PlanReading) -> Planned | TensorHubError:
         started, made = time.perf_counter(), plan(action)

@@ -30,6 +30,7 @@ from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
 from tensorhub.types import ContentId, FetchReport, HandleState, Medium, Purpose, RegistrationId
 from tensorhub.worker import calls
+from tensorhub.worker.coverage import check
 from tensorhub.worker.fencing import look
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
@@ -352,6 +353,8 @@ class HandleShell:
                 self.cluster.callers.hook_called(self)
             case calls.PlanReading():
                 self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
+            case calls.CheckReaders():
+                self.apply(self.member.readers_checked(action.number, check(action), self.cluster.now))
             case calls.StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action))
                 if self.pull.over:

@@ -1,0 +1,67 @@
+"""Whether the ranks of a group that reads another layout read every byte of it together.
+
+No rank can tell that alone, and the coordinator does not look into what the ranks say. So once all have said where they
+read to (`ReadyToWrite.part_ids`), the lowest of those that read is told what describes them all. It checks that, and says
+Covered, or ends the call for all of them with everything that is unread. Nothing is overwritten before (R7).
+
+What was found once is remembered: by what describes the origin and the readers, both of which are named by their content. So
+an equal group later, or a later version of equal layouts, need not be checked again.
+
+A rank that is alone checks all by itself. A group of which every rank says `partial` may leave bytes unread. What has
+begun to be overwritten under a former coordinator was checked there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Operation, RankPart
+from tensorhub.messages import CheckCoverage, Covered
+
+COVERED_KEPT_MAX = 4096
+
+
+@dataclass(eq=False, repr=False)
+class Coverage:
+    """What is known of all groups."""
+
+    _cluster: Cluster
+
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[str, str], None] = {}  # the ids of origins and readers; those that were used last come last
+
+    def is_known(self, operation: Operation) -> bool:
+        """Whether its ranks, which are all ready, are known to read what they must. If not, one of them is asked; and once
+        more, when it says again that it is ready: it may have missed that.
+        """
+        if not operation.covers and operation.must_cover:
+            layout = next(iter(operation.parts.values())).layout
+            pair = layout.origin_id, self._cluster.describe(operation.bound, layout)
+            lowest = min((part for part in operation.parts.values() if part.needs_bytes), key=_rank)
+            if lowest.checks == pair[1]:
+                return False  # it answers, or says again that it is ready
+            if pair not in self._known:
+                lowest.checks = pair[1]
+                self._cluster.tell(lowest.member, CheckCoverage(operation.key, lowest.rank, pair[1]))
+                return False
+            self._remember(pair)
+            operation.covers = True
+        return True
+
+    def heard(self, part: RankPart, message: Covered) -> None:
+        """The answer of who was asked."""
+        if part.checks == message.readers != "":
+            self._remember((part.layout.origin_id, message.readers))
+            part.operation.covers = True
+            self._cluster.changed(part.operation)
+
+    def _remember(self, pair: tuple[str, str]) -> None:
+        self._known.pop(pair, None)
+        self._known[pair] = None
+        if len(self._known) > COVERED_KEPT_MAX:
+            del self._known[next(iter(self._known))]
+
+
+def _rank(part: RankPart) -> int:
+    return part.rank

@@ -1,0 +1,235 @@
+"""Whether a group reads every byte: who is asked that, when, and what becomes of its call."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator import coverage
+from tensorhub.errors import GroupAborted, ManifestMismatch
+from tensorhub.layouts.published import Published
+from tensorhub.manifest import id_of
+from tensorhub.messages import (
+    Abandon,
+    CheckCoverage,
+    Covered,
+    Deregister,
+    ErrorInfo,
+    GetPart,
+    ManifestReply,
+    Outcome,
+    Refused,
+    Start,
+    Write,
+)
+from tests.coordinator.layout_world import Rank, World, lies_of
+from tests.coordinator.test_bridges import A, B, finish, published, wide
+
+UNREAD = ManifestMismatch("2 difference(s)", differences=("of 'w' ...", "'v' ..."))
+
+
+def reading(name: str = "r", *, ranks: int = 2, partial: int = 0, world: World | None = None) -> tuple[World, list[Rank]]:
+    """A group that has said where it reads to, and of which so many ranks are partial. Who is asked does not answer."""
+    if world is None:
+        world, _ = published()
+    world.covers = False
+    readers = []
+    for rank in range(ranks):
+        readers.append(world.arrive(name, rank, ranks, *wide(rank), registers=False))
+        readers[-1].partial = rank < partial
+        world.register(readers[-1])
+    world.fill(readers)
+    for reader in readers:
+        world.ready(reader, A, B)
+    return world, readers
+
+
+def covered(world: World, rank: Rank, asked: CheckCoverage) -> None:
+    world.say(rank, Covered(asked.key, asked.rank, asked.readers))
+
+
+def test_the_lowest_rank_is_asked_once_all_have_said_it_and_nothing_is_overwritten_before() -> None:
+    world, _ = published()
+    world.covers = False
+    readers = world.group("r", [wide(rank) for rank in range(3)])
+    world.fill(readers)
+    for reader in reversed(readers[1:]):
+        world.ready(reader, A, B)
+    assert not any(reader.take(CheckCoverage) for reader in readers)
+    world.ready(readers[0], A, B)
+    (asked,) = readers[0].take(CheckCoverage)
+    assert not any(reader.take(CheckCoverage) or reader.take(Write) for reader in readers)
+    world.say(readers[0], GetPart(9, asked.readers))
+    (reply,) = readers[0].take(ManifestReply)
+    described = Published.decode(reply.manifest)
+    assert described.shards == tuple([tuple(map(id_of, lies_of(reader))) for reader in readers])
+    covered(world, readers[0], asked)
+    assert all(reader.take(Write) for reader in readers)
+
+
+def test_the_parts_of_which_it_consists_can_be_had() -> None:
+    world, (first, second) = reading()
+    for number, blob in enumerate((*lies_of(first), *lies_of(second))):
+        world.say(first, GetPart(number, id_of(blob)))
+    assert [reply.manifest for reply in first.take(ManifestReply)] == [*lies_of(first), *lies_of(second)]
+    assert not first.take(Refused)
+
+
+def test_what_is_unread_ends_the_call_of_all_ranks_with_the_same_error() -> None:
+    world, readers = reading()
+    (asked,) = readers[0].take(CheckCoverage)
+    world.say(readers[0], Abandon(asked.key, 0, ErrorInfo.of(UNREAD)))
+    for reader in readers:
+        (outcome,) = reader.take(Outcome)
+        assert outcome.error is not None
+        error = outcome.error.error()
+        assert isinstance(error, ManifestMismatch)
+        assert error.differences == UNREAD.differences
+        assert not reader.take(Write)
+
+
+def test_another_error_of_who_checks_is_its_own() -> None:
+    world, readers = reading()
+    (asked,) = readers[0].take(CheckCoverage)
+    world.say(readers[0], Abandon(asked.key, 0, ErrorInfo.of(GroupAborted("cancelled"))))
+    (outcome,) = readers[1].take(Outcome)
+    assert outcome.error is not None
+    assert outcome.error.error().causes == {0: "cancelled"}  # type: ignore[attr-defined]
+
+
+def test_the_mismatch_of_one_rank_that_was_not_asked_is_its_own() -> None:
+    world, readers = reading()
+    world.say(readers[1], Abandon(world.operation(readers[1]).key, 1, ErrorInfo.of(UNREAD)))
+    (outcome,) = readers[0].take(Outcome)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.error(), GroupAborted)
+
+
+def test_an_equal_group_is_not_asked_again_nor_for_the_next_version() -> None:
+    world, trainers = published()
+    _, readers = reading(world=world)
+    (asked,) = readers[0].take(CheckCoverage)
+    covered(world, readers[0], asked)
+    finish(world, readers, trainers)
+    _, equal = reading("equal", world=world)
+    assert not any(reader.take(CheckCoverage) for reader in equal)
+    assert all(reader.take(Write) for reader in equal)
+    for trainer in trainers:
+        world.leave(trainer)
+        world.fenced(trainer)
+    world.publish(trainers, 2)
+    world.fill(readers)
+    for reader in readers:
+        world.ready(reader, A, B)
+    assert not any(reader.take(CheckCoverage) for reader in readers)
+    assert all(reader.take(Write) for reader in readers)
+
+
+def test_who_reads_another_publication_is_asked_again() -> None:
+    world, trainers = published()
+    _, readers = reading(world=world)
+    (first,) = readers[0].take(CheckCoverage)
+    covered(world, readers[0], first)
+    finish(world, readers, trainers)
+    for reader in readers:
+        reader.heard.clear()
+    others = world.group("u", [(f"own/u{rank}", (b"another", b"one", b"%d" % rank)) for rank in range(2)])
+    world.publish(others, 2)
+    world.fill(readers)
+    for reader in readers:
+        world.ready(reader, A, B)
+    (second,) = readers[0].take(CheckCoverage)
+    assert second.readers == first.readers  # they say the same of themselves
+    assert not any(reader.take(Write) for reader in readers)
+
+
+def test_what_was_forgotten_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "COVERED_KEPT_MAX", 0)
+    world, trainers = published()
+    _, readers = reading(world=world)
+    covered(world, readers[0], *readers[0].take(CheckCoverage))
+    finish(world, readers, trainers)  # although it was forgotten at once
+    _, equal = reading("equal", world=world)
+    covered(world, equal[0], *equal[0].take(CheckCoverage))
+    assert all(reader.take(Write) for reader in equal)
+
+
+@pytest.mark.parametrize(("ranks", "partial", "is_asked"), [(1, 0, False), (2, 2, False), (2, 1, True), (2, 0, True)])
+def test_who_is_alone_is_not_asked_nor_a_group_all_of_whose_ranks_may_leave_bytes(
+    ranks: int, partial: int, is_asked: bool
+) -> None:
+    _, readers = reading(ranks=ranks, partial=partial)
+    assert bool(readers[0].take(CheckCoverage)) is is_asked
+    assert bool(readers[0].take(Write)) is not is_asked
+
+
+def test_the_lowest_of_those_that_read_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others hold it already, and where they have it is known since they have read it."""
+    monkeypatch.setattr(coverage, "COVERED_KEPT_MAX", 0)
+    world, trainers = published()
+    _, readers = reading(world=world)
+    covered(world, readers[0], *readers[0].take(CheckCoverage))
+    finish(world, readers, trainers)
+    world.say(readers[1], Deregister(1, readers[1].name, abandon=False))
+    late = world.arrive("r", 1, 2, *wide(1))
+    for reader in (readers[0], late):
+        reader.heard.clear()
+    world.fill([readers[0], late])
+    world.ready(late, A, B)
+    assert not readers[0].take(CheckCoverage)
+    covered(world, late, *late.take(CheckCoverage))
+    assert late.take(Write)
+
+
+def test_who_was_asked_is_asked_again_over_its_next_connection() -> None:
+    world, readers = reading()
+    (first,) = readers[0].take(CheckCoverage)
+    world.ready(readers[1], A, B)
+    assert not readers[0].take(CheckCoverage)
+    world.cut_off(readers[0])
+    world.connect(readers[0])
+    world.register(readers[0])
+    world.ready(readers[0], A, B)
+    (second,) = readers[0].take(CheckCoverage)
+    assert second == first
+    covered(world, readers[0], second)
+    assert all(reader.take(Write) for reader in readers)
+
+
+def test_who_was_asked_is_lost_and_the_others_hear_it() -> None:
+    world, readers = reading()
+    world.lose(readers[0])
+    (outcome,) = readers[1].take(Outcome)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.error(), GroupAborted)
+    assert not readers[1].take(Write)
+
+
+def test_nobody_waits_longer_than_for_its_deadline() -> None:
+    world, readers = reading()
+    world.pass_time(1001.0)
+    for reader in readers:
+        (outcome,) = reader.take(Outcome)
+        assert outcome.error is not None
+
+
+def test_an_answer_of_who_was_not_asked_or_to_another_question_counts_for_nothing() -> None:
+    world, readers = reading()
+    (asked,) = readers[0].take(CheckCoverage)
+    world.say(readers[1], Covered(asked.key, 1, asked.readers))
+    world.say(readers[0], Covered(asked.key, 0, "others"))
+    world.say(readers[0], Covered(asked.key, 0, world.version.holdings.described_as))
+    assert not any(reader.take(Write) for reader in readers)
+    covered(world, readers[0], asked)
+    covered(world, readers[0], asked)
+    assert [len(reader.take(Write)) for reader in readers] == [1, 1]
+
+
+def test_a_published_layout_is_not_asked_about() -> None:
+    world, trainers = published()
+    world.covers = False
+    copies = world.group("c", [(rank.layout_id, rank.parts) for rank in trainers])
+    world.fill(copies)
+    for copy in copies:
+        assert copy.take(Start)
+        assert not copy.take(CheckCoverage)
+        assert world.part(copy).reading
