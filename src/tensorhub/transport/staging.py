@@ -7,11 +7,13 @@ responsible for what is sent, nor for digests, which the GPU makes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import mmap
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, DeviceBytes, Mark
+from tensorhub.memory.strided import Block, Stream, gather
 from tensorhub.memory.tensors import address_of
 
 PIECE_BYTES = 4 * 2**20  # of one buffer: a copy takes some 0.1 ms over PCIe 5, much longer than it takes to start
@@ -95,6 +97,35 @@ class Staging:
             here += place[1]
 
 
+class Packing:
+    """Buffers of the host, through which many pieces of its own memory go to a device that reads what is in one piece."""
+
+    device = None
+
+    def __init__(self, buffers: int) -> None:
+        self.piece_bytes = PIECE_BYTES
+        self.buffers = tuple([memoryview(mmap.mmap(-1, self.piece_bytes)) for _ in range(buffers)])
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"<Packing: {len(self.buffers)} x {self.piece_bytes} bytes>"
+
+    def outgoing(self, made: Iterable[Block], nbytes: int) -> Generator[memoryview]:
+        """So many bytes of these blocks, in pieces. When the caller asks for the next piece, all buffers but one may be in
+        use.
+        """
+        stream = Stream(made)
+        while nbytes:
+            view = self.buffers[self._next][: min(nbytes, self.piece_bytes)]
+            self._next = (self._next + 1) % len(self.buffers)
+            at = address_of(view)
+            for block in stream.take(view.nbytes):
+                gather(block, at)
+                at += block.nbytes
+            nbytes -= view.nbytes
+            yield view
+
+
 class Rooms:
     """Memory of a device, in which a chunk of many pieces is in one piece for a moment. For several threads."""
 
@@ -125,7 +156,7 @@ class Pinned:
 
     device = None  # they are in host memory
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging | Packing) -> None:
         self.staging = staging
         self.spans = sorted([(address_of(buffer), buffer.nbytes) for buffer in staging.buffers])
 

@@ -21,7 +21,7 @@ from tensorhub.transport.rdma.messages import GID_BYTES, Pair, Paired, QueueCard
 from tensorhub.transport.rdma.ports import Move
 from tensorhub.transport.rdma.verbs import ReaderQueue
 from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.staging import Pinned, Staging
+from tensorhub.transport.staging import Packing, Pinned, Staging
 
 LANDING_BUFFERS = 4  # what they hold is about what is under way for host memory
 
@@ -83,10 +83,12 @@ class Link:
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 
-    def prepare(self, gpu: Device) -> Pinned:
-        """The buffers for bytes that go to that GPU. StateError: no memory. OSError: they cannot be registered."""
+    def prepare(self, gpu: Device | None) -> Pinned:
+        """The buffers for bytes that go to that GPU, or to many places of the host. StateError: no memory. OSError: they
+        cannot be registered.
+        """
         if self.pinned is None or self.pinned.staging.device is not gpu:
-            pinned = Pinned(Staging(gpu, buffers=LANDING_BUFFERS))
+            pinned = Pinned(Packing(LANDING_BUFFERS) if gpu is None else Staging(gpu, buffers=LANDING_BUFFERS))
             for span in pinned.spans:
                 self.queue.device.keys(pinned, *span)
             self._release()
@@ -112,6 +114,11 @@ def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
     registered, judging by its first span and the limit.
     """
     spans, gpu = destination.spans, destination.device
+    if destination.is_strided:
+        try:
+            return link.prepare(gpu)
+        except (OSError, StateError) as error:
+            raise Unusable(f"the memory to read into: {_reason(error)}") from error
     try:
         if spans:
             link.queue.device.keys(destination, *spans[0])

@@ -1,7 +1,8 @@
 """The owner's side of rdma: a queue pair for each reader, and the addresses and keys of what is read through it.
 
 If the device does not reach a GPU, that GPU's bytes are *staged*: they go piece by piece through a few registered buffers on
-the host. A buffer is used again once the reader has said that it has read the piece.
+the host. A buffer is used again once the reader has said that it has read the piece. Chunks of many pieces of memory are
+staged as well, wherever they are: a device would be asked for each run by itself.
 
 The queue pair lives as long as the reader's connection, and is taken apart with it. That is how a reader is cut off, even
 one that listens to nobody. What a reader says is checked, and used only to set up that one queue pair.
@@ -12,13 +13,16 @@ Responsible for what a reader is told. Not responsible for who may read (`OwnedM
 from __future__ import annotations
 
 import errno
+from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import accumulate, chain
 
 from tensorhub.accesses import Access
-from tensorhub.cuda.device import Device
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.memory.strided import blocks
 from tensorhub.memory.tensors import address_of
 from tensorhub.messages import ChunksFollow, TransportRequest
 from tensorhub.protocol.codec import FROM_READER
@@ -40,7 +44,7 @@ from tensorhub.transport.rdma.messages import (
     QueueCard,
 )
 from tensorhub.transport.rdma.verbs import Fabric, Queue
-from tensorhub.transport.staging import Pinned, Staging
+from tensorhub.transport.staging import Packing, Pinned, Staging
 from tensorhub.transport.tcp.owner import LOCAL_SEND_BYTES, SEND_BYTES
 
 NOT_BY_RDMA = "this worker's memory is not to be read by RDMA: its transports are others"
@@ -60,6 +64,7 @@ class RdmaOwner(OwnerSide):
 
     dialect = DIALECT
     is_one_sided = True
+    strides = True
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric = fabric
@@ -81,6 +86,7 @@ class RdmaSession:
         self._queue: Queue | None = None
         self._theirs: QueueCard | None = None  # what the queue pair is connected to
         self._pinned: Pinned | None = None  # what is staged goes through it
+        self._room: DeviceBytes | None = None  # of a GPU: what is of many pieces is in one piece there
         self._untaken = 0  # pieces that are staged
 
     def __repr__(self) -> str:
@@ -113,7 +119,7 @@ class RdmaSession:
         try:
             assert self._queue is not None
             word_key = self._queue.device.page_key(word)
-            if memory.device is not None and self._first_fault(memory) is not None:
+            if memory.is_strided or (memory.device is not None and self._first_fault(memory) is not None):
                 self._stage(request, chunks, memory, word, word_key)
             else:
                 places = self._places(memory, chunks)
@@ -178,13 +184,15 @@ class RdmaSession:
             return None
         return rdma.memlock_fault(sum(nbytes for _, nbytes in memory.spans[1:]))
 
-    def _prepare(self, device: verbs.Device, gpu: Device) -> str | None:
-        """Have buffers to stage that GPU's bytes. Returns why there are none. OSError: they cannot be registered."""
+    def _prepare(self, device: verbs.Device, gpu: Device | None) -> str | None:
+        """Have buffers to stage bytes of that GPU, or of the host. Returns why there are none. OSError: they cannot be
+        registered.
+        """
         if self._pinned is not None and self._pinned.staging.device is gpu:
             return None
         self._release()
         try:
-            pinned = Pinned(Staging(gpu, buffers=STAGED_BUFFERS))
+            pinned = Pinned(Packing(STAGED_BUFFERS) if gpu is None else Staging(gpu, buffers=STAGED_BUFFERS))
         except StateError as error:
             return str(error)[:1000]
         for span in pinned.spans:
@@ -193,7 +201,7 @@ class RdmaSession:
         return None
 
     def _release(self) -> None:
-        pinned, self._pinned, self._untaken = self._pinned, None, 0
+        pinned, self._pinned, self._untaken, self._room = self._pinned, None, 0, None
         if pinned is not None:
             self._fabric.release(pinned)
 
@@ -210,15 +218,17 @@ class RdmaSession:
     # ------------------------------------------------------------------------------------------------------ staging
 
     def _stage(self, request: int, chunks: Chunks, memory: ChunkMemory, word: int, word_key: int) -> None:
-        """Let the reader read a GPU's bytes out of buffers: one piece is read while the next one is copied. OSError: the
-        queue pair was made to read other memory.
+        """Let the reader read out of buffers: one piece is read while the next one is copied. OSError: the queue pair was
+        made to read other memory.
         """
         assert self._queue is not None
+        if memory.is_strided and (fault := self._prepare(self._queue.device, memory.device)) is not None:
+            raise CannotServe(fault)
         if self._pinned is None or self._pinned.staging.device is not memory.device:
             raise OSError(errno.EOPNOTSUPP, "its tensors are on a GPU, and the queue pair was made to read others")
-        places = [(memory.address(chunk), memory.sizes[chunk]) for chunk, _ in chunks]
+        outgoing = self._outgoing(self._pinned.staging, memory, [chunk for chunk, _ in chunks])
         self._connection.send(ChunksFollow(request, chunks))
-        with closing(self._pinned.staging.outgoing(places)) as pieces:
+        with closing(outgoing) as pieces:
             for piece in pieces:
                 self._untaken += 1
                 address = address_of(piece)
@@ -227,6 +237,23 @@ class RdmaSession:
                 self._connection.send(DIALECT.reply(request, staged))
                 while self._untaken > UNTAKEN_MAX:
                     self._hear_meanwhile()
+
+    def _outgoing(self, staging: Staging | Packing, memory: ChunkMemory, chunks: Sequence[int]) -> Generator[memoryview]:
+        """Their bytes, in registered buffers. CannotServe: no memory."""
+        if isinstance(staging, Packing):
+            strips = chain.from_iterable(map(memory.strips, chunks))
+            return staging.outgoing(blocks(strips, memory.addresses), sum([memory.sizes[chunk] for chunk in chunks]))
+        if not memory.is_strided:
+            return staging.outgoing([(memory.address(chunk), memory.sizes[chunk]) for chunk in chunks])
+        ends = list(accumulate([memory.sizes[chunk] for chunk in chunks], initial=0))
+        try:
+            if self._room is None or self._room.nbytes < ends[-1]:
+                self._room = staging.device.allocate(ends[-1])
+        except StateError as error:
+            raise CannotServe(str(error)[:1000]) from error
+        for chunk, at in zip(chunks, ends, strict=False):
+            memory.gather(chunk, self._room.address + at)
+        return staging.outgoing([(self._room.address, ends[-1])])
 
     def _hear_meanwhile(self) -> None:
         """Wait for the reader to take a piece. Its other requests are put aside. OperationTimeout."""

@@ -10,7 +10,8 @@ then asked for the new registration with the same end of the queue pair. After a
 
 If the device reaches the destination's GPU, it writes there. If not, reads land in a few registered buffers on the host, and
 the GPU copies what is proved out of one buffer while others are filled. A source's bytes may be staged in the same way
-(`rdma.owner`), and then come in consecutive pieces, as over tcp.
+(`rdma.owner`), and then come in consecutive pieces, as over tcp. So do chunks of many pieces of memory, which land in the
+same buffers, and go from there to their places (`rdma.scattering`).
 
 Everything that the source says is hostile. The reader only ever reads from its addresses, under its keys, into the
 destination's own registered memory, with the lengths of its own manifest.
@@ -49,10 +50,11 @@ from tensorhub.transport.rdma.messages import DIALECT, ChunksPinned, FindPorts, 
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.reads import WINDOW_BYTES, Group, Reads
+from tensorhub.transport.rdma.scattering import Scatter
 from tensorhub.transport.rdma.verbs import Fabric, Keys, verbs
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
-from tensorhub.transport.staging import Pinned
+from tensorhub.transport.staging import Packing, Pinned, Staging
 from tensorhub.types import Location
 
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
@@ -67,6 +69,7 @@ class RdmaTransport(ConnectedTransport):
     dialect = DIALECT
     lanes = 1  # the device reads while the lane digests what has come
     fills = HOST | DEVICE
+    strides = True
 
     def __init__(self, local: Local) -> None:
         super().__init__(local)
@@ -172,7 +175,7 @@ class _Landed(NamedTuple):
     """What is to be done when a group is proved."""
 
     buffer: int | None  # it is in that one
-    copies: Sequence[tuple[int, int, int]]  # (to, source, bytes), out of it
+    parts: Sequence[tuple[_Part, int]]  # each with its address there
     taken: Sequence[int]  # requests of pieces that are read
 
 
@@ -191,6 +194,7 @@ class RdmaChannel:
         self._cutter = client.cutter
         self._stall_timeout_s = stall_timeout_s
         self._pinned = pinned
+        self._scatter = Scatter(destination) if destination.is_strided else None
         self._buffers = deque(range(len(pinned.staging.buffers) if pinned is not None else 0))  # that are free
         self._reads = Reads(link.queue, link.words, mmap.PAGESIZE, link.queue.device.depth)
         self._coming: deque[tuple[int, int]] = deque()  # (chunk, digest) whose pieces follow
@@ -220,7 +224,11 @@ class RdmaChannel:
         if lacking is not None:
             return lacking
         chunks = self._take(bytes_max)
-        return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
+        seconds, made, digest_s = time.perf_counter() - first_byte, dict[int, int](), 0.0
+        if self._scatter is not None:
+            made = {chunk: self._scatter.made.pop(chunk) for chunk, _ in chunks if chunk in self._scatter.made}
+            digest_s, self._scatter.digest_s = self._scatter.digest_s, 0.0
+        return Arrival(chunks, first_byte - started, max(0.0, seconds - digest_s), made, digest_s)
 
     def _read_some(self, started: float) -> tuple[Lacking | None, float]:
         """Read until chunks are proved, or the source lacks some, or nothing is left. Also says when bytes began to come."""
@@ -337,14 +345,14 @@ class RdmaChannel:
                 keys = self._keys_of(here, part.nbytes)
                 moves.append(Move(here + keys.shift, keys.local, part.there, part.key, part.nbytes))
             return moves, _Landed(None, (), ())
-        buffer, copies = self._buffers.popleft(), list[tuple[int, int, int]]()
+        buffer, landing = self._buffers.popleft(), list[tuple[_Part, int]]()
         here = address_of(self._pinned.staging.buffers[buffer])
         for part in parts:
             keys = device.keys(self._pinned, here, part.nbytes)
             moves.append(Move(here, keys.local, part.there, part.key, part.nbytes))
-            copies.append((destination.address(part.chunk) + part.offset, here, part.nbytes))
+            landing.append((part, here))
             here += part.nbytes
-        return moves, _Landed(buffer, copies, ())
+        return moves, _Landed(buffer, landing, ())
 
     def _keys_of(self, address: int, nbytes: int) -> Keys:
         """The destination's keys there. ReadFailure: this part cannot be registered, although the first one could be."""
@@ -361,12 +369,22 @@ class RdmaChannel:
                 self._pieces -= 1
                 self._client.say(request, PieceTaken())
             if self._pinned is not None and landed.buffer is not None:
-                self._pinned.staging.scatter(landed.copies)
+                self._bring(self._pinned.staging, landed.parts)
                 self._buffers.append(landed.buffer)
             self._unnamed_bytes += group.nbytes
             self._proved.extend(group.chunks)
         if groups and self._pinned is None and self._destination.device is not None:
             self._destination.device.settle()
+
+    def _bring(self, staging: Staging | Packing, parts: Sequence[tuple[_Part, int]]) -> None:
+        """Copy these parts, which are in a buffer, to where they belong. StateError."""
+        gpus = staging if isinstance(staging, Staging) else None
+        if self._scatter is not None:
+            for part, here in parts:
+                self._scatter.put(gpus, part.chunk, part.offset, here, part.nbytes)
+        elif gpus is not None:
+            to = self._destination.address
+            gpus.scatter([(to(part.chunk) + part.offset, here, part.nbytes) for part, here in parts])
 
     def _take(self, bytes_max: int) -> list[tuple[int, int]]:
         """Proved chunks: at least one, and further ones up to `bytes_max`."""
@@ -386,4 +404,6 @@ class RdmaChannel:
     def close(self) -> None:
         if not self._reads.is_idle or self._located or self._coming:
             self._client.peer.is_sound = False  # the queue pair goes, and with it what is under way
+        if self._scatter is not None:
+            self._scatter.close()
         self._client.close()
