@@ -27,7 +27,8 @@ Generated from docstrings and from `examples/reference.py` by `python docs/gener
 the examples `address` is a running coordinator's, and `trainer` and `rollout` are hubs connected to it.
 
 Sizes are in bytes (`_bytes`, `nbytes`), times in seconds (`_s`). Tensors are registered in place, of any shape, and of
-any dtype that torch has; they must be contiguous. A call without a `timeout` gets `Options.op_timeout_s`.
+any dtype that torch has. They must be contiguous, or have padded rows. A call without a `timeout` gets
+`Options.op_timeout_s`.
 """
 
 

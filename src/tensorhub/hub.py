@@ -285,7 +285,8 @@ class Hub(Unpicklable):
         partial: bool = False,
     ) -> Weights:
         """Register contiguous tensors, on the CPU or on one CUDA device, as one rank's weights: used in place, never copied.
-        On a GPU, what the calling thread has queued on its present stream before a call comes first.
+        On a GPU, what the calling thread has queued on its present stream before a call comes first. Tensors with padded
+        rows (`buffer[:, :512]`) can be filled, not published; their padding stays as it is.
 
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
         dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
@@ -316,7 +317,8 @@ class Hub(Unpicklable):
         check_flag("partial", partial)
         check_ranks(rank, world_size)
         memory = RegisteredMemory(tensors, _checked_sources(sources))
-        declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial)
+        strides = {each.name: each.strides for each in memory.descriptions if each.strides}
+        declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
         return await register_memory(
             self, model, memory, group=group, rank=rank, world_size=world_size, spot=spot, declared=declared
         )

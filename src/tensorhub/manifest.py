@@ -72,7 +72,10 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """One registered tensor: contiguous bytes at an address. `dtype` is torch's name without "torch."."""
+    """One registered tensor: its bytes from an address on. `dtype` is torch's name without "torch.".
+
+    `strides`: bytes between neighbours of each dimension, if rows are padded; else empty, and the bytes are contiguous.
+    """
 
     name: str
     dtype: str
@@ -80,6 +83,15 @@ class TensorDescription:
     address: int
     nbytes: int
     quantization: Quantization | None = None
+    strides: tuple[int, ...] = ()
+
+    @property
+    def extent(self) -> int:
+        """Bytes from its first one to its last one, with all padding between them."""
+        if not self.strides or not self.nbytes:
+            return self.nbytes
+        apart = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        return sum(apart) + itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +282,16 @@ def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Gr
 def build_manifest(
     tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = "", metadata: bytes = b""
 ) -> Manifest:
-    """The manifest of registered memory; tensors of the same bytes share a region, so ties are sent once.
+    """The manifest of registered memory; tensors of the same bytes share a region, so ties are sent once. The region of a
+    tensor whose rows are padded has the padding, too.
 
     RegistrationError, naming both tensors, where bytes are shared in part; and for what no manifest can say.
     """
     regions: list[TensorDescription] = []  # the first tensor of each
-    region_of: dict[tuple[int, int], int] = {}
+    region_of: dict[tuple[int, int, tuple[int, ...]], int] = {}
     specs: list[TensorSpec] = []
     for tensor in tensors:
-        place = (tensor.address, tensor.nbytes)
+        place = (tensor.address, tensor.nbytes, tensor.strides)
         region = region_of.get(place) if tensor.nbytes else None
         if region is None:
             region = region_of[place] = len(regions)
@@ -289,7 +302,7 @@ def build_manifest(
         slices = tuple([(0, size) for size in tensor.shape])
         specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, slices, region, 0, tensor.quantization))
     _refuse_overlaps(regions)
-    sizes = tuple([RegionSpec(first.nbytes) for first in regions])
+    sizes = tuple([RegionSpec(first.extent) for first in regions])
     manifest = Manifest(tuple(specs), sizes, chunk_bytes, digest, layout_id, metadata)
     if fault := _fault(manifest):
         raise RegistrationError(f"these tensors cannot be one shard: {fault}")
@@ -302,14 +315,15 @@ def _refuse_overlaps(regions: list[TensorDescription]) -> None:
     overlaps = []
     last: TensorDescription | None = None  # of the regions so far, the one that ends last
     for region in sorted((r for r in regions if r.nbytes), key=attrgetter("address")):
-        if last is not None and region.address < last.address + last.nbytes:
+        if last is not None and region.address < last.address + last.extent:
             overlaps.append(f"{last.name!r} and {region.name!r}")
-        if last is None or region.address + region.nbytes > last.address + last.nbytes:
+        if last is None or region.address + region.extent > last.address + last.extent:
             last = region
     if overlaps:
         raise RegistrationError(
             f"tensors overlap without being the same bytes: {_some(overlaps, ', ')}. "
-            "Register the larger one alone, or copy one of the two (`.clone()`)."
+            "Register the larger one alone, or copy one of the two (`.clone()`). Of columns of one tensor, register that "
+            "one, and say with sources= what is where in it (`tensorhub.at[:, 0:512]`)."
         )
 
 

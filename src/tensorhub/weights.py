@@ -8,8 +8,18 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from itertools import islice
 
-from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
+from tensorhub.errors import (
+    GroupAborted,
+    InvalidType,
+    RegistrationError,
+    StaleWeightsWarning,
+    StateError,
+    TensorHubError,
+    shown,
+    text_of,
+)
 from tensorhub.memory.tensors import CallersMemory
 from tensorhub.opening import Block, Unpicklable
 from tensorhub.runtime.worker.calling import CallersHandle
@@ -27,6 +37,8 @@ from tensorhub.types import (
     check_version,
 )
 from tensorhub.worker.calls import FillCall
+
+NAMES_SHOWN_MAX = 5  # in an error
 
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 
@@ -75,8 +87,17 @@ class Weights(Unpicklable):
         CoordinatorUnavailable, LeaseLost (once, where the coordinator has come back without its state).
         """
         check_version(version)
+        self._check_publishable()
         self._memory.check_current()
         return await self._publish(version, timeout)
+
+    def _check_publishable(self) -> None:
+        """RegistrationError: the regions have padding, which belongs to no version."""
+        declared = self._handle.member.shard.declared
+        if declared is not None and declared.strides:
+            names = ", ".join(map(repr, islice(declared.strides, NAMES_SHOWN_MAX)))
+            text = f"{len(declared.strides)} tensor(s) have padded rows, which can be filled and not published: {names}"
+            raise RegistrationError(f"{text}; register `.contiguous()` ones, or the tensors that they are parts of")
 
     async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
         self._handle.stream_sync.note()
@@ -108,6 +129,7 @@ class Weights(Unpicklable):
     @contextlib.asynccontextmanager
     async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
         check_version(version)
+        self._check_publishable()
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
         check_number = partial(self._worker.coordinator.check_number, self.model, version, timeout_s)

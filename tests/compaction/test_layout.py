@@ -80,6 +80,13 @@ def test_where_a_tensor_is_does_not_depend_on_the_order_of_registration(plain: M
         assert {t.name: t.offset for t in one.by_region[0]} == {t.name: t.offset for t in other.by_region[0]}
 
 
+def test_padded_rows_keep_their_region() -> None:
+    rows = TensorDescription("rows", "uint8", (4, 4), 0, 16, strides=(8, 1))
+    tiny = [TensorDescription(name, "uint8", (9,), 2**n, 9) for n, name in enumerate("abc", 8)]
+    plain = build_manifest([rows, *tiny], 4096, "none")
+    assert [region.nbytes for region in pack_tiny(plain, 64).regions] == [16 + 16 + 9, 28]
+
+
 def test_a_real_model_has_a_region_less_for_each_tiny_tensor() -> None:
     plain = catalogue.manifest("DeepSeek-V3", ranks=64)
     packed = pack_tiny(plain, 16 * 2**10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -90,6 +91,18 @@ def test_what_says_anything_else_is_another() -> None:
     ids += [layout_id_of(manifest_of({"a": (6, 4), "c": (4,)}), declared[0])]
     ids += [layout_id_of(manifest_of(SHAPES, "bfloat16"), declared[0])]
     assert len(set(ids)) == len(ids)
+
+
+def test_padded_rows_are_another_layout_for_each_padding_and_each_tie() -> None:
+    found = {layout_id_of(manifest_of(), Declaration())}
+    for pitch in (5, 6):
+        rows = TensorDescription("a", "uint8", (6, 4), 0, 24, strides=(pitch, 1))
+        for address in (0, 4096):  # "b" is the same memory, or not
+            manifest = build_manifest([rows, replace(rows, name="b", address=address)], 4096, "none")
+            strides = dict.fromkeys("ab", rows.strides)
+            found.add(layout_id_of(manifest, Declaration(strides=strides)))
+            found.add(layout_id_of(manifest, Declaration(strides=strides, sources={"a": W[:6]})))
+    assert len(found) == 1 + 2 * 2 * 2
 
 
 def test_a_dtensor_that_a_rank_alone_has_the_whole_of_is_a_plain_tensor() -> None:

@@ -50,6 +50,18 @@ def test_a_resharded_one_has_the_readers_memory_and_the_publishers_digests() -> 
         _ = resharded.chunks
 
 
+def test_a_chunk_of_padded_rows_knows_its_tensor() -> None:
+    published = build_manifest([described("w", (4096, 4), 0)], 4096, "none")
+    what = Published("none", 4096, ((published.manifest_id,),))
+    publication = publication_of(what, {published.manifest_id: published.encode()})
+    rows = TensorDescription("w", "uint8", (4096, 4), 0, 2**14, strides=(10, 1))
+    mine = build_manifest([rows], 4096, "none", "mine")
+    made = reading_for(what, publication, mine, Declaration(strides={"w": (10, 1)}))
+    assert (made.region_bytes, made.nbytes, made.chunk_count) == (4095 * 10 + 4, 2**14, 4)
+    assert made.places(3) == (Strip(0, 3 * 1024 * 10, 0, 0, 1, ((1024, 10),), 4),)
+    assert {made.tensors_in(chunk) for chunk in range(4)} == {("w",)}
+
+
 def test_padding_is_in_no_chunk() -> None:
     _, resharded = made()
     assert resharded.sizes == (100, 4096, 4096)

@@ -51,6 +51,45 @@ def test_a_scale_and_a_zero_point_are_a_part_of_a_quantized_tensor(dtype: torch.
         memory.check_current()
 
 
+@pytest.mark.parametrize("of", [torch.from_numpy, lambda array: array])
+def test_padded_rows_are_described_with_their_padding(of: Any) -> None:
+    buffer = of(np.zeros((5, 4, 10), np.float32))
+    for part, strides, extent in (
+        (buffer[:, :, 1:8], (160, 40, 4), 4 * (4 * 40 + 3 * 10 + 7)),
+        (buffer[1:3, :2], (160, 40, 4), 4 * (40 + 10 + 10)),
+        (buffer[::2], (320, 40, 4), 4 * (80 * 2 + 30 + 10)),
+        (buffer[:, 0], (160, 4), 4 * (40 * 4 + 10)),
+        (buffer[:, 3:, :5], (160, 20, 4), 4 * (160 + 5)),  # of one index, how far it is to the next is no matter
+        (buffer[0, 1], (), 40),
+        (buffer[:0, :, :3], (), 0),
+    ):
+        (found,) = describe({"part": part})
+        assert (found.strides, found.extent, found.nbytes) == (strides, extent, 4 * int(np.prod(part.shape)))
+        (region,) = build_manifest([found], 4096, "none").regions
+        assert region.nbytes == extent
+    for part in (buffer[:, :, ::2], buffer[:, :, :1], buffer[0].T):
+        with pytest.raises(RegistrationError, match="contiguous"):
+            describe({"part": part})
+
+
+def test_padded_rows_overlap_what_is_between_them_and_are_mapped_in_place_only() -> None:
+    buffer = torch.zeros(4, 8)
+    with pytest.raises(RegistrationError, match="'left' and 'right'"):
+        manifest_of({"left": buffer[:, :4], "right": buffer[:, 4:]})
+    memory = RegisteredMemory({"left": buffer[:, 2:6]})
+    own = build_manifest(memory.descriptions, 4096, "none")
+    (region,) = memory.map(own).regions
+    assert isinstance(region, memoryview)
+    region[:4] = np.float32(3).tobytes()
+    assert (region.nbytes, float(buffer[0, 2])) == (4 * (3 * 8 + 4), 3.0)
+    packed = manifest_of({"left": torch.zeros(4, 4)})
+    with pytest.raises(ManifestMismatch, match="'left' has padded rows here"):
+        memory.map(packed)
+    tied = RegisteredMemory({"a": buffer[:, :4], "b": torch.zeros(4, 8)[:, :4]})
+    with pytest.raises(ManifestMismatch, match="tied elsewhere only"):
+        tied.map(build_manifest(describe({"a": buffer[:, :4], "b": buffer[:, :4]}), 4096, "none"))
+
+
 def test_views_into_a_larger_storage_are_fine() -> None:
     storage = torch.arange(10, dtype=torch.int32)
     (part,) = describe({"part": storage[4:6]})

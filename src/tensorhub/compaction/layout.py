@@ -48,7 +48,11 @@ def pack_tiny(manifest: Manifest, bytes_max: int) -> Manifest:
     than two would be packed.
     """
     names = [min(tensor.name for tensor in tensors) for tensors in manifest.by_region]
-    sizes = {name: region.nbytes for name, region in zip(names, manifest.regions, strict=True)}
+    sizes = {
+        name: region.nbytes
+        for name, region, tensors in zip(names, manifest.regions, manifest.by_region, strict=True)
+        if tensors[0].nbytes == region.nbytes  # else its rows are padded
+    }
     layout = lay_out({name: nbytes for name, nbytes in sizes.items() if 0 < nbytes <= bytes_max})
     if len(layout.offsets) < 2:
         return manifest

@@ -24,6 +24,10 @@ ALONE = "world/1"  # of plain tensors that are the whole model
 def layout_id_of(manifest: Manifest, declared: Declaration) -> str:
     """Of the rank that has registered these tensors. RegistrationError: an entry of `sources=` is none."""
     said = {tensor.name: _said(tensor, declared) for tensor in manifest.tensors}
+    # Chunks of padded rows go from memory to memory that is padded, and tied, alike.
+    tied_to = {tensor.name: tensors[0].name for tensors in manifest.by_region for tensor in tensors}
+    for name, strides in declared.strides.items():
+        said[name] = ["strides", strides, tied_to[name], said[name]]
     if not declared.partial and not any(said.values()):
         return f"world/{declared.world_size}"
     tensors = [[each.name, each.dtype, each.shape, said[each.name]] for each in manifest.tensors]

@@ -11,7 +11,7 @@ parts, nor for when.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgpack
 
@@ -35,7 +35,7 @@ class Declaration:
     """What a rank has registered: which of its group it is, and what its caller says that its tensors are.
 
     `shardings`: what `sharding_of` says of its DTensors. `sources`: as the caller gave it. `partial`: the group may leave
-    published bytes unread.
+    published bytes unread. `strides`: in bytes, of the tensors whose rows are padded; each has a region of its own.
     """
 
     rank: int = 0
@@ -43,16 +43,17 @@ class Declaration:
     shardings: Mapping[str, Sharding | None] | None = None
     sources: Sources | None = None
     partial: bool = False
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def local_tensors(manifest: Manifest) -> list[LocalTensor]:
-    """The registered tensors, where the manifest has them."""
+def local_tensors(manifest: Manifest, strides: Mapping[str, tuple[int, ...]]) -> list[LocalTensor]:
+    """The registered tensors, where the manifest has them. `strides`: see `Declaration`."""
     return [
         LocalTensor(
             tensor.name,
             tensor.dtype,
             tensor.shape,
-            packed(tensor.shape, itemsize(tensor.dtype)),
+            strides.get(tensor.name) or packed(tensor.shape, itemsize(tensor.dtype)),
             tensor.region,
             tensor.offset,
             tensor.quantization,
@@ -65,7 +66,7 @@ def coordinates_of(manifest: Manifest, declared: Declaration) -> Coordinates:
     """What the tensors of this manifest hold, whose `sources=` say all shapes. RegistrationError, with every fault."""
     return arrange(
         pieces_of(
-            local_tensors(manifest),
+            local_tensors(manifest, declared.strides),
             rank=declared.rank,
             world_size=declared.world_size,
             shardings=declared.shardings,
@@ -151,7 +152,7 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
         return None if number is None else catalogue.kind(number).shape
 
     pieces, faults = pieces_and_faults(
-        local_tensors(manifest),
+        local_tensors(manifest, declared.strides),
         rank=declared.rank,
         world_size=declared.world_size,
         shardings=declared.shardings,

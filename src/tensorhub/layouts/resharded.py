@@ -17,7 +17,7 @@ from functools import cached_property
 
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.reading import Part, Reading
-from tensorhub.manifest import Chunk, Digest, Manifest
+from tensorhub.manifest import Chunk, Digest, Manifest, TensorSpec
 from tensorhub.strips import Strip
 
 NOTHING = Reading((), (), ())
@@ -74,9 +74,14 @@ class ReshardedManifest(Manifest):
                 tensor.name
                 for region in regions
                 for tensor in self.by_region[region]
-                if any(strip.touches(region, tensor.offset, tensor.offset + tensor.nbytes) for strip in strips)
+                if any(strip.touches(region, tensor.offset, self._end_of(tensor)) for strip in strips)
             ]
         )
+
+    def _end_of(self, tensor: TensorSpec) -> int:
+        """Behind its last byte: if its rows are padded, it is alone in its region."""
+        is_alone = len(self.by_region[tensor.region]) == 1
+        return self.regions[tensor.region].nbytes if is_alone else tensor.offset + tensor.nbytes
 
 
 def parts_of(manifest: Manifest) -> tuple[Part, ...]:

@@ -89,7 +89,33 @@ def description_of(name: str, tensor: Any, address: int) -> TensorDescription:
     """As if its bytes were there."""
     dtype, shape = dtype_of(tensor), tuple(tensor.shape)
     quantization = quantization_of(tensor) if is_torch(tensor) else None
-    return TensorDescription(name, dtype, shape, address, prod(shape) * ITEMSIZE[dtype], quantization)
+    strides = () if _is_contiguous(tensor) else row_pitch(shape, _strides(tensor), ITEMSIZE[dtype])
+    return TensorDescription(name, dtype, shape, address, prod(shape) * ITEMSIZE[dtype], quantization, strides or ())
+
+
+def _is_contiguous(tensor: Any) -> bool:
+    return bool(tensor.is_contiguous() if is_torch(tensor) else tensor.flags.c_contiguous)
+
+
+def _strides(tensor: Any) -> tuple[int, ...]:
+    """In bytes."""
+    if is_torch(tensor):
+        return tuple([each * tensor.element_size() for each in tensor.stride()])
+    return tuple(tensor.strides)
+
+
+def row_pitch(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
+    """These strides, in bytes, if rows are whole and merely padded: those of a dimension of one index as if it were packed.
+    None: they are something else, as of a transposed or an expanded tensor.
+    """
+    found, packed = list[int](), itemsize  # the innermost first; the least that the next one can be
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        is_row = packed == itemsize
+        if size > 1 and (stride < packed or stride % itemsize or (is_row and stride != packed)):
+            return None
+        found.append(stride if size > 1 else packed)
+        packed = found[-1] * max(size, 1)
+    return tuple(reversed(found))
 
 
 def quantization_of(tensor: Any) -> Quantization | None:
@@ -139,15 +165,21 @@ def _torch_fault(tensor: Any) -> str | None:
         return f"{tensor.dtype} is unknown to this version of TensorHub"
     if tensor.is_quantized and (fault := _quantized_fault(tensor)):
         return fault
-    if not tensor.is_contiguous():
-        shape = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
-        return f"it is not contiguous ({shape}); register `.contiguous()`"
-    nbytes = tensor.numel() * tensor.element_size()
+    if fault := stride_fault(tensor):
+        return fault
+    nbytes = description_of("", tensor, 0).extent
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
         return "its storage was freed or is smaller than its shape; register it while it has its memory"
     if nbytes and not tensor.data_ptr():
         return f"a {kind_of(tensor)} has no memory of its own; register the tensors that it wraps"
     return None
+
+
+def stride_fault(tensor: Any) -> str | None:
+    """What to do where a tensor of torch is neither contiguous nor a tensor with padded rows."""
+    if tensor.is_contiguous() or row_pitch(tensor.shape, tensor.stride(), 1) is not None:
+        return None
+    return f"it is not contiguous (shape {tuple(tensor.shape)}, stride {tensor.stride()}); register `.contiguous()`"
 
 
 def _quantized_fault(tensor: Any) -> str | None:
@@ -170,7 +202,7 @@ def _numpy_fault(array: Any) -> str | None:
         return "it is masked, and its mask would stay behind; register `.data` and `.mask`"
     if array.dtype.name not in ITEMSIZE or not array.dtype.isnative:
         return f"dtype {array.dtype} is not one of torch's; convert it (`.astype(...)`)"
-    if not array.flags.c_contiguous:
+    if not array.flags.c_contiguous and row_pitch(array.shape, array.strides, array.itemsize) is None:
         return f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`"
     if not array.flags.writeable:
         return "it cannot be written to; register a copy (`.copy()`)"

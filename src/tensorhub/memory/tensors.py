@@ -401,20 +401,34 @@ class RegisteredMemory:
         # By address: a tied reader of an untied source would overwrite itself (R13).
         taken: dict[int, str] = {}
         for index in range(len(manifest.regions)):
-            check_padding(manifest, index)
+            is_padded = self._has_padded_rows(manifest, index)
+            if not is_padded:
+                check_padding(manifest, index)
             pieces = []
             for tensors in alias_classes(manifest, index):
                 primary, *others = self._views(tensors, taken)
                 pieces.append((tensors[0].offset, primary))
                 copies += [(primary, other) for other in others if other.nbytes]
-            if is_packed(manifest, index):
+                if is_padded and others:
+                    raise _mismatch(f"tensor {tensors[0].name!r} has padded rows, and is tied elsewhere only")
+            if not is_padded and is_packed(manifest, index):
                 scattered[index] = tuple(pieces)
             regions.append(memoryview(b"") if index in scattered else pieces[0][1])
         return MappedRegions(tuple(regions), tuple(copies), scattered=scattered)
 
+    def _has_padded_rows(self, manifest: Manifest, region: int) -> bool:
+        """Whether a tensor of it has padded rows here. The region is then all that is between its first byte and its last
+        one: of another layout's, its bytes would be elsewhere.
+        """
+        tensors = manifest.by_region[region]
+        extents = {mine.extent for tensor in tensors if (mine := self._by_name.get(tensor.name)) and mine.strides}
+        if extents and (extents != {manifest.regions[region].nbytes} or any(tensor.offset for tensor in tensors)):
+            raise _mismatch(f"tensor {tensors[0].name!r} has padded rows here, and its region is another one")
+        return bool(extents)
+
     def _views(self, tensors: Sequence[TensorSpec], taken: dict[int, str]) -> list[Bytes]:
         """The bytes of one alias class, once for each place that they have here; enters these in `taken`."""
-        nbytes = tensors[0].nbytes
+        nbytes = self._find(tensors[0]).extent
         names: dict[int, str] = {}  # by address, the first tensor's there
         for tensor in tensors:
             address = self._find(tensor).address

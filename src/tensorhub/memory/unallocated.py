@@ -11,7 +11,7 @@ from tensorhub.errors import RegistrationError
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.joining import Declaration
 from tensorhub.manifest import ITEMSIZE, TensorDescription
-from tensorhub.memory.describing import describe, description_of, dtype_of, is_torch, local_of, shardings_of
+from tensorhub.memory.describing import describe, description_of, dtype_of, is_torch, local_of, shardings_of, stride_fault
 from tensorhub.memory.resolving import resolve
 
 FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
@@ -27,7 +27,9 @@ def described(
     entries, wrong_entries = entries_of(tensors, sources)
     shardings, wrong_shardings = shardings_of(tensors, entries)
     there = {name: tensor for name, tensor in tensors.items() if not _is_meta(tensor)}
-    found = {each.name: each for each in describe(there, also_wrong=[*wrong_shardings, *wrong_entries])}
+    faults = {name: stride_fault(local_of(tensor)) for name, tensor in tensors.items() if _is_meta(tensor)}
+    wrong = [f"{name!r}: {fault}" for name, fault in faults.items() if fault is not None]
+    found = {each.name: each for each in describe(there, also_wrong=[*wrong, *wrong_shardings, *wrong_entries])}
     places = dict[object, int]()  # by a storage and an offset in it: tied tensors have one
     address = FIRST_ADDRESS
     for name, tensor in tensors.items():
@@ -35,8 +37,10 @@ def described(
             local = local_of(tensor)
             place = local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape)
             found[name] = description_of(name, local, places.setdefault(place, address))
-            address += found[name].nbytes + 1
-    return tuple([found[name] for name in tensors]), Declaration(rank, world_size, shardings, entries, partial)
+            address += found[name].extent + 1
+    strides = {name: each.strides for name, each in found.items() if each.strides}
+    declared = Declaration(rank, world_size, shardings, entries, partial, strides)
+    return tuple([found[name] for name in tensors]), declared
 
 
 def _is_meta(tensor: Any) -> bool:

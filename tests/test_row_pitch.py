@@ -1,0 +1,126 @@
+"""Tensors whose rows are padded are filled in place; their padding is nobody's, and stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorhub
+from tensorhub.errors import RegistrationError
+from tensorhub.hub import Hub
+from tensorhub.weights import Weights
+from tests.rig import OPTIONS, cluster
+from tests.test_resharding import whole, world
+
+pytestmark = pytest.mark.anyio
+
+PAD = -7.0
+
+
+class Padded:
+    """Buffers with padded rows, and the parts of them that are registered."""
+
+    def __init__(self) -> None:
+        self.o = torch.full((128, 100), PAD)  # rows of 96 of the 100
+        self.q = np.full((50, 2, 130), PAD, np.float32)  # two of three dimensions are padded
+        self.norm = torch.full((8,), PAD)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        return {"o": self.o[:, 2:98], "q": self.q[:48, :, :128], "norm": self.norm[2:5]}
+
+    @property
+    def sources(self) -> dict[str, object]:
+        q = tensorhub.source("q")
+        return {"q": [(tensorhub.at[:, half], q[48 * half : 48 * half + 48]) for half in range(2)]}
+
+    async def register(self, hub: Hub, group: str) -> Weights:
+        return await hub.register("m", self.tensors, sources=self.sources, group=group, partial=True)
+
+    def holds(self, content: int) -> bool:
+        full, mine = whole(content), self.tensors
+        rest = self.o.clone(), self.q.copy(), self.norm.clone()
+        rest[0][:, 2:98] = rest[2][2:5] = PAD
+        rest[1][:48, :, :128] = PAD
+        is_padded = all(bool((each == PAD).all()) for each in rest)
+        halves = np.stack([full["q"][:48], full["q"][48:]], axis=1)
+        return is_padded and all(
+            np.array_equal(np.asarray(mine[name]), each)
+            for name, each in {"o": full["o"], "q": halves, "norm": full["norm"]}.items()
+        )
+
+
+async def test_padded_rows_are_filled_and_their_padding_is_not() -> None:
+    async with world("one", "two") as (c, trained, _):
+        mine, theirs = Padded(), Padded()
+        report = await (await mine.register(c.hubs[2], "first")).replicate()
+        assert mine.holds(1)
+        assert report.bytes_read == 4 * (128 * 96 + 96 * 128 + 3)
+        for each in trained:
+            await each.unpublish()
+        second = await theirs.register(c.hubs[3], "second")
+        report = await second.replicate(1)  # from the first, chunk by chunk
+        assert theirs.holds(1)
+        assert {source.name for source in report.sources} == {"one"}
+
+
+@pytest.mark.parametrize("way", ["staged", "prefetched"])
+async def test_padded_rows_are_filled_by_way_of_host_memory(way: str) -> None:
+    options = replace(OPTIONS, host_memory_bytes=2**22)
+    async with world("one", options=options) as (c, _, _):
+        mine = Padded()
+        weights = await mine.register(c.hubs[2], "first")
+        if way == "prefetched":
+            await weights.prefetch()
+            assert bool((mine.o == PAD).all())
+        await weights.update(staged=way == "staged")
+        assert mine.holds(1)
+
+
+async def test_a_plan_knows_padded_rows() -> None:
+    async with world("one") as (c, _, _):
+        mine = Padded()
+        plan = await c.hubs[2].plan("m", mine.tensors, sources=mine.sources, partial=True)
+        meta = {"o": torch.empty(128, 100, device="meta")[:, 2:98]}
+        assert (plan.nbytes, plan.excess_nbytes) == (4 * (128 * 96 + 96 * 128 + 3), 0)
+        assert (await c.hubs[2].plan("m", meta, partial=True)).runs == 128
+        with pytest.raises(RegistrationError, match="it is not contiguous"):
+            await c.hubs[2].plan("m", {"o": torch.empty(96, 128, device="meta").T}, partial=True)
+
+
+async def test_tensors_with_padded_rows_are_not_published() -> None:
+    async with cluster("trainer") as c:
+        weights = await c.hubs[0].register("m", {"w": torch.zeros(4, 8)[:, :6], "v": torch.zeros(2)})
+        with pytest.raises(RegistrationError, match=r"1 tensor\(s\) have padded rows, .*: 'w'; register `.contiguous\(\)`"):
+            await weights.publish(1)
+        with pytest.raises(RegistrationError, match="have padded rows"):
+            async with weights.mutate(1):
+                raise AssertionError("its body runs")
+        assert weights.state == "empty"
+
+
+async def test_columns_of_one_tensor_are_said_by_places() -> None:
+    both = torch.zeros(4, 8)
+    async with cluster("reader") as c:
+        with pytest.raises(RegistrationError, match="Of columns of one tensor, register that one"):
+            await c.hubs[0].register("m", {"left": both[:, :4], "right": both[:, 4:]})
+
+
+async def test_ties_of_padded_rows_are_read_once_where_they_are_tied_at_the_source() -> None:
+    async with cluster("trainer", "reader", "other", transports=["tcp"]) as c:
+        w = torch.randn(6, 4)
+        await (await c.hubs[0].register("m", {"a": w, "b": w})).publish(1)
+        held = torch.full((6, 5), PAD)
+        rows = held[:, :4]
+        report = await (await c.hubs[1].register("m", {"a": rows, "b": rows})).replicate()
+        assert (report.bytes_read, bool((held[:, 4] == PAD).all())) == (96, True)
+        assert torch.equal(rows, w)
+        apart = [torch.full((6, 5), PAD) for _ in range(2)]
+        other = await c.hubs[2].register("m", {"a": apart[0][:, :4], "b": apart[1][:, :4]})
+        await other.replicate()
+        assert all(torch.equal(each[:, :4], w) and bool((each[:, 4] == PAD).all()) for each in apart)
+        assert len({view.layout_id for view in (await c.hubs[0].describe("m")).replicas}) == 3
