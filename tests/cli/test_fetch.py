@@ -10,11 +10,13 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tensorhub
 from examples.encoder import model_path
 from tensorhub import sync
 from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, line_with, run, run_here, started
@@ -97,6 +99,33 @@ def test_a_trainers_tensors(address: str, tmp_path: Path) -> None:
         assert fetch(address, tmp_path / "out", "--names", "[ab]").returncode == 0
         assert load_file(tmp_path / "out" / "model.safetensors")["b"].equal(tied)
         assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+def test_the_whole_model_of_a_trainer_of_several_ranks(address: str, tmp_path: Path) -> None:
+    """A checkpoint without a gather: each rank has some of the rows, or of the columns."""
+    whole = {"w": torch.randn(37, 20), "v": torch.randn(20, 9)}
+    with sync.connect(address, options=OPTIONS) as hub:
+        ranks = []
+        for rank in range(2):
+            rows, columns = (slice(0, 19), slice(0, 5)) if rank == 0 else (slice(19, 37), slice(5, 9))
+            views = {name: tensorhub.source(name, shape=tuple(tensor.shape)) for name, tensor in whole.items()}
+            sources = {"w": views["w"][rows], "v": views["v"][:, columns]}
+            mine = {"w": whole["w"][rows].clone(), "v": whole["v"][:, columns].clone()}
+            ranks.append(hub.register("m", mine, sources=sources, group="t", rank=rank, world_size=2))
+        threads = [Thread(target=rank.publish, args=(1,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done = fetch(address, tmp_path / "out.safetensors", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["bytes"] == 4 * (37 * 20 + 20 * 9)
+        assert {name: tensor.equal(whole[name]) for name, tensor in load_file(tmp_path / "out.safetensors").items()} == {
+            "w": True,
+            "v": True,
+        }
+        assert fetch(address, tmp_path / "one.safetensors", "--rank", "1").returncode == 0
+        assert load_file(tmp_path / "one.safetensors")["w"].equal(whole["w"][19:])
 
 
 def umask() -> int:

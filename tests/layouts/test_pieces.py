@@ -105,6 +105,28 @@ def test_what_does_not_fit_is_named(entry: Any, fault: str) -> None:
         read(local("t", 6, 4), entry)
 
 
+def test_tensors_that_share_memory_are_filled_in_the_same_places_or_one_of_them() -> None:
+    q, k, v = source("q"), source("k"), source("v")
+
+    def faults(one: object, other: object) -> str:
+        tensors = [local("one", 4, 4), local("other", 4, 4), local("apart", 4, 4, offset=32)]
+        sources = {"one": one, "other": other, "apart": q[0:4]}
+        try:
+            pieces_of(tensors, world_size=2, sources=sources, shape_of=SHAPES.get)
+        except RegistrationError as error:
+            return str(error)
+        return ""
+
+    assert not faults(q[0:4], q[0:4])
+    assert not faults(q[0:4], [])
+    assert not faults([k, v], [(at[2:4], v), (at[0:2], k)])
+    assert not faults([(at[0::2], k), (at[1::2], v)], [(at[0::2], k), (at[1::2], v)])
+    text = "tensors 'one' and 'other' share memory, and different parts of it are to be filled"
+    assert text in faults(q[0:4], [(at[2:4], k)])
+    assert text in faults([(at[0:2], k)], [(at[1:3], v)])
+    assert text in faults([(at[0::2], k)], [(at[0:2], k)])
+
+
 def test_a_publisher_says_how_large_the_whole_is() -> None:
     tensor = local("mine", 4, 4)
     with pytest.raises(RegistrationError, match=r"source\('q', shape=...\)"):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from tensorhub import errors
@@ -125,11 +125,12 @@ def pieces_and_faults(
     """As `pieces_of`; what is wrong with the other tensors, by their names."""
     found: list[Piece] = []
     faults: dict[str, str] = {}
-    resolved = _Resolved(shape_of)
+    resolved, tensors, begins = _Resolved(shape_of), list(tensors), list[int]()
     entry_of = sources if callable(sources) else (sources or {}).get
     unknown = {} if sources is None or callable(sources) else dict.fromkeys(sources)
     for tensor in tensors:
         unknown.pop(tensor.name, None)
+        begins.append(len(found))
         try:
             entry = entry_of(tensor.name)
             if entry is not None:
@@ -143,7 +144,39 @@ def pieces_and_faults(
             faults[tensor.name] = str(error)
     for name in unknown:
         faults[name] = f"sources names {errors.shown(name)}, and no tensor of that name is registered"
+    if shape_of is not None:
+        faults |= _overwritten(tensors, [found[begin:end] for begin, end in pairwise((*begins, len(found)))])
     return [piece for piece in found if piece.nbytes], faults
+
+
+def _overwritten(tensors: Sequence[LocalTensor], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
+    """Tensors that share memory with another one, and are to be filled in other places of it. (What is to be there, if they
+    are filled in the same places, `Publication.check_readers` looks at.)
+    """
+    first: dict[tuple[int, int], int] = {}
+    faults = {}
+    for number, tensor in enumerate(tensors):
+        if not pieces[number]:
+            continue
+        other = first.setdefault((tensor.region, tensor.offset), number)
+        if other != number and _footprint(pieces[other]) != _footprint(pieces[number]):
+            faults[tensor.name] = (
+                f"tensors {errors.shown(tensors[other].name)} and {errors.shown(tensor.name)} share memory, and different "
+                "parts of it are to be filled: fill both in the same places, or leave one alone (`[]`)"
+            )
+    return faults
+
+
+def _footprint(pieces: Iterable[Piece]) -> set[object]:
+    """Which bytes they take."""
+    return {
+        (
+            piece.offset,
+            frozenset((its.size, stride) for its, stride in zip(piece.box, piece.strides, strict=True) if its.size > 1),
+        )
+        for piece in pieces
+        if piece.nbytes
+    }
 
 
 def _as_it_is(tensor: LocalTensor, rank: int, world_size: int) -> Piece:

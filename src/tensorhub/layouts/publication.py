@@ -109,7 +109,10 @@ class Publication:
                 continue
             same = self.ties.get(one, one) == self.ties.get(tensor, tensor) and forms[its][1] == forms[form][1]
             if not same:
-                yield f"tensors {names[one]!r} and {names[tensor]!r} share memory at the reader only"
+                both = (
+                    f"tensors {names[one]!r} and {names[tensor]!r}" if one != tensor else f"parts of tensor {names[one]!r}"
+                )
+                yield f"{both} share memory at the reader only"
 
 
 def refuse(faults: Iterable[str], what: str) -> None:

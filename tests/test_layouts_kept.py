@@ -1,0 +1,134 @@
+"""What keeps a version beside those who use it, for readers of another layout: host copies, seeds, prefetched copies; and
+adapters, which are models of their own beside their base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.hub import Hub, seed_shard
+from tests.rig import OPTIONS, all_of, cluster, until
+from tests.test_resharding import TRAINERS, is_held, new_version, read_from, rollout, trainer
+
+pytestmark = pytest.mark.anyio
+
+HOSTED = replace(OPTIONS, host_memory_bytes=2**23)
+
+
+async def test_who_needs_another_layout_reads_it_from_host_copies_of_a_trainer_that_has_moved_on() -> None:
+    async with cluster("trainer", "engine", transports=["tcp"], options=HOSTED) as c:
+        trained, memory = await trainer(c.hubs[:1], 1)
+        await c.hubs[0].retain("m", latest=1)
+        await all_of(*(each.publish(1) for each in trained))
+        await all_of(*(each.unpublish() for each in trained))
+        for shard in memory:
+            for tensor in shard.values():
+                tensor.fill(9)
+        weights, mine = await rollout(c.hubs[1:], "rollout")
+        reports = await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"trainer"}
+        replicas = (await c.hubs[0].describe("m")).replicas
+        assert {r.purpose for r in replicas if r.medium == "host"} == {"retention"}
+        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
+        await all_of(*(each.update() for each in weights))
+        assert is_held(mine, 2)
+
+
+async def seeds(hub: Hub) -> None:
+    """This worker holds all shards of the newest version."""
+    info = await hub.wait_for("m", at_least=0)
+    await all_of(*(seed_shard(hub, info, shard) for shard in range(info.world_size)))
+
+
+async def test_a_seed_holds_the_publications_layout_and_feeds_readers_of_others() -> None:
+    async with cluster("trainer", "seed", "engine", transports=["tcp"], options=HOSTED) as c:
+        trained, _ = await trainer(c.hubs[:1], 1)
+        await all_of(*(each.publish(1) for each in trained))
+        await seeds(c.hubs[1])
+        await all_of(*(each.unpublish() for each in trained))
+        weights, mine = await rollout(c.hubs[2:], "rollout")
+        reports = await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"seed"}
+        fetched = await c.hubs[2].fetch("m", rank=None)
+        assert fetched.report.bytes_read == sum(tensor.numel() * tensor.itemsize for tensor in fetched.values())
+
+
+async def test_each_new_version_is_prefetched_in_the_engines_layout_by_itself() -> None:
+    async with cluster("trainer", transports=["tcp"], options=HOSTED) as c:
+        connecting = tensorhub.connect(c.address, name="engine", prefetch=True, options=HOSTED, token="")
+        async with connecting as engine:
+            trained, memory = await trainer(c.hubs, 1)
+            await all_of(*(each.publish(1) for each in trained))
+            weights, mine = await rollout([engine], "rollout")
+            await all_of(*(each.replicate() for each in weights))
+            await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
+            described = await engine.describe("m")
+            while sum(r.purpose == "prefetch" and r.state == "ready" and r.version == 2 for r in described.replicas) < 1:
+                described = await engine.describe("m")
+            assert is_held(mine, 1)
+            reports = await all_of(*(each.update() for each in weights))
+            assert is_held(mine, 2)
+            assert [report.bytes_read for report in reports] == [0, 0]
+
+
+async def test_an_adapter_is_a_model_of_its_own_beside_its_base() -> None:
+    """LoRA: A and B are cut by rows, as FSDP2 cuts them; an engine of two ranks has all of A, and its rows of B."""
+    rows, width, rank_of_it = 66, 40, 5
+    async with cluster("trainer", "engine", transports=["tcp"]) as c:
+        train, serve = c.hubs
+        base = await train.register("base", {"w": np.full((rows, width), 1, np.float32)})
+        await base.publish(1)
+        shapes = {"a": (rank_of_it, width), "b": (rows, rank_of_it)}
+        memory = []
+        adapters = []
+        for rank in range(2):
+            cuts = {name: slice(*((0, -(-n // 2)) if rank == 0 else (-(-n // 2), n))) for name, (n, _) in shapes.items()}
+            memory.append(
+                {name: np.zeros((cuts[name].stop - cuts[name].start, shapes[name][1]), np.float32) for name in cuts}
+            )
+            sources = {name: tensorhub.source(name, shape=shapes[name])[cuts[name]] for name in shapes}
+            settings: dict[str, Any] = {"group": "lora", "rank": rank, "world_size": 2}
+            adapters.append(await train.register("lora", memory[rank], sources=sources, **settings))
+
+        async def publish(version: int) -> None:
+            async def one(rank: int) -> None:
+                async with adapters[rank].mutate(version):
+                    for name, tensor in memory[rank].items():
+                        tensor[...] = 100 * version + np.arange(tensor.size).reshape(tensor.shape) + 10 * rank + ord(name)
+
+            await all_of(one(0), one(1))
+
+        def whole(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+            return np.concatenate([memory[rank][name] for rank in range(2)])
+
+        engines = []
+        for rank in range(2):
+            mine = slice(rank * rows // 2, (rank + 1) * rows // 2)
+            settings = {"group": "engine", "rank": rank, "world_size": 2}
+            held = {"w": np.zeros((rows // 2, width), np.float32)}
+            lora = {"a": np.zeros(shapes["a"], np.float32), "b": np.zeros((rows // 2, rank_of_it), np.float32)}
+            sources = {"a": tensorhub.source("a"), "b": tensorhub.source("b")[mine]}
+            parts = {"w": tensorhub.source("w")[mine]}
+            registered = [
+                await serve.register("base", held, sources=parts, **settings),
+                await serve.register("lora", lora, sources=sources, **settings),
+            ]
+            engines.append((registered, held, lora, mine))
+        await all_of(*(registered[0].replicate() for registered, *_ in engines))
+        for version in (1, 2, 3):
+            await publish(version)
+            await all_of(*(registered[1].update() for registered, *_ in engines))
+            for registered, held, lora, mine in engines:
+                assert [each.version for each in registered] == [1, version]
+                assert (held["w"] == 1).all()
+                assert np.array_equal(lora["a"], whole("a"))
+                assert np.array_equal(lora["b"], whole("b")[mine])
+        assert base.version == 1
+        await until(lambda: all(each.state == "ready" for each in adapters))
