@@ -7,9 +7,10 @@ import pytest
 from tensorhub.coordinator import DOOR, Disconnected, Received, Silent, Tick, limits
 from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.messages import Heartbeat, Unwatch
+from tensorhub.messages import Heartbeat, Join, Unwatch
 from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.testing.drivers.stepwise import Choice
+from tensorhub.types import Location
 
 
 class Behind(StepwiseCluster):
@@ -133,6 +134,20 @@ def test_a_join_answers_nothing() -> None:
     cluster.do(Choice("up", "reader"))
     assert holding(cluster, reader).member.worker.session is not None
     assert not retentions.is_reliable(holding(cluster, reader))
+    session = holding(cluster, reader).member.worker.session
+    assert session is not None
+    cluster.step(Received(session, Join("reader", Location(), (), 1, 0)))  # it came twice, and lay unread as long
+    assert not retentions.is_reliable(holding(cluster, reader))
+
+
+def test_who_has_come_back_counts_once_it_answers() -> None:
+    cluster, _, reader = published()
+    retentions, lease_s = cluster.coordinator._retentions, cluster.options.lease_s
+    cluster.advance(0.6 * lease_s, run=False)
+    reader.worker.disconnect()
+    cluster.run()
+    cluster.advance(0.6 * lease_s)
+    reader.worker.connect()
     cluster.run()
     assert retentions.is_reliable(holding(cluster, reader))
 

@@ -100,10 +100,15 @@ class Cluster:
         self.woken_guests: dict[OpKey, Operation] = {}
         self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
         self.renumbered: dict[Group, None] = {}  # whose ranks have not been told their new epoch yet; none between two steps
+        self.followed = 0  # links of chains of readers, in this step
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
         self._actions: list[Action] = []
+
+    def has_done_much(self) -> bool:
+        """Whether this step has to leave further deadlines and losses to the next ones."""
+        return len(self.noted) >= limits.NOTED_PER_STEP or self.followed >= limits.FOLLOWED_PER_STEP
 
     # -- acting
 

@@ -194,6 +194,7 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster.now = max(now, before)
         cluster.cause += 1
         cluster.noted.clear()
+        cluster.followed = 0
         due = cluster.timers.next()
         if due is not None and due <= cluster.now:
             self._notice_gap(due, before)
@@ -242,8 +243,7 @@ class Coordinator(Stateful[CoordinatorState]):
     def _run_timers(self) -> None:
         """Do what is due. If very much is due, do a part of it: the rest is due at once, and has the next steps."""
         for _ in range(limits.TIMERS_PER_STEP):
-            few = len(self.cluster.noted) < limits.NOTED_PER_STEP
-            name = self.cluster.timers.pop_due(self.cluster.now) if few else None
+            name = None if self.cluster.has_done_much() else self.cluster.timers.pop_due(self.cluster.now)
             if name is None:
                 return
             kind, key = name
@@ -300,7 +300,8 @@ class Coordinator(Stateful[CoordinatorState]):
         worker = session.worker
         if worker is not None:
             answers = message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
-            self._membership.heard(worker, answers)
+            if not isinstance(message, messages.Join):  # which answers nothing, also if it comes twice
+                self._membership.heard(worker, answers)
         if session.read_only and not access.admits(self.cluster, session, message):
             return
         if worker is not None and isinstance(message, Often):

@@ -23,6 +23,7 @@ WOKEN_PER_STEP = 64  # ranks whose calls waited and may go on, those with many f
 NOTICES_PER_STEP = 512  # holders of a model that are told what is retained from now on
 TIMERS_PER_STEP = 64  # that one step heeds when very many are due at once, as a guest can arrange
 NOTED_PER_STEP = 256  # entities that these timers may have changed; after that, the other timers wait
+FOLLOWED_PER_STEP = 2**14  # links of chains of readers that these timers have followed; the same
 MODELS_MAX = 2**16  # that somebody who may write has named; names that are only watched, or waited for by guests, are none
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
 GUEST_IDLE_S = 60.0  # without a registration, a watch or a call

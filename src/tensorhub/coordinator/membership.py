@@ -208,7 +208,7 @@ class Membership:
         first of them, the others are asked about again.
         """
         for number in sessions:
-            if len(self._cluster.noted) >= limits.NOTED_PER_STEP:
+            if self._cluster.has_done_much():
                 return
             if number == DOOR:
                 self._gone.update(self._missed)
@@ -227,7 +227,7 @@ class Membership:
 
     def give_up_gone(self) -> None:
         """Nobody was at the door when that was asked: whoever was missed then is lost. Some of them in each step."""
-        while self._gone and len(self._cluster.noted) < limits.NOTED_PER_STEP:
+        while self._gone and not self._cluster.has_done_much():
             incarnation = next(iter(self._gone))
             del self._gone[incarnation]
             worker = self._cluster.workers.get(incarnation)

@@ -242,10 +242,11 @@ class Readers:
             found = min(failed, key=order, default=None)
         return found
 
-    @staticmethod
-    def _below(holding: Holding) -> dict[Holding, None]:
+    def _below(self, holding: Holding) -> dict[Holding, None]:
         """What must not be read to fill this: it is filled from this itself, and they would wait for each other."""
-        return _filled_by(holding)
+        below = _filled_by(holding)
+        self._cluster.followed += len(below)
+        return below
 
     def _best(
         self,
@@ -317,7 +318,7 @@ class Readers:
             holding, _ = self._dry.popitem()
             if holding.is_fed:
                 continue
-            dry = [each for each in _filled_by(holding) if not each.verified]
+            dry = [each for each in self._below(holding) if not each.verified]
             for each in dry:
                 if each.is_fed:
                     self._become_fed(each, is_so=False)

@@ -183,7 +183,7 @@ class CopyPool:
             for other in self.budget.plan(ident, purpose, nbytes):
                 copy = self.copies.get(other)
                 if copy is not None:
-                    self.act(LogEvent("copy_evicted", other, f"its memory is needed for another's {purpose.value}"))
+                    self.act(LogEvent("copy_evicted", other, f"{nbytes} bytes are needed for another's {purpose.value}"))
                     error = StateError("its host memory is needed for something that comes first", retryable=True)
                     yield from self.end_call(other, error)
                     if self.budget.reservation(other) is not None:  # else a fill may have its turn, and wait for this room

@@ -30,7 +30,7 @@ from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
+from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Publish
 from tensorhub.scheduler.pull import Pull
@@ -491,10 +491,10 @@ def handover_ends_before_ready() -> Iterator[None]:
     "G5: a holder that may be preempted at any time counts for retention", faults=(Fault.PREEMPT, Fault.CRASH, Fault.RESTART)
 )
 def spot_holder_counts() -> Iterator[None]:
-    def broken(holding: Holding) -> bool:
-        return holding.is_source and holding.member.worker.state is WorkerState.LIVE
+    def broken(self: Retentions, holding: Holding) -> bool:
+        return ((holding.told and holding.kept) or holding.member.group.spot) and self.may_count(holding)
 
-    with replaced(Retentions, "may_count", staticmethod(broken)):
+    with replaced(Holding, "is_spot", False), replaced(Retentions, "is_reliable", broken):
         yield
 
 
@@ -554,7 +554,7 @@ def one_rank_makes_a_replica() -> Iterator[None]:
     faults=(Fault.SLOW, Fault.CANCEL, Fault.HASTE),
 )
 def wait_cycle() -> Iterator[None]:
-    with replaced(Readers, "_below", staticmethod(lambda holding: set())):
+    with replaced(Readers, "_below", lambda self, holding: {}):
         yield
 
 

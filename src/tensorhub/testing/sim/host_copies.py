@@ -231,9 +231,8 @@ class SimHostCopies:
                 self._ask(action)
             case LogEvent():
                 if action.event == "copy_evicted":
-                    self._rooms.evicted(
-                        action.registration, next(p for p in Purpose if action.reason.endswith(f" {p.value}"))
-                    )
+                    purpose = next(p for p in Purpose if action.reason.endswith(f" {p.value}"))
+                    self._rooms.evicted(action.registration, purpose, int(action.reason.split()[0]))
                 self._cluster.driver.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
                 self._cluster.driver.took(action.event.replace("_", " "))
             case FinishRequest():

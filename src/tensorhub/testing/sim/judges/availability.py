@@ -16,7 +16,7 @@ from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.layouts import is_of_other_layout
-from tensorhub.types import AVAILABLE
+from tensorhub.types import AVAILABLE, OpKey
 from tensorhub.worker.calls import FillCall
 
 
@@ -26,6 +26,7 @@ class AvailabilityJudge:
     def __init__(self, world: JudgedWorld, contents: Contents) -> None:
         self._world = world
         self._contents = contents
+        self._ended: set[OpKey] = set()  # of which it was said how they have ended
 
     def told(self, handle: JudgedHandle, message: Start | Outcome) -> None:
         """The coordinator is about to say to a rank what its call is bound to, or that it has ended."""
@@ -45,7 +46,11 @@ class AvailabilityJudge:
         held = [n for rank in ranks if (n := self._held(rank)) is not None]
         if isinstance(message, Start):
             self._bound(handle, record, message, held)
-        elif message.error is not None and GONE in message.error.message:
+            return
+        if message.key in self._ended:
+            return  # what was decided then is said again, to a rank that asks late
+        self._ended.add(message.key)
+        if message.error is not None and GONE in message.error.message:
             self._lost(handle, message.error.message)
         elif message.error is not None and NOBODY in message.error.message:
             self._failed(handle, max([record.what.at_least or 0, *held]))

@@ -34,13 +34,11 @@ class Rooms:
         """It has none any more."""
         self._rooms.pop(ident, None)
 
-    def evicted(self, ident: str, purpose: Purpose) -> None:
+    def evicted(self, ident: str, purpose: Purpose, wanted_bytes: int) -> None:
         """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way."""
         what = f"{self._who}: {ident} has to go for {purpose.value}, of {self._rooms}"
         lower = [each for each, (has, _) in self._rooms.items() if has in MAY_TAKE.get(purpose, ())]
         demand(ident in lower, f"host copies: {what}: its own purpose comes first")
         demand(ident == lower[0], f"host copies: {what}: {lower[0]} is older")
-        sizes = {nbytes for _, nbytes in self._rooms.values()}
-        if len(sizes) == 1:  # else what is wanted may be larger than what it has
-            free = self._bytes_max - sum(nbytes for _, nbytes in self._rooms.values())
-            demand(free < max(sizes), f"host copies: {what}: {free} bytes are free")
+        free = self._bytes_max - sum(nbytes for _, nbytes in self._rooms.values())
+        demand(free < wanted_bytes, f"host copies: {what}: {free} bytes are free, and {wanted_bytes} are wanted")
