@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import bridges
-from tensorhub.coordinator.entities import RankPart
+from tensorhub.coordinator.coverage import Coverage
+from tensorhub.coordinator.entities import Operation, RankPart
+from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
@@ -20,6 +22,22 @@ def one_class_is_enough() -> Iterator[None]:
         return bool(list(sources))
 
     with replaced(bridges, "are_enough", are_enough):
+        yield
+
+
+@bug("R7: a group of several ranks overwrites what it holds, although nobody looks whether its ranks read everything")
+def nobody_looks_whether_all_is_read() -> Iterator[None]:
+    def is_known(self: Coverage, operation: Operation) -> bool:
+        operation.covers = True
+        return True
+
+    with replaced(Coverage, "is_known", is_known):
+        yield
+
+
+@bug("R7: the rank that is asked whether its group reads everything says so unseen")
+def all_is_read_unseen() -> Iterator[None]:
+    with replaced(handle, "check", lambda action: None):
         yield
 
 

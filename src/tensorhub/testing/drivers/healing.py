@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
+from tensorhub.errors import GroupAborted, LeaseLost, ManifestMismatch, OperationTimeout, TensorHubError
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.users import UserGroup, Users
 from tensorhub.testing.sim.assertion import demand
@@ -38,6 +38,7 @@ class Healing:
         users = self._users
         self._awaited = users.next_version + OUT_OF_REACH
         ready = [group for group in users.groups if self._is_whole(group) and all(handle.idle for handle in group.ranks)]
+        ready.sort(key=lambda group: not group.publishes)  # the first of them is left alone
         for group in [group for group in ready[1:] if group.fits(ready[0])]:
             reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in group.ranks)
             for handle in group.ranks:
@@ -65,9 +66,10 @@ class Healing:
         self._let_go()
         self._meet_the_waiting()
         whole = [group for group in self._users.groups if self._is_whole(group)]
-        for writer in whole:
+        writers = [group for group in whole if group.publishes]
+        for writer in writers:
             self._publish_and_update(writer, whole)
-        for writer in whole[:1]:
+        for writer in writers[:1]:
             self._leave_as_last(writer)
         self._cluster.check()
 
@@ -204,7 +206,7 @@ class Healing:
         names = {record.handle.shard.group for record in waiting}
         readers = [group for group in self._users.groups if group.name in names]
         writers = [group for group in self._users.groups if self._is_whole(group) and group.name not in names]
-        writers = [group for group in writers if any(map(group.fits, readers))]
+        writers = [group for group in writers if group.publishes and any(map(group.fits, readers))]
         if not writers:
             for record in waiting:
                 record.handle.cancel()
@@ -251,6 +253,8 @@ class Healing:
         for reader in whole:
             if reader is not writer and reader.fits(writer):
                 self._must(reader, number, lambda handle: handle.update("latest"))
+            elif reader.is_refused:
+                self._must(reader, number, lambda handle: handle.update("latest"), ManifestMismatch)
 
     def _take_back(self, writer: UserGroup) -> None:
         """Its memory is its own again."""
@@ -260,20 +264,28 @@ class Healing:
                 self._rest("after unpublish")
                 demand(record.error is None, f"liveness: {handle}: unpublish: {record.error!r}")
 
-    def _must(self, group: UserGroup, number: int, call: Callable[[SimHandle], CallRecord]) -> None:
-        """This call of all ranks has to succeed, once what happened before is paid for: each refusal (a body raised) that a
-        rank has not heard of yet ends one call of that rank, and ranks may have several before them. So does the loss of the
-        coordinator's state.
+    def _must(
+        self,
+        group: UserGroup,
+        number: int,
+        call: Callable[[SimHandle], CallRecord],
+        refusal: type[TensorHubError] | None = None,
+    ) -> None:
+        """This call of all ranks has to succeed, or (`refusal`) to end with that error of all of them, once what happened
+        before is paid for: each refusal (a body raised) that a rank has not heard of yet ends one call of that rank, and
+        ranks may have several before them. So does the loss of the coordinator's state.
         """
         records: list[CallRecord] = []
         for _ in range(TRIES):
             records = [call(handle) for handle in group.ranks]
             self._rest(f"after {records[0].what} of {group.name}")
             errors = [each.error for each in records if each.error is not None]
-            if not errors:
+            if not errors or (refusal is not None and any(isinstance(error, refusal) for error in errors)):
                 break
             known = all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors)
             demand(known, f"liveness: {group.ranks[0]}: {errors!r}")
         for each in records:
             ok = each.error is None and each.number == number
+            if refusal is not None:
+                ok = isinstance(each.error, refusal)
             demand(ok, f"liveness: {each.handle} {each.what}: {each.error!r} {each.version}")

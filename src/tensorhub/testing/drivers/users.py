@@ -46,8 +46,20 @@ class UserGroup:
         """That rank's memory, in this process."""
         return worker.register(self.name, rank, self.world_size, spot=self.spot, cut=self.cut)
 
+    @property
+    def publishes(self) -> bool:
+        """Whether it has all of the model."""
+        return self.cut is None or not self.cut.left_out
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it would leave something unread, and may not."""
+        return self.cut is not None and self.cut.is_refused
+
     def fits(self, other: UserGroup) -> bool:
         """Whether each of the two can read what the other one publishes."""
+        if self.is_refused or other.is_refused:
+            return False
         return self.world_size == other.world_size or (self.cut is not None and other.cut is not None)
 
 
@@ -208,6 +220,8 @@ class Users:
     def _call(self, group: UserGroup, ranks: list[SimHandle]) -> None:
         random = self._random
         what = random.choice(self._calls)
+        if what == "publish" and not group.publishes:
+            what = "fill"
         if what == "rare":
             what = random.choice(("close", "refuse", "fill"))
         number = self.next_version
@@ -228,6 +242,8 @@ class Users:
                 if random.random() < 0.5:
                     continue
                 what, number, selector = random.choice(("publish", "fill", "unpublish")), number + 1, "latest-1"
+                if what == "publish" and not group.publishes:
+                    what = "fill"
             late_s = random.random() * random.choice((0.001, 0.001, 0.5))
             self._timeline.after(late_s, handle.worker, self._one_call, handle, what, number, selector, hold, timeout_s)
 

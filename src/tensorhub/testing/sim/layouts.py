@@ -24,19 +24,29 @@ from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 
 AND, OF = " + ", "@"  # between the pieces of a cell, and between a published cell's tag and which of its bytes they are
 LAYOUTS_DRAWN = 0.25  # of all seeds
+LEFT_OUT_DRAWN = 0.4  # of these; some group may read less than all of a version, or wants to, and is refused
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensor, of so many rows, is cut into so many ranks: at rows, or at columns."""
+    """The tensor, of so many rows, is cut into so many ranks: at rows, or at columns. The last rank leaves some of them out;
+    `partial`: that is meant so.
+    """
 
     rows: int
     ranks: int
     by_columns: bool = False
+    left_out: int = 0
+    partial: bool = False
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no group may have it: it reads less than all."""
+        return self.left_out > 0 and not self.partial
 
     def shape_of(self, rank: int) -> tuple[slice, slice]:
         """Its rows, and its columns."""
-        size = CHUNK_BYTES if self.by_columns else self.rows
+        size = (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out
         part = slice(size * rank // self.ranks, size * (rank + 1) // self.ranks)
         return (slice(0, self.rows), part) if self.by_columns else (part, slice(0, CHUNK_BYTES))
 
@@ -47,12 +57,12 @@ def described(layout: Layout, rank: int) -> tuple[Manifest, Declaration, Coordin
     rows, columns = layout.shape_of(rank)
     shape = rows.stop - rows.start, columns.stop - columns.start
     tensor = TensorDescription("w", "uint8", shape, 0, shape[0] * shape[1])
-    declared = Declaration(rank, layout.ranks)
-    if layout.ranks > 1:
+    declared, is_part = Declaration(rank, layout.ranks, partial=layout.partial), layout.ranks > 1 or layout.left_out > 0
+    if is_part:
         declared = replace(declared, sources={"w": source("w", shape=(layout.rows, CHUNK_BYTES))[rows, columns]})
     manifest = build_manifest([tensor], CHUNK_BYTES, "xxh3-64")
     manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))
-    return manifest, declared, coordinates_of(manifest, declared) if layout.ranks > 1 else None
+    return manifest, declared, coordinates_of(manifest, declared) if is_part else None
 
 
 def draw_layouts(seed: int, chunks: int) -> list[Layout]:
@@ -62,7 +72,26 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
         return []
     rows = chunks + 3
     kinds = [Layout(rows, ranks) for ranks in (1, 2, 3, 4)] + [Layout(rows, 2, by_columns=True)]
-    return random.sample(kinds, random.choice((2, 2, 3)))
+    drawn = random.sample(kinds, random.choice((2, 2, 3)))
+    if random.random() < LEFT_OUT_DRAWN:
+        drawn[-1] = replace(drawn[-1], left_out=random.choice((1, 2)), partial=random.random() < 0.5)
+    return drawn
+
+
+def bytes_read(parts: Iterable[Part]) -> int:
+    """How many bytes these read together; what several read counts once."""
+    runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for part in parts:
+        for strips in part.selection.chunks:
+            for chunk, first, end in _pieces(strips):
+                runs.setdefault((part.shard, chunk), []).append((first, end))
+    total = 0
+    for found in runs.values():
+        at = 0
+        for first, end in sorted(found):
+            total += max(0, end - max(at, first))
+            at = max(at, end)
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------------- cells

@@ -14,6 +14,7 @@ from math import inf
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
+from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.messages import Fenced, FromWorker, Grant, LeaveRequest, Outcome, Register, Registered, Start, Write
 from tensorhub.testing.sim.assertion import HOLDING, demand
@@ -22,7 +23,7 @@ from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
-from tensorhub.testing.sim.layouts import is_of_other_layout, part_of, tags_in
+from tensorhub.testing.sim.layouts import bytes_read, is_of_other_layout, part_of, tags_in
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
@@ -46,6 +47,7 @@ class Guarantees:
         self.history = CallHistory(world, self.contents)
         self.retained = RetentionJudge(world, self.contents, self.history)
         self.available = AvailabilityJudge(world, self.contents)
+        self._parts: dict[OpKey, dict[int, tuple[Part, ...]]] = {}  # by rank: what those read who were told to overwrite
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
         self.rolled_back: set[OpKey] = set()  # publications of these
@@ -271,10 +273,27 @@ class Guarantees:
         )
         running = handle.member.running
         manifest = running.manifest if isinstance(running, Filling) and running.key == message.key else None
-        if isinstance(manifest, ReshardedManifest) and all(grant.selection for grant in message.grants):
+        if not isinstance(running, Filling) or not isinstance(manifest, ReshardedManifest):
+            return
+        self._reads(handle, running, manifest)
+        if all(grant.selection for grant in message.grants):
             brought = [part_of(manifest, grant.shard, grant.selection) for grant in message.grants]
             lacks = [part.shard for part in manifest.parts if part not in brought]
             demand(not lacks, f"update destroys last: {handle} is to be overwritten, and nobody is said to have {lacks}")
+
+    def _reads(self, handle: JudgedHandle, running: Filling, manifest: ReshardedManifest) -> None:
+        """Once all ranks of a group are to be overwritten: they read every byte together, unless they need not (R7)."""
+        declared, version, size = handle.shard.declared, running._version, handle.shard.world_size
+        if version is None or running.key is None or (declared is not None and declared.partial):
+            return
+        parts = self._parts.setdefault(running.key, {})
+        parts[handle.shard.rank] = manifest.parts
+        if len(parts) == size and handle.shard.serves:
+            read = bytes_read([part for each in self._parts.pop(running.key).values() for part in each])
+            demand(
+                read >= version.nbytes,
+                f"update destroys last: {handle} is to be overwritten, and its group reads {read} bytes of {version.nbytes}",
+            )
 
     def writes(self, handle: JudgedHandle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""
