@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
 from tensorhub.fetched import Fetched
-from tensorhub.layouts.ahead import plan_ahead
+from tensorhub.layouts.ahead import plan_ahead, plan_whole
 from tensorhub.layouts.entries import Sources
 from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import CallersMemory, FilledMemory, RegisteredMemory
-from tensorhub.memory.unallocated import described
+from tensorhub.memory.unallocated import Described, described
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
@@ -437,8 +437,9 @@ class Hub(Unpicklable):
         names=names)` reads. The plan is that of the first reader of its layout: those that follow read from it, chunk by
         chunk. For a model of 100,000 tensors it is made in some seconds, in the caller's thread.
 
-        Raises what a fill would raise before it reads: RegistrationError, ManifestMismatch, VersionUnavailable (also where
-        nothing is published yet: it does not wait); OperationTimeout, CoordinatorUnavailable.
+        Raises what a fill would raise before it reads: RegistrationError, ManifestMismatch (not for bytes that no rank of
+        several reads: this is one rank), VersionUnavailable (also where nothing is published yet: it does not wait),
+        OperationTimeout, CoordinatorUnavailable.
         """
         check_name("model", model)
         check_selector(selector)
@@ -448,12 +449,13 @@ class Hub(Unpicklable):
             raise InvalidValue("rank=, world_size=, sources= and partial= are of a reader's tensors: give these, too")
         if tensors is not None and names is not None:
             raise InvalidValue("names= chooses of the whole model: leave it out, and give the tensors that are to be filled")
-        chosen, reader = patterns(names), None
+        chosen = patterns(names)
         if tensors is not None:
-            descriptions, declared = described(tensors, rank, world_size, _checked_sources(sources), partial)
-            reader = self._worker.describe_reader(descriptions, declared), declared
+            declared = described(tensors, rank, world_size, _checked_sources(sources), partial)
+            (found,) = await plan_group(self, model, [declared], selector, timeout)
+            return found
         known = await self._thread.call(self._worker.known, model, selector, self._worker.timeout_s(timeout))
-        return plan_ahead(known, reader, chosen)
+        return plan_whole(known, chosen)
 
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
@@ -604,6 +606,17 @@ async def fetch_into(
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
+
+
+async def plan_group(
+    hub: Hub, model: str, ranks: Sequence[Described], selector: Selector = LATEST, timeout: float | None = None
+) -> list[ReadPlan]:
+    """What `Hub.plan` is made of, for several ranks of one group; internal, and may change. Of all its ranks, it is checked
+    whether they read everything.
+    """
+    readers = [(hub._worker.describe_reader(descriptions, declared), declared) for descriptions, declared in ranks]
+    known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
+    return plan_ahead(known, readers)
 
 
 async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:

@@ -26,8 +26,11 @@ def halves(rank, world_size):
     mine = slice(rank * each, (rank + 1) * each)
     return {"part": torch.empty(16, each, device="meta")}, {"part": tensorhub.source("w")[:, mine]}
 
-def all_of_it(rank, world_size):
-    return {"w": torch.empty(16, 8, device="meta")}
+def left_out(rank, world_size):
+    return {"part": torch.empty(16, 3, device="meta")}, {"part": tensorhub.source("w")[:, 3 * rank : 3 * rank + 3]}
+
+def transposed(rank, world_size):
+    return {"w": torch.empty(8, 16, device="meta").T}
 
 def broken(rank, world_size):
     raise KeyError("no such config")
@@ -76,6 +79,14 @@ def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(published: str, 
     ]
 
 
+def test_bytes_that_no_rank_reads_are_told(published: str, layout: Path) -> None:
+    ask = ("plan", "m", "--reader", f"{layout}:left_out", "--world-size", "2", "--address", published)
+    done = run(*ask)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "of tensor 'w', [0:16, 6:8] (128 bytes) is read by no rank of the group" in done.stderr
+    assert run(*ask, "--partial").returncode == run(*ask, "--rank", "0").returncode == 0
+
+
 def test_the_whole_model_and_some_names_of_it(published: str) -> None:
     (whole,) = json.loads(run("plan", "m", "--json", "--address", published).stdout)
     assert (whole["nbytes"], whole["runs"]) == (512, 2)
@@ -109,6 +120,9 @@ def test_what_the_users_own_function_raises_is_told(published: str, layout: Path
     done = run("plan", "m", "--reader", f"{layout}:broken", "--address", published)
     assert (done.returncode, done.stdout) == (2, "")
     assert "rank 0: KeyError: 'no such config'" in done.stderr
+    done = run("plan", "m", "--reader", f"{layout}:transposed", "--address", published)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "it is not contiguous" in done.stderr
 
 
 def test_many_ranks_and_workers_are_counted() -> None:

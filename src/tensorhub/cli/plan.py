@@ -15,6 +15,8 @@ from rich.console import Console, Group
 
 from tensorhub.cli import common
 from tensorhub.cli.sheets import Sheet
+from tensorhub.hub import plan_group
+from tensorhub.memory.unallocated import Described, described
 from tensorhub.read_plan import PlannedSource, ReadPlan
 from tensorhub.types import check_name, check_selector
 
@@ -48,8 +50,9 @@ def plan(
     tensors (on torch's meta device they take no memory), or a pair of these and their sources=, as Hub.register takes
     them. FILE.py may be the name of a module, too. It is run here, with your rights.
 
-    For each rank a table: which published shard, who holds it, how many chunks, cells and runs, how many bytes, and what
-    part of the shard that is. With --json: a list of plans, one for each rank, on one line.
+    Of all ranks it is checked whether they read everything together. For each rank a table: which published shard, who
+    holds it, how many chunks, cells and runs, how many bytes, and what part of the shard that is. With --json: a list of
+    plans, one for each rank, on one line.
     """
     with common.checking():
         check_name("model", model)
@@ -66,12 +69,12 @@ def plan(
     connect = common.connecting(address, token_file)
 
     async def body() -> int:
-        plans = []
+        readers = [_of_rank(layout, each, world_size, partial) for each in ranks] if layout is not None else []
         async with connect() as hub:
-            for each in ranks:
-                tensors, sources = _of_rank(layout, each, world_size)
-                of = {"rank": each, "world_size": world_size, "sources": sources, "partial": partial, "names": names or None}
-                plans.append(await hub.plan(model, tensors, selector, **of))
+            if readers:
+                plans = await plan_group(hub, model, readers, selector)
+            else:
+                plans = [await hub.plan(model, selector=selector, names=names or None)]
         _print(plans, as_json=as_json)
         return 0
 
@@ -108,15 +111,13 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _of_rank(layout: Callable[[int, int], Any] | None, rank: int, world_size: int) -> tuple[Any, Any]:
-    """Tensors and sources."""
-    if layout is None:
-        return None, None
+def _of_rank(layout: Callable[[int, int], Any], rank: int, world_size: int, partial: bool) -> Described:
     try:
         made = layout(rank, world_size)
-    except Exception as error:  # it is the user's own code
+        tensors, sources = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        return described(tensors, rank, world_size, sources, partial)
+    except Exception as error:  # it is the user's own code, or what came of it
         raise common.usage(f"--reader: rank {rank}: {type(error).__name__}: {error}") from error
-    return made if isinstance(made, tuple) and len(made) == 2 else (made, None)
 
 
 # --------------------------------------------------------------------------------------------------------- printing

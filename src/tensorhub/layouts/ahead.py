@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.joining import Declaration, publication_of, reader_of, reading_for
+from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
 from tensorhub.layouts.whole import whole_manifest
@@ -29,16 +30,32 @@ class Known:
     info: ModelInfo
 
 
-def plan_ahead(known: Known, reader: tuple[Manifest, Declaration] | None, names: tuple[str, ...] | None = None) -> ReadPlan:
-    """What this reader would read of that version. `reader` None: the whole model, or the tensors of these names.
+def plan_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
+    """What a fetch of the whole model would read of that version, or of the tensors of these names.
 
-    Raises as `publication_of`, `whole_manifest` and `reading_for`. Takes up to seconds.
+    Raises as `publication_of` and `whole_manifest`. Takes up to seconds.
     """
-    published, publication = known.published, publication_of(known.published, known.parts)
-    if reader is None:
-        reader = whole_manifest(published, publication, names), Declaration(partial=names is not None)
-    manifest, declared = reader
-    reading = reading_for(published, publication, manifest, declared).reading
+    publication = publication_of(known.published, known.parts)
+    manifest = whole_manifest(known.published, publication, names)
+    return _plan(known, publication, manifest, Declaration(partial=names is not None))
+
+
+def plan_ahead(known: Known, readers: Sequence[tuple[Manifest, Declaration]]) -> list[ReadPlan]:
+    """What each of these ranks of one group would read of that version.
+
+    Raises as `publication_of` and `reading_for`; also, if they are all ranks of their group, if they leave bytes unread.
+    Takes up to seconds.
+    """
+    publication = publication_of(known.published, known.parts)
+    plans = [_plan(known, publication, manifest, declared) for manifest, declared in readers]
+    if len(readers) == readers[0][1].world_size:
+        is_partial = all(declared.partial for _, declared in readers)
+        publication.check_readers([reader_of(publication, *each) for each in readers], partial=is_partial)
+    return plans
+
+
+def _plan(known: Known, publication: Publication, manifest: Manifest, declared: Declaration) -> ReadPlan:
+    reading = reading_for(known.published, publication, manifest, declared).reading
     shards = {each.ranks[0]: each.coordinates for each in publication.classes}
     as_published = [view for view in known.info.replicas if view.layout_id == known.layout_id]
     mine = [view for view in known.info.replicas if manifest.layout_id == view.layout_id != known.layout_id]

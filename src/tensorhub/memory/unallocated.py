@@ -14,12 +14,11 @@ from tensorhub.manifest import ITEMSIZE, TensorDescription
 from tensorhub.memory.describing import describe, description_of, dtype_of, is_torch, local_of, shardings_of, stride_fault
 from tensorhub.memory.resolving import resolve
 
+Described = tuple[tuple[TensorDescription, ...], Declaration]
 FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
 
 
-def described(
-    given: Any, rank: int, world_size: int, sources: Sources | None, partial: bool
-) -> tuple[tuple[TensorDescription, ...], Declaration]:
+def described(given: Any, rank: int, world_size: int, sources: Sources | None, partial: bool) -> Described:
     """What `Hub.register` would be told of these. RegistrationError as there, but for a lack of memory."""
     tensors = resolve(given)
     if not tensors:
