@@ -8,6 +8,7 @@ from tensorhub.digests import root_of
 from tensorhub.errors import RetentionError
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
+    BegunWith,
     Describe,
     Description,
     Fill,
@@ -32,7 +33,7 @@ from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, Rank, World, lies_of, list_of, root
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published, wide
 
 
 def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Held:
@@ -131,6 +132,28 @@ def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
     (write,) = reader.take(Write)
     assert [grant.shard for grant in write.grants] == [0, 1]
     finish(world, [reader], trainers)
+
+
+def test_a_fill_that_goes_on_teaches_how_the_published_shards_lie() -> None:
+    """The first to name the version's manifests at the next coordinator are readers of the published layout. Without their
+    parts the version would seem to be one of plain tensors, which no other layout can read.
+    """
+    world, _ = published()
+    copies = world.group("c", [cut(0), cut(1)])
+    world.fill(copies)
+    key, info = world.operation(copies[0]).key, world.version.info
+    world = world.restarted()
+    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), written=True)
+    copies = [back(world, copy, None) for copy in copies]
+    for copy in copies:
+        call = (OpKind.UPDATE, "latest", None, copy.generation, False, False, 1000.0, (key,), begun)
+        world.say(copy, BegunWith(copy.name, MANIFEST))
+        world.say(copy, Fill(world.key(copy), copy.rank, copy.name, *call))
+    assert [len(copy.take(Start)) for copy in copies] == [1, 1]
+    assert world.version.holdings.parts == {0: cut(0)[1], 1: cut(1)[1]}
+    (reader,) = world.group("r", [wide(0)])
+    world.fill([reader])
+    assert not reader.take(Outcome)  # it waits for a source, and is not refused
 
 
 def test_who_asks_again_hears_what_it_was_told() -> None:
