@@ -20,9 +20,11 @@ class ChildProcesses:
         self._backend = backend
         self._processes: list[Process] = []
 
-    def process(self, name: str, prefix: Sequence[str] = (), errors: Path | None = None) -> Process:
-        """`prefix`: a command that runs it; `errors`: a file for what it logs."""
-        made = Process(name, "tests.processes.actor", self._backend, prefix=prefix, errors=errors)
+    def process(
+        self, name: str, prefix: Sequence[str] = (), errors: Path | None = None, module: str = "tests.processes.actor"
+    ) -> Process:
+        """`prefix`: a command that runs it; `errors`: a file for what it logs; `module`: whose commands it knows."""
+        made = Process(name, module, self._backend, prefix=prefix, errors=errors)
         self._processes.append(made)
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ def coordinator(processes: ChildProcesses, **options: Any) -> str:
     return address
 
 
-def process_of(processes: ChildProcesses, address: str, name: str, gate: int | None = None, **options: Any) -> Process:
-    process = processes.process(name)
+def process_of(
+    processes: ChildProcesses, address: str, name: str, gate: int | None = None, module: str = "tests.processes.actor"
+) -> Process:
+    process = processes.process(name, module=module)
     if gate is not None:
         process.do("gate", arrivals=gate)
-    process.do("connect", address=address, name=name, transports=["tcp"], **OPTIONS, **options)
+    process.do("connect", address=address, name=name, transports=["tcp"], **OPTIONS)
     return process
 
 
@@ -163,3 +166,44 @@ def test_world_sizes_that_change_between_publish_and_read(processes: ChildProces
     smaller.do("mutate_part", version=3)
     assert [report["version"] for report in readers.do("update")] == [3] * 3
     assert readers.has(3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mesh", [[2, 2], [4]], ids=["HSDP 2 x 2", "FSDP 4"])
+def test_real_fsdp_and_a_process_is_killed_in_mid_read(processes: ChildProcesses, tmp_path: Path, mesh: list[int]) -> None:
+    """HSDP: a trainer's rank, whose equal is read instead. FSDP: the group that was complete first, which others follow."""
+    address, folder = coordinator(processes), str(tmp_path)
+    trainers = [process_of(processes, address, f"trainer{rank}", module="tests.processes.fsdp_actor") for rank in range(4)]
+    for joining in [each.begin("join", rank=rank, mesh=mesh, folder=folder) for rank, each in enumerate(trainers)]:
+        joining.result(120)
+    for training in [each.begin("optimize", seed=1, folder=folder) for each in trainers]:
+        training.result(120)
+    for rank, trainer in enumerate(trainers):
+        trainer.do("register_model", group="trainer", rank=rank, world_size=4)
+    assert [each.result() for each in [trainer.begin("publish", version=1) for trainer in trainers]] == [1] * 4
+
+    def engine(name: str, gate: int | None = None) -> Process:
+        made = process_of(processes, address, name, gate, module="tests.processes.fsdp_actor")
+        for rank in range(2):
+            made.do("register_columns", rank=rank, world_size=2, group=name)
+        return made
+
+    def fill(made: Process) -> list[Pending]:
+        return [made.begin("replicate", name=f"w{rank}") for rank in range(2)]
+
+    victim = trainers[0]
+    if len(mesh) == 1:
+        victim = engine("bridge")
+        for call in fill(victim):
+            call.result()
+    late = engine("late", gate=6)
+    fills = fill(late)
+    late.do("gate_holds")
+    assert victim.name in late.do("sources")
+    victim.kill()
+    late.do("gate_open")
+    reports = [call.result() for call in fills]
+    assert "lost" in outcomes(reports, victim.name)
+    assert [(report["version"], report["reread_bytes"]) for report in reports] == [(1, 0), (1, 0)]
+    assert all(late.do("is_trained", rank=rank, world_size=2, folder=folder) for rank in range(2))
