@@ -6,15 +6,18 @@ from dataclasses import replace
 
 from tensorhub.digests import root_of
 from tensorhub.errors import RetentionError
+from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
     BegunWith,
     Describe,
     Description,
     Fill,
+    GetPart,
     Held,
     LeaveGranted,
     LeaveRequest,
+    ManifestReply,
     Outcome,
     Prepared,
     Refused,
@@ -32,7 +35,7 @@ from tensorhub.messages import (
 from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind, VersionInfo
-from tests.coordinator.layout_world import MANIFEST, Rank, World, lies_of, list_of, root
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published, wide
 
 
@@ -154,6 +157,37 @@ def test_a_fill_that_goes_on_teaches_how_the_published_shards_lie() -> None:
     (reader,) = world.group("r", [wide(0)])
     world.fill([reader])
     assert not reader.take(Outcome)  # it waits for a source, and is not refused
+
+
+def test_who_goes_on_with_other_regions_does_not_know_which_parts_were_published() -> None:
+    """So nobody of another layout begins before somebody is back who knows them."""
+    world, trainers = published()
+    copies = [world.arrive("c", rank, 2, cut(rank)[0], (b"other", b"regions", b"%d" % rank)) for rank in range(2)]
+    for copy in copies:
+        world.answer_questions(copy)
+    key, info = world.fill(copies), world.version.info
+    world = world.restarted()
+    world.manifest = NO_DIGESTS  # of their own
+    copies = [back(world, copy, None) for copy in copies]
+    world.manifest = MANIFEST
+    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, "")
+    for copy in copies:
+        world.say(copy, BegunWith(copy.name, MANIFEST))
+        call = (OpKind.UPDATE, "latest", None, copy.generation, False, False, 1000.0, (key,), begun)
+        world.say(copy, Fill(world.key(copy), copy.rank, copy.name, *call))
+    assert [start.part_ids for copy in copies for start in copy.take(Start)] == [(), ()]
+    assert set(world.version.manifests.values()) == {MANIFEST}
+    (late,) = world.group("late", [("own/r0", ())])
+    world.fill([late])
+    first = back(world, trainers[0], held_by(trainers[0], info, is_publisher=True))
+    assert first.take(Registered)
+    assert not late.take(Start)
+    for trainer in trainers[1:]:
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    (start,) = late.take(Start)
+    world.say(late, GetPart(1, start.publication))
+    (reply,) = late.take(ManifestReply)
+    assert Published.decode(reply.manifest).shards == tuple([tuple(map(id_of, cut(rank)[1])) for rank in range(2)])
 
 
 def test_who_asks_again_hears_what_it_was_told() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.entities import Group, Holding, RankPart, Version
+from tensorhub.coordinator.entities import Group, Holding, Member, RankPart, Version
 from tensorhub.coordinator.layout_holdings import PARTS
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.layouts.identity import ALONE
@@ -57,6 +57,14 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
         return None
     text += ": say so with register(..., sources=...), use DTensors, or take equal ranks on both sides"
     return ManifestMismatch(text, differences=(text,))
+
+
+def as_known(member: Member, version: Version, parts: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
+    """What this rank says of which part of the model it holds, in the layout in which that was published. None: it does not
+    know that; it has read this from others, and nobody had told it.
+    """
+    has_own = version.layout_id if member.fits_any_layout else member.layout_id
+    return parts if parts or not has_own.startswith(OF_ITS_OWN) else None
 
 
 def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError | None:

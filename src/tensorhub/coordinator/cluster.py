@@ -273,18 +273,24 @@ class Cluster:
         layout: LayoutHoldings[Holding],
         shard: int,
         manifest: bytes,
-        parts: tuple[bytes, ...] = (),
+        parts: tuple[bytes, ...] | None = None,
     ) -> None:
-        """Keep this manifest of a shard in a layout, and its parts, unless they are known already."""
-        if version.is_kept and not layout.manifests.get(shard):
-            layout.learn(shard, self.manifests.keep(manifest), self.manifests.keep_all(parts))
+        """Keep this manifest of a shard in a layout, and its parts (None: whoever says this does not know them), as far as
+        they are not known already. Who waits until all is described is woken.
+        """
+        if not version.is_kept:
+            return
+        was_described = layout.is_described
+        if not layout.manifests.get(shard):
+            layout.manifests[shard] = self.manifests.keep(manifest)
             self.note(version)
-
-    def learn_parts(self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]) -> None:
-        """Keep where a shard of another layout lies, unless that is known already."""
-        if layout.manifests.get(shard) is not None and not layout.parts[shard]:
-            layout.learn(shard, layout.manifests[shard], self.manifests.keep_all(parts))
+        if parts is not None and shard not in layout.parts:
+            layout.learn_parts(shard, self.manifests.keep_all(parts))
             self.note(version)
+        if layout.is_described and not was_described:
+            model = self.models[version.info.model]
+            self.wake_all(model.unbound)
+            self.wake_all(model.guests_unbound)
 
     def describe(self, version: Version, layout: LayoutHoldings[Holding]) -> str:
         """The id of what says which rank holds what in that layout (`layouts.published`); once every shard's manifest is

@@ -166,7 +166,7 @@ class Fills:
         if full:
             return StateError(f"{who} cannot read another layout: {full}; close handles first", retryable=True)
         cluster.keep_arranged(member, parts)
-        cluster.learn_parts(part.operation.bound, layout, part.shard, parts)
+        cluster.learn(part.operation.bound, layout, part.shard, b"", parts)
         return None
 
     def may_commit(self, operation: Operation) -> bool:
@@ -265,8 +265,9 @@ class Fills:
             part.ready = holders[rank] or (part.has_written and origin is None)
             if manifest := _named(part):
                 # Else they are of other regions; and of another layout it says later where what is published lies.
-                parts = part.member.parts if manifest == part.member.manifest and origin is None else ()
-                self._cluster.learn(version, layout, part.shard, manifest, parts)
+                parts = part.member.parts if manifest == part.member.manifest else ()
+                known = bridges.as_known(part.member, version, parts) if origin is None else None
+                self._cluster.learn(version, layout, part.shard, manifest, known)
                 self._cluster.keep_begun(part.member, b"")
             elif origin is not None:
                 self._cluster.learn(version, layout, part.shard, part.member.manifest)

@@ -29,8 +29,8 @@ class LayoutHoldings(Shards[H]):
         self.layout_id = layout_id
         self.origin_id = origin_id  # of its origin's description; "": its chunks are the published ones
         self.manifests: dict[int, bytes] = {}  # by shard; of another layout those of the group that was the first to fill
-        # As of `Member`; by shard, of the same shards. In another layout: where what was published lies in its readers'
-        # memory, as the first has said; none before that.
+        # As of `Member`; by shard, of those of which somebody has said them. Of another layout: where what was published
+        # lies in its readers' memory, as the first has said.
         self.parts: dict[int, tuple[bytes, ...]] = {}
         # What each shard's readers need of the origin, as the first has said.
         self.needs: dict[int, tuple[Need, ...]] = {}
@@ -63,12 +63,12 @@ class LayoutHoldings(Shards[H]):
 
     def takes(self, shard: int, parts: tuple[bytes, ...]) -> bool:
         """Whether, in another layout, who says so of its memory holds that shard as all others here do."""
-        return len(parts) == PARTS and self.parts.get(shard) in (None, (), parts)
+        return len(parts) == PARTS and self.parts.get(shard, parts) == parts
 
     @property
     def is_described(self) -> bool:
         """Whether readers of other layouts can be told what is held where."""
-        return bool(self.description) or len(self.manifests) == len(self) > 0
+        return bool(self.description) or len(self.manifests) == len(self.parts) == len(self) > 0
 
     def has_each_class(self) -> bool:
         """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
@@ -82,9 +82,9 @@ class LayoutHoldings(Shards[H]):
         """Whether somebody holds all of a shard of that class, committed or not."""
         return any(map(self.is_whole, self.classes[first]))
 
-    def learn(self, shard: int, manifest: bytes, parts: tuple[bytes, ...]) -> None:
-        """From now on these describe that shard."""
-        self.manifests[shard], self.parts[shard] = manifest, parts
+    def learn_parts(self, shard: int, parts: tuple[bytes, ...]) -> None:
+        """From now on these say which part of the model that shard is."""
+        self.parts[shard] = parts
         self._classes = {}
 
     def unlearn(self) -> list[bytes]:

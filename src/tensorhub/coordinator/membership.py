@@ -516,11 +516,10 @@ class Membership:
             return False  # it is not what was published (R8)
         if layout is not version.holdings and not layout.takes(member.shard, parts):
             return False
-        if not layout.manifests.get(member.shard) and not cluster.manifests.has_room_for(held.manifest, *parts):
+        is_described = bool(layout.manifests.get(member.shard)) and member.shard in layout.parts
+        if not is_described and not cluster.manifests.has_room_for(held.manifest, *parts):
             return False
-        cluster.learn(version, layout, member.shard, held.manifest, parts)
-        if layout.origin_id:
-            cluster.learn_parts(version, layout, member.shard, parts)
+        cluster.learn(version, layout, member.shard, held.manifest, bridges.as_known(member, version, parts))
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = self._readers.new_replica(version, member)

@@ -447,7 +447,9 @@ class Readers:
         holding.verified = holding.is_fed = holding.complete
         holding.layout.add(holding, holding.member.nbytes, holding.member.chunks)
         self._cluster.reckon(holding)
-        parts = () if holding.bridges else holding.member.parts
+        member, parts = holding.member, None
+        if not holding.bridges and not holding.layout.manifests.get(holding.shard):  # else it may have other regions
+            parts = bridges.as_known(member, holding.version, member.parts)
         self._cluster.learn(holding.version, holding.layout, holding.shard, holding.member.manifest, parts)
         holding.member.holding = holding
         if holding.bridges:
