@@ -2,13 +2,13 @@
 
 Each world is a model of its own at one cluster: a few tensors; a trainer of 1 to 4 ranks, each with parts of them by
 blocks, by every so many rows, or all of them, some permuted in its memory; and a reader of 1 to 3 ranks, each with views of
-them: slices with steps, indices, permutations, in lists, stacks and padded places. Another group of the reader's layout
-reads from it. Nothing but the public API is used.
+them: slices with steps, indices, permutations, in lists, stacks and padded places, in memory with padded rows. Another group
+of the reader's layout reads from it. Nothing but the public API is used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from random import Random
 from typing import Any
@@ -36,6 +36,17 @@ class Rank:
     memory: dict[str, Array]
     sources: dict[str, object]
     expected: dict[str, Array]
+    buffers: dict[str, tuple[Array, tuple[Any, ...]]] = field(default_factory=dict)  # of a reader: what its memory is of
+
+    @property
+    def keeps_padding(self) -> bool:
+        """Whether what is beside its memory is as it was."""
+        for buffer, index in self.buffers.values():
+            rest = buffer.copy()
+            rest[index] = np.frombuffer(bytes([GAP]) * rest.itemsize, rest.dtype)[0]
+            if set(rest.tobytes()) - {GAP}:
+                return False
+        return True
 
 
 def enlarged(random: Random, made: dict[str, tuple[str, Array]]) -> dict[str, tuple[str, Array]]:
@@ -78,12 +89,26 @@ def reader(random: Random, made: dict[str, tuple[str, Array]], ranks: int) -> li
             name = f"mine{number}"
             _, shape, entry, goes = some_entry(random, made)
             kind = goes[0][1].dtype
-            blank = np.frombuffer(bytes([GAP]) * (prod(shape) * kind.itemsize), kind).reshape(shape)
-            rank.memory[name], rank.sources[name], rank.expected[name] = blank.copy(), entry, blank.copy()
-            for index, array in goes:
-                rank.expected[name][index] = array
+            blank = filled(shape, kind)
+            rank.buffers[name] = buffer, index = padded(random, shape, kind)
+            rank.memory[name], rank.sources[name], rank.expected[name] = buffer[index], entry, blank.copy()
+            for place, array in goes:
+                rank.expected[name][place] = array
         found.append(rank)
     return found
+
+
+def filled(shape: tuple[int, ...], kind: np.dtype[Any]) -> Array:
+    return np.frombuffer(bytes([GAP]) * (prod(shape) * kind.itemsize), kind).reshape(shape).copy()
+
+
+def padded(random: Random, shape: tuple[int, ...], kind: np.dtype[Any]) -> tuple[Array, tuple[Any, ...]]:
+    """Memory of at least that shape, and which part of it has that shape. Whole rows are padded, and not each element."""
+    row = max((dimension for dimension, size in enumerate(shape) if size > 1), default=-1)
+    pads = [random.choice([0, 0, 1, 3]) if dimension <= row else 0 for dimension in range(len(shape))]
+    starts = [random.randint(0, pad) for pad in pads]
+    buffer = filled(tuple([size + pad for size, pad in zip(shape, pads, strict=True)]), kind)
+    return buffer, (..., *(slice(start, start + size) for start, size in zip(starts, shape, strict=True)))
 
 
 def shared(rank: Rank) -> Rank:
@@ -91,7 +116,7 @@ def shared(rank: Rank) -> Rank:
     memory: dict[str, Array] = tensorhub.shared_empty_like(rank.memory)
     for name, array in rank.memory.items():
         memory[name][...] = array
-    return replace(rank, memory=memory)
+    return replace(rank, memory=memory, buffers={})
 
 
 async def check(hubs: list[Hub], model: str, random: Random, transport: str) -> None:
@@ -116,19 +141,28 @@ async def check(hubs: list[Hub], model: str, random: Random, transport: str) -> 
     for rank, report in zip(mine, reports, strict=True):
         for name, expected in rank.expected.items():
             assert rank.memory[name].tobytes() == expected.tobytes(), (model, name)
+        assert rank.keeps_padding, model
         assert report.reread_bytes == 0
     others = await registered(followers, hubs[2], "f", partial=True)
     await all_of(*(each.unpublish() for each in publishers))
     await all_of(*(each.replicate(1) for each in others))
     for rank, first in zip(followers, mine, strict=True):
         assert all(rank.memory[name].tobytes() == first.expected[name].tobytes() for name in rank.memory), model
+        assert rank.keeps_padding, model
     for each in (*others, *readers, *publishers):
         await each.close()
 
 
 def reader_again(ranks: list[Rank]) -> list[Rank]:
     """Another group of that layout: its memory is as it was before."""
-    return [Rank({name: array.copy() for name, array in rank.memory.items()}, rank.sources, {}) for rank in ranks]
+    found = []
+    for rank in ranks:
+        buffers = {name: (buffer.copy(), index) for name, (buffer, index) in rank.buffers.items()}
+        memory = {name: buffer[index] for name, (buffer, index) in buffers.items()} or {
+            name: array.copy() for name, array in rank.memory.items()
+        }
+        found.append(Rank(memory, rank.sources, {}, buffers))
+    return found
 
 
 async def worlds(seeds: range, transport: str) -> None:
