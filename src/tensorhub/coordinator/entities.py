@@ -538,6 +538,7 @@ class RankPart:
     compares: Need | None = None  # of which of them it compares the list, while there is a page
     page: int | None = None  # which page of the publisher's list it compares now
     page_session: int | None = None  # over which it was sent that
+    rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
     comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
@@ -596,7 +597,8 @@ class RankPart:
         if any(lease.need is None for lease in lasting):
             return []
         covered = {lease.need.shard for lease in lasting if lease.need is not None}
-        return [need for need in self.needs or () if need.shard not in covered]
+        needs = (self.needs or ()) if self.rereads is None else (self.rereads,)
+        return [need for need in needs if need.shard not in covered]
 
     @property
     def reads(self) -> bool:

@@ -55,7 +55,7 @@ class Testimonies:
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
-        part.claim, part.moved_at = {}, self._cluster.now
+        part.claim, part.rereads, part.moved_at = {}, None, self._cluster.now
         if part.bridges:
             said = {(each.shard, each.selection): each.root for each in message.roots}
             for need in part.needs or ():
@@ -127,7 +127,7 @@ class Testimonies:
             self._corruption_checks.trace(part, stray, need)
         testimony = self._of(part, need)
         if answer.rereads:
-            part.claim, part.page = None, None
+            part.claim, part.page, part.rereads = None, None, need
             part.comparisons += 1
             if part.holding is not None:
                 self._readers.verified(part.holding, is_so=False)
