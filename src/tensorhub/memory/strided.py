@@ -86,8 +86,11 @@ def _cut(cell: int, loops: Around, run: int, nbytes: int, nbytes_max: int) -> It
             yield from _cut(cell + at * apart, ((some, apart), *inner) if some > 1 else inner, run, some * each, nbytes_max)
 
 
-def runs(block: Block) -> list[int]:
+def runs(block: Block) -> Sequence[int]:
     """Where each of its runs begins."""
+    if len(block.cells) == len(block.loops) == 1 and block.loops[0][1]:  # a list would cost more than short runs do
+        ((times, apart),), (cell,) = block.loops, block.cells
+        return range(cell, cell + times * apart, apart)
     found = list(block.cells)
     for times, apart in block.loops:
         found = [at + n * apart for at in found for n in range(times)]

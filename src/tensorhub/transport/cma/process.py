@@ -52,7 +52,7 @@ def gather(pid: int, made: Sequence[Block], here: int) -> None:
     for block in made:
         starts = runs(block)
         addresses.extend(starts)
-        sizes.extend([block.run] * len(starts))
+        sizes.extend(array("Q", [block.run]) * len(starts))
     there = array("Q", bytes(16 * len(addresses)))
     there[0::2], there[1::2] = addresses, sizes
     at = there.buffer_info()[0]
