@@ -548,6 +548,28 @@ def test_a_copy_that_others_keep_is_dropped_and_its_readers_are_moved() -> None:
     cluster.check_agreement()
 
 
+def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() -> None:
+    """One of two shards was copied when the deadline came: who wanted to leave stays."""
+    cluster = StepwiseCluster()
+    trainers = cluster.group("trainer", 2)
+    cluster.world.host_bytes = ROOM
+    cluster.worker("one")
+    cluster.run()
+    trainers[0].worker.retain(1)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    asked = trainers[0].unpublish()
+    cluster.run()
+    assert copies(cluster) == {"one": 1}
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)
+    refused = next(number for number, line in enumerate(cluster.log) if "<- Refused" in line)
+    assert "one <- DropCopy" in "".join(cluster.log[refused - 1 : refused + 2])  # what one step says
+    assert copies(cluster) == {}
+
+
 def test_a_copy_that_was_told_over_a_lost_connection_that_it_is_not_needed_is_told_again() -> None:
     cluster, trainer = cluster_of("keeper", "-other", room=("other",))
     assert ended_after(cluster, trainer.unpublish())

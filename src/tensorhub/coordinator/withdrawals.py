@@ -88,6 +88,7 @@ class Withdrawals:
         alone = next(self._retentions.alone(withdrawal.holding, _going(withdrawal)), withdrawal.holding)
         error = self._retentions.refusal(alone)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
+        self._cluster.touch(member.group.model)  # it stays: perhaps no copy is needed any more
 
     def member_gone(self, member: Member) -> None:
         """Nobody waits for its answer any more."""
