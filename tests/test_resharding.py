@@ -80,6 +80,14 @@ async def trainer(hubs: Sequence[Hub], content: int, group: str = "trainer") -> 
     return [await register(rank) for rank in range(TRAINERS)], memory
 
 
+def is_published(memory: Sequence[Tensors], content: int) -> bool:
+    return all(
+        np.array_equal(mine[name], tensor)
+        for rank, mine in enumerate(memory)
+        for name, tensor in shard(content, rank).items()
+    )
+
+
 async def new_version(weights: Sequence[Weights], memory: Sequence[Tensors], rank: int, content: int) -> None:
     async with weights[rank].mutate(content):
         for name, tensor in shard(content, rank).items():
@@ -195,6 +203,49 @@ async def test_another_group_reads_from_the_first_when_the_trainer_has_gone() ->
         assert is_held(theirs, 1)
         assert read_from(reports) == {"one"}
         assert is_held(mine, 1)
+
+
+async def test_a_third_layout_and_the_published_one_are_read_from_a_rollout_when_the_trainer_has_gone() -> None:
+    async with world("one", "two", "three") as (c, trained, _):
+        first, mine = await rollout(c.hubs[2:3], "first")
+        await all_of(*(each.replicate() for each in first))
+        await all_of(*(each.unpublish() for each in trained))
+        third: Mapping[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        again, theirs = await trainer(c.hubs[4:], 0, "again")
+        report = await (await c.hubs[3].register("m", third)).replicate(1)
+        reports = await all_of(*(each.replicate(1) for each in again))
+        assert all(np.array_equal(third[name], tensor) for name, tensor in whole(1).items())
+        assert is_published(theirs, 1)
+        assert read_from([report]) == {"one"}
+        assert read_from(reports) <= {"one", "two"}
+        assert is_held(mine, 1)
+
+
+async def test_what_was_read_of_a_rollout_is_read_on_when_that_has_gone_too() -> None:
+    async with world("one", "two") as (c, trained, _):
+        first, _ = await rollout(c.hubs[2:3], "first")
+        await all_of(*(each.replicate() for each in first))
+        await all_of(*(each.unpublish() for each in trained))
+        again, theirs = await trainer(c.hubs[3:], 0, "again")
+        await all_of(*(each.replicate(1) for each in again))
+        await all_of(*(each.unpublish() for each in first))
+        second, others = await rollout(c.hubs[2:3], "second")
+        reports = await all_of(*(each.replicate(1) for each in second))
+        assert is_published(theirs, 1)
+        assert is_held(others, 1)
+        assert read_from(reports) == {"two"}
+
+
+async def test_a_flipped_byte_at_a_rollout_that_is_read_is_found() -> None:
+    async with world("one", "two") as (c, trained, _):
+        first, mine = await rollout(c.hubs[2:3], "first")
+        await all_of(*(each.replicate() for each in first))
+        await all_of(*(each.unpublish() for each in trained))
+        mine[1]["down"].view(np.uint8)[5, 7] ^= 1
+        again, _ = await trainer(c.hubs[3:], 0, "again")
+        with pytest.raises((IntegrityError, VersionUnavailable)):
+            await all_or_first(*(each.replicate(1, timeout=5) for each in again))
+        assert "ready" not in [each.state for each in again]
 
 
 async def test_a_flipped_byte_at_whoever_has_read_it_is_found() -> None:

@@ -74,8 +74,13 @@ class Rank:
         self.site = site
         self.name = f"{group}{rank}"
         self.generation = 0
-        self.publication = ""  # from which the grid of what it filled last follows
+        self.description = b""  # of that from which the grid of what it filled last follows
         self.heard: list[FromCoordinator] = []
+
+    @property
+    def publication(self) -> str:
+        """The id of that."""
+        return id_of(self.description) if self.description else ""
 
     def take(self, kind: type[M]) -> list[M]:
         """What it has heard of that kind since the last time."""
@@ -129,11 +134,10 @@ class World:
         check_counts(self.core.cluster)
         self.core.check_waits()
 
-    @staticmethod
-    def _hear(rank: Rank, message: FromCoordinator) -> None:
+    def _hear(self, rank: Rank, message: FromCoordinator) -> None:
         rank.heard.append(message)
         if isinstance(message, Start):
-            rank.publication = message.publication
+            rank.description = self.core.cluster.manifests.find(message.publication) or b""
 
     def say(self, rank: Rank, message: FromWorker) -> None:
         self.step(Received(rank.session, message))
@@ -208,7 +212,7 @@ class World:
     def answer_questions(self, rank: Rank, held: Held | None = None) -> None:
         """Say again what it was told to say again."""
         for again in rank.take(RegisterAgain):
-            blobs = {id_of(blob): blob for blob in (*rank.parts, *lies_of(rank))}
+            blobs = {id_of(blob): blob for blob in (*rank.parts, *lies_of(rank), rank.description)}
             self.register(rank, held, whole=again.whole, parts=[blobs[ident] for ident in again.part_ids])
 
     def group(self, name: str, layouts: Sequence[tuple[str, Sequence[bytes]]], *, site: str = "here") -> list[Rank]:

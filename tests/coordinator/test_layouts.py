@@ -283,6 +283,6 @@ def test_after_a_restart_who_holds_it_elsewhere_than_others_of_its_layout_must_g
         part_ids = tuple(map(id_of, lies))
         of = first.publication
         held = Held(info.version, info.content_id, 1, info.world_size, info.nbytes, b"", part_ids=part_ids, publication=of)
-        world.register(same, held, parts=lies)
+        world.register(same, held, parts=(*lies, first.description))
         kept += [answer.keep for answer in same.take(Registered)]
     assert kept == [True, False, False]

@@ -50,8 +50,8 @@ def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Hel
 def back(world: World, rank: Rank, held: Held | None) -> Rank:
     """The same rank at the next coordinator."""
     same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, registers=False)
-    same.generation, same.publication = rank.generation, rank.publication
-    world.register(same, held, parts=(*rank.parts, *lies_of(rank)))
+    same.generation, same.description = rank.generation, rank.description
+    world.register(same, held, parts=(*rank.parts, *lies_of(rank), rank.description))
     return same
 
 
@@ -67,12 +67,16 @@ def test_after_a_restart_holders_of_each_layout_count_again() -> None:
     assert layout.have_sources()
     (late,) = world.group("late", [("own/r0", ())])
     world.fill([late])
-    assert not late.take(Start)  # nobody has said yet what was published where
+    (start,) = late.take(Start)  # nobody has said yet what was published where: that is read of the reader itself
+    assert start.publication == layout.described_as != reader.publication
     for trainer in trainers:
         back(world, trainer, held_by(trainer, info, is_publisher=True))
-    assert late.take(Start)
-    world.ready(late, A, B)
-    assert [source for source, _, _ in world.sources(late)] == ["r0"]
+    world.ready(late, A)
+    assert world.sources(late) == [("r0", "half of it", 0)]
+    (later,) = world.group("later", [("own/r0", ())])
+    world.fill([later])
+    world.ready(later, A, B)
+    assert world.sources(later) == [("r0", "", 0)]
 
 
 def test_a_holder_of_another_layout_names_the_root_of_its_own_grid() -> None:
@@ -258,6 +262,7 @@ def test_available_is_what_its_own_layout_has() -> None:
     (late,) = world.group("late", [("own/r0", ())])
     world.fill([late], "available")
     assert late.take(Start)
+    world.lose(first)
     (strange,) = world.group("s", [("own/s", ())])
     world.fill([strange], "available")
     (outcome,) = strange.take(Outcome)

@@ -125,16 +125,17 @@ class LayoutDrive(WaitDrive):
             super().announces(peer)
             return
         if holding is not None and holding.committed and self.often(0.8):
-            info, published = holding.version.info, holding.version.publisher.group == member.group.name
+            info, bridges = holding.version.info, holding.bridges
+            published = holding.version.publisher.group == member.group.name and not bridges
             what = (info.version, info.content_id, holding.generation, info.world_size, 1, self.manifest)
-            if holding.bridges:
+            if bridges:
                 parts = self._lies(holding.layout.layout_id, member.shard)
             else:
                 parts = self._parts(LAYOUTS[holding.version.publisher.group], member.shard)
             held = Held(*what, published=published, part_ids=tuple(map(id_of, parts)), publication=holding.layout.origin_id)
             ident, group = member.registration, member.group.name
             register = self._register(peer, ident, group, member.rank, serves=True, shard=member.shard, held=held)
-            parts = tuple({*register.parts, *parts})
+            parts = tuple({*register.parts, *parts, holding.layout.origins} - {b""})
             self.say(peer, replace(register, parts=parts))
             return
         ident, group = member.registration, member.group.name
@@ -144,9 +145,9 @@ class LayoutDrive(WaitDrive):
 
     def needs(self, part: RankPart) -> tuple[Need, ...]:
         """The same for all of its layout and rank."""
-        version = part.operation.bound
-        classes = list(version.holdings.classes)
-        chance = Random(f"{version.layout_id} {part.layout.layout_id} {part.shard}")
+        assert part.origin is not None
+        classes, origin_id = list(part.origin.classes), part.layout.origin_id
+        chance = Random(f"{origin_id} {part.layout.layout_id} {part.shard}")
         few = chance.sample(classes, chance.choice((len(classes), len(classes), chance.randint(0, len(classes)))))
         return tuple(Need(shard, chance.choice(("s", "t")), CHUNKS, CHUNKS) for shard in sorted(few))
 

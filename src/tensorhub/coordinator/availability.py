@@ -74,7 +74,7 @@ class Availability:
         if (
             self._cluster.is_recovering
             or not waits
-            or version.abandoned
+            or any(part.is_abandoned for part in operation.parts.values())
             or self._held(version, operation) is not HowHeld.NOT
         ):
             return None
@@ -104,7 +104,8 @@ class Availability:
         """How all of it is held in that layout: like the shard that is held worst."""
         if layout.copies():
             return HowHeld.WHOLE
-        if not all(layout.values()) or (version.abandoned and not layout.have_sources()):
+        left = any(each.abandoned for each in (layout, *version.described_as(layout.origin_id)))
+        if not all(layout.values()) or (left and not layout.have_sources()):
             return HowHeld.NOT  # whoever still reads what was left on purpose ends
         shards = [self._shard(holdings) for holdings in layout.values()]
         return next(how for how in (HowHeld.NOT, HowHeld.DOUBTFUL, HowHeld.UNKNOWN, HowHeld.TOGETHER) if how in shards)
@@ -175,7 +176,7 @@ def held_text(model: Model) -> str:
 def _told(model: Model) -> str:
     held = _readable(model)
     if not held:
-        silent = any(v.visible and v.has_live_source() for v in model.versions.values())
+        silent = any(v.visible and v.is_held for v in model.versions.values())
         what = "workers that are not heard of now hold" if silent else "nobody holds"
         return f"{what} a version of it"
     told = ", ".join(f"version {v.number} by {_replicas(v.holdings.copies())}" for v in held[:HELD_TOLD_MAX])

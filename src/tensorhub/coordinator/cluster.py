@@ -299,23 +299,29 @@ class Cluster:
         if not layout.description:
             manifests, parts, ident = layout.manifests, layout.parts, self.manifests.id_of
             shards = tuple([tuple([ident(each) for each in parts[shard] or (manifests[shard],)]) for shard in layout])
-            digest, chunk_bytes = head_of(version.manifests[0])
-            layout.description = self.manifests.keep(Published(digest, chunk_bytes, shards).encode())
+            if layout.origins:
+                origin = Published.decode(layout.origins)
+                head = origin.digest, origin.chunk_bytes
+            else:
+                head = head_of(manifests[0])
+            layout.description = self.manifests.keep(Published(*head, shards, bool(layout.origin_id)).encode())
             layout.described_as = id_of(layout.description)
             self.note(version)
         return layout.described_as
 
-    def lay_out(self, version: Version, group: Group, origin_id: str) -> LayoutHoldings[Holding]:
-        """Where the copy of that group belongs, if it is cut from that origin ("": it is as it was published). All ranks are
-        there. `forget_layouts` forgets it again.
+    def lay_out(self, version: Version, group: Group, origins: bytes) -> LayoutHoldings[Holding]:
+        """Where the copy of that group belongs, if it is cut from the origin with that description (b"": it is as it was
+        published). All ranks are there. `forget_layouts` forgets it again.
         """
-        if not origin_id:
+        if not origins:
             return version.holdings
-        key = group.layout, origin_id
+        key = group.layout, id_of(origins)
         layout = version.others.get(key)
         if layout is None:
             layout = version.others[key] = LayoutHoldings(*key)
             layout.lay_out(group.world_size)
+            layout.origins = self.manifests.keep(origins)
+            layout.covers = not all(member.partial for member in group.members.values())
             self.note(version)
         return layout
 

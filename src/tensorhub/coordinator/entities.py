@@ -205,7 +205,6 @@ class Version(_Moving[VersionState]):
     layout_id: str  # of the group that publishes, once every rank has called
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
-    abandoned: bool = False  # its last live source left on purpose, and none has come since
     # Other layouts in which it has live sources; the published one's, if each class has one, though not each shard.
     readable_in: list[LayoutKey] = field(default_factory=list)
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
@@ -286,6 +285,16 @@ class Version(_Moving[VersionState]):
     def can_be_read(self) -> bool:
         """The same, of workers that are heard of now."""
         return self.holdings.copies() > 0
+
+    @property
+    def is_held(self) -> bool:
+        """The same, or whether it can be read out of another layout, in which it was read."""
+        return self.has_live_source() or any(o.is_described and o.have_sources() for o in self.others.values())
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the last who held it as it was published has left on purpose, and it cannot be read."""
+        return self.holdings.abandoned and not self.is_held
 
     def __repr__(self) -> str:
         holders = sum(len(h) for layout in self.layouts for h in layout.values())
@@ -573,6 +582,11 @@ class RankPart:
     def bridges(self) -> bool:
         """Whether the layout in which it reads is not the published one."""
         return self.origin is not None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether those whom it would read from have left on purpose, once it is bound."""
+        return (self.origin or self.layout).abandoned
 
     @property
     def begun(self) -> Begun | None:

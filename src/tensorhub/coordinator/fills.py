@@ -253,8 +253,7 @@ class Fills:
         operation.staying = []
         self._cluster.bind(operation, version)
         origin = way.origin
-        origin_id = "" if origin is None else self._cluster.describe(version, origin)
-        layout = self._cluster.lay_out(version, operation.group, origin_id)
+        layout = self._cluster.lay_out(version, operation.group, b"" if origin is None else origin.description)
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
@@ -363,7 +362,7 @@ class Fills:
     def _write_if_ready(self, operation: Operation) -> Blame | None:
         """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
         version = operation.bound
-        if version.abandoned and not ways.serve(operation):
+        if any(part.is_abandoned for part in operation.parts.values()) and not ways.serve(operation):
             return _abandoned(operation)
         ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(operation)
         sources = self.first_sources(operation) if ready else None
@@ -407,7 +406,6 @@ class Fills:
 
     def _feed(self, operation: Operation) -> Blame | None:
         """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
-        version = operation.bound
         for part in operation.parts.values():
             if part.reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(damaged(operation, part), part.rank)
@@ -419,7 +417,7 @@ class Fills:
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-            alone = version.abandoned and part.wants_source and all(lease.dropping for lease in part.leases.values())
+            alone = part.is_abandoned and part.wants_source and all(lease.dropping for lease in part.leases.values())
             if alone and not ways.serve(operation):
                 return _abandoned(operation)
         return None

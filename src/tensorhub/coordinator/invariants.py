@@ -76,7 +76,8 @@ def check_counts(cluster: Cluster) -> None:
     ]
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
         for layout in version.layouts:
-            kept += [*layout.manifests.values(), *chain(*layout.parts.values()), layout.description]
+            kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
+            kept += [layout.description, layout.origins]
             _demand(layout.parts.keys() <= layout.manifests.keys(), "parts are of known manifests", version)
         needed = selections_needed(version)
         _demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
@@ -344,8 +345,9 @@ def _staged(cluster: Cluster, model: Model, version: Version) -> None:
 
 def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
-    _demand(available == version.has_live_source(), "available means that every shard is held", version)
-    _demand(not (available and version.abandoned), "nobody has left for good what is held", version)  # R12
+    _demand(available == version.is_held, "available means that every shard is held", version)
+    left = any(layout.abandoned and layout.have_sources() for layout in version.layouts)
+    _demand(not left, "nobody has left for good what is held", version)  # R12
 
 
 def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holding], shard: int, holding: Holding) -> None:

@@ -36,6 +36,9 @@ class LayoutHoldings(Shards[H]):
         self.needs: dict[int, tuple[Need, ...]] = {}
         self.description: bytes = b""  # of what is held where (`Published`); once a reader of another layout has needed it
         self.described_as = ""  # the id of that; equal parts have equal ones, also where their origins differ
+        self.origins: bytes = b""  # its origin's description
+        self.covers = not origin_id  # whoever holds all of its shards has every byte of the version
+        self.abandoned = False  # the last of its sources left on purpose, and none has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
 
     def __repr__(self) -> str:
@@ -67,7 +70,9 @@ class LayoutHoldings(Shards[H]):
 
     @property
     def is_described(self) -> bool:
-        """Whether readers of other layouts can be told what is held where."""
+        """Whether readers of other layouts can be told what is held where, and find everything there."""
+        if not self.covers:
+            return False
         return bool(self.description) or len(self.manifests) == len(self.parts) == len(self) > 0
 
     def has_each_class(self) -> bool:
@@ -89,8 +94,8 @@ class LayoutHoldings(Shards[H]):
 
     def unlearn(self) -> list[bytes]:
         """Forget all manifests and parts, and the description, which are returned."""
-        known = [*self.manifests.values(), *chain(*self.parts.values()), self.description]
-        self.description, self.described_as = b"", ""
+        known = [*self.manifests.values(), *chain(*self.parts.values()), self.description, self.origins]
+        self.description, self.described_as, self.origins = b"", "", b""
         self.manifests.clear()
         self.parts.clear()
         self._classes = {}

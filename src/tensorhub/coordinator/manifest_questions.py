@@ -40,7 +40,9 @@ class ManifestQuestions:
         return f"<ManifestQuestions: {len(self._waiting)} asked, {self._count} wait>"
 
     def with_manifests(self, message: Register) -> tuple[Register, Parts, Parts] | None:
-        """With the manifests themselves, the parts, and those of what is held; None: one of them has to be asked for."""
+        """With the manifests themselves, the parts, and those of what is held, of which the last describes its origin if it
+        has one. None: one of them has to be asked for.
+        """
         find, held = self._cluster.manifests.find, message.held
         mine = message.manifest or (find(message.manifest_id) if message.manifest_id else b"")
         parts = self._parts(message.parts, message.part_ids)
@@ -49,7 +51,7 @@ class ManifestQuestions:
         if held is None:
             return replace(message, manifest=mine), parts, ()
         its = held.manifest or (find(held.manifest_id) if held.manifest_id else b"")
-        held_parts = self._parts(message.parts, held.part_ids)
+        held_parts = self._parts(message.parts, held_ids(message))
         if its is None or held_parts is None:
             return None
         return replace(message, manifest=mine, held=replace(held, manifest=its)), parts, held_parts
@@ -77,8 +79,7 @@ class ManifestQuestions:
         named = [each.manifest_id for each in (message, message.held) if each is not None and each.manifest_id]
         find = self._cluster.manifests.find
         whole = any(find(ident) is None for ident in named)  # also where it was said now: it is not kept; so below
-        held = message.held.part_ids if message.held is not None else ()
-        parts = dict.fromkeys(ident for ident in (*message.part_ids, *held) if find(ident) is None)
+        parts = dict.fromkeys(ident for ident in (*message.part_ids, *held_ids(message)) if find(ident) is None)
         self._ask(session, dict(self._missing(message)), RegisterAgain(message.request, whole, tuple(parts)))
 
     def _ask(self, session: int, missing: Mapping[str, bool], again: Again) -> None:
@@ -102,7 +103,7 @@ class ManifestQuestions:
         for each in (message,) if held is None else (message, held):
             if not each.manifest and each.manifest_id and find(each.manifest_id) is None:
                 yield each.manifest_id, False
-            for ident in each.part_ids:
+            for ident in each.part_ids if each is message else held_ids(message):
                 if ident not in said and find(ident) is None:
                     yield ident, True
 
@@ -127,3 +128,9 @@ class ManifestQuestions:
             self._cluster.timers.set("manifest", ident, nextafter(self._cluster.now, inf))  # not within this step
         else:
             del self._waiting[ident]
+
+
+def held_ids(message: Register) -> tuple[str, ...]:
+    """The ids of the parts of what it holds, and of what describes the origin of that."""
+    held = message.held
+    return () if held is None else (*held.part_ids, *((held.publication,) if held.publication else ()))

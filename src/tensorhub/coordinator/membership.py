@@ -14,14 +14,15 @@ from tensorhub.coordinator.actions import DOOR
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
 from tensorhub.coordinator.handovers import Handovers
-from tensorhub.coordinator.manifest_questions import ManifestQuestions
+from tensorhub.coordinator.manifest_questions import ManifestQuestions, held_ids
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
+from tensorhub.errors import CoordinatorUnavailable, ProtocolError, RegistrationError, TensorHubError
+from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
     BegunWith,
@@ -388,7 +389,7 @@ class Membership:
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
         self._manifest_questions.came(message.manifest_id, *message.part_ids)
         if message.held is not None:
-            self._manifest_questions.came(message.held.manifest_id, *message.held.part_ids)
+            self._manifest_questions.came(message.held.manifest_id, *held_ids(message))
         group, held = member.group, message.held
         retained = self._retentions.tell_with(member, held.content_id) if held is not None and keep else None
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
@@ -484,7 +485,10 @@ class Membership:
         What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
         held before does not count either if its vote has committed the group to another content.
         """
-        cluster, group = self._cluster, member.group
+        cluster, group, origins = self._cluster, member.group, b""
+        if held.publication:
+            *found, origins = parts
+            parts = tuple(found)
         committed = None
         if group.world_size > 1 and member.purpose is Purpose.USE:  # a prefetch may commit to what its handles hold already
             committed = cluster.committed_content(group.model.name, group.name)
@@ -506,7 +510,9 @@ class Membership:
         if is_known or (is_published and not held.publication):
             layout = version.holdings
         elif held.publication and (is_published or bridges.misfit(group, version) is None):
-            layout = cluster.lay_out(version, group, held.publication)
+            if not (_is_publication(origins) and cluster.manifests.has_room_for(held.manifest, *parts, origins)):
+                return False
+            layout = cluster.lay_out(version, group, origins)
         else:
             return False
         if member.shard not in layout:
@@ -609,3 +615,12 @@ def _layout_of(group: Group) -> str:
 def _unannounced(worker: Worker) -> Iterator[Member]:
     """Its ranks that it has not named over its present connection."""
     return (member for member in worker.members.values() if member.said_in != worker.session)
+
+
+def _is_publication(said: bytes) -> bool:
+    """Whether that describes who holds what."""
+    try:
+        Published.decode(said)
+    except ProtocolError:
+        return False
+    return True

@@ -145,7 +145,7 @@ class Readers:
         lacking = [] if None in fed else [need for need in part.lacking() if need not in fed]
         grants = [self.lend(part, *source) for source in self.sources(part, lacking)] if lacking else []
         own, origin = part.layout.of(part.shard), part.origin
-        if origin is None or grants or version.abandoned or part.can_be_whole or not part.needs_source:
+        if origin is None or grants or part.is_abandoned or part.can_be_whole or not part.needs_source:
             return grants
         grants += [self._lend(part, each, partial=True) for each in self._partial_holdings(part, version, own)]
         for need in lacking if not origin.origin_id else ():
@@ -161,7 +161,7 @@ class Readers:
         """Partial copies that it may read and does not read yet. Every reader reads from the next one in the list, so that a
         chunk that one of them has comes to all of them; the others are the best ones.
         """
-        if version.abandoned:
+        if part.is_abandoned:
             return []  # its last holder left on purpose: nobody waits for it (R12)
         mine = part.holding if need is None else None
         read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need == need]
@@ -526,9 +526,9 @@ class Readers:
         holding.layout.remove(holding)
         member.group.model.unaware.pop(member.registration, None)
         layout = holding.layout
-        if on_purpose and not holding.bridges and version.visible and not version.has_live_source():
-            version.abandoned = True
-        if version.abandoned or (holding.complete and not layout.are_whole()):
+        if on_purpose and holding.committed and version.visible and not layout.have_sources():
+            layout.abandoned = True
+        if layout.abandoned or (holding.complete and not layout.are_whole()):
             self._reconsider_readers(version)
         if holding.bridges:
             self._feed(holding)

@@ -243,7 +243,7 @@ class Retentions:
                 f"version {message.version} of {message.model!r} cannot be pinned: it is not published, or not any more",
                 retryable=model is None or model.mark is None or message.version > model.mark,
             )
-        if not version.has_live_source():
+        if not version.is_held:
             text = f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it now; {held_text(model)}"
             return VersionUnavailable(text)
         if self._cluster.pins[worker.incarnation] >= limits.PINS_OF_WORKER_MAX:

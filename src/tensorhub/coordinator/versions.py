@@ -166,10 +166,14 @@ class Versions:
         before = [(version, version.state) for version in model.versions.values()]
         others_changed = self._refresh_others(model)
         for version, _ in before:
-            live = version.visible and version.has_live_source()
-            if live and (version.abandoned or version.outlived):
-                version.abandoned = version.outlived = False
+            live = version.visible and version.is_held
+            if live and version.outlived:
+                version.outlived = False
                 self._cluster.note(version)
+            for layout in version.layouts:
+                if layout.abandoned and layout.have_sources():
+                    layout.abandoned = False
+                    self._cluster.note(version)
             if live and version.state is VersionState.UNAVAILABLE:
                 self._cluster.become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:

@@ -68,29 +68,42 @@ def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way
         yield Way(version.holdings, None)
     if member.fits_any_layout:
         return
-    if not is_published and version.holdings.is_described:
-        cluster.describe(version, version.holdings)
-    for origin in version.layouts:
-        origin_id = origin.described_as
-        if not origin_id or (origin is version.holdings and is_published):
+    for origin in version.others.values() if is_published else version.layouts:
+        if not origin.is_described:
             continue
-        if origin.origin_id:
-            continue  # not yet
+        origin_id = cluster.describe(version, origin)
         if begun is None or begun.publication == origin_id:
             yield Way(version.others.get((member.group.layout_id or "", origin_id)), origin)
 
 
 def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None:
     """By which its ranks read it best; None: there is none now."""
-    found = None
+    found = list[Way]()
     for way in of(cluster, version, operation):
-        if not way.serves:
-            continue
-        if way.origin is None:
-            return way  # it costs those who read what was published nothing that there are others
-        if found is None:
-            found = way
-    return found
+        if way.serves:
+            if way.origin is None:
+                return way  # it costs those who read what was published nothing that there are others
+            found.append(way)
+    if len(found) < 2:
+        return found[0] if found else None
+    site = first_member(operation).worker.location.site
+    return min(found, key=lambda way: _order(way, version, site))
+
+
+def _order(way: Way, version: Version, site: str) -> tuple[bool, bool, bool, bool]:
+    """First comes a way by which nothing enters the site again: the reader's layout or the origin is there. Then what was
+    published, and then the reader's layout.
+    """
+    layout, origin = way
+    assert origin is not None
+    follows, bridges = layout is not None and layout.have_sources(), origin.has_each_class()
+    is_near = follows and layout is not None and _is_in(layout, site)
+    return not is_near, not (bridges and _is_in(origin, site)), not (bridges and origin is version.holdings), not follows
+
+
+def _is_in(layout: Layout, site: str) -> bool:
+    """Whether each shard has a source in that site."""
+    return all(any(h.is_source and h.member.worker.location.site == site for h in there) for there in layout.values())
 
 
 def serve(operation: Operation) -> bool:

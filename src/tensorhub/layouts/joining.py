@@ -97,7 +97,7 @@ def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publicat
     ProtocolError: a part is not what its id names, or does not belong to the one above it. ManifestMismatch: the ranks do
     not make one version.
     """
-    return Publication(readers_of(published, parts)).check()
+    return Publication(readers_of(published, parts)).check(may_repeat=published.is_copy)
 
 
 def readers_of(published: Published, parts: Mapping[str, bytes]) -> tuple[Coordinates, ...]:
@@ -140,7 +140,7 @@ def reading_for(
     reader = reader_of(publication, manifest, declared)
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
     key = msgpack.packb([GRID, published.publication_id, reader.coordinates_id, declared.rank])
-    return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader)
+    return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader, published)
 
 
 def reader_of(publication: Publication, manifest: Manifest, declared: Declaration) -> Coordinates:

@@ -61,10 +61,12 @@ class Publication:
         first: dict[tuple[tuple[int, ...], ...], int] = {}
         return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in places.items()}
 
-    def check(self) -> Publication:
-        """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on each rank."""
+    def check(self, *, may_repeat: bool = False) -> Publication:
+        """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank (`may_repeat`: or
+        several, which are equal).
+        """
         faults = [*_unheld(self.catalogue, [each.coordinates for each in self.classes], "is held by no rank")]
-        for each in self.classes:
+        for each in () if may_repeat else self.classes:
             faults += _held_twice(each)
         refuse(faults, "fault(s) in what the ranks publish together")
         return self

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tensorhub.layouts.arrangement import Coordinates
+from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
 from tensorhub.manifest import Chunk, Digest, Manifest, TensorSpec
 from tensorhub.strips import Strip
@@ -25,11 +26,14 @@ NOTHING = Reading((), (), ())
 
 @dataclass(frozen=True)
 class ReshardedManifest(Manifest):
-    """`grid`: names the publication, the rank and where its pieces lie (`lies`), from all of which the reading follows."""
+    """`grid`: names the publication (`of`), the rank and where its pieces lie (`lies`), from all of which the reading
+    follows.
+    """
 
     reading: Reading = NOTHING
     grid: str = ""
     lies: Coordinates | None = None
+    of: Published | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -95,8 +99,19 @@ def counts_of(manifest: Manifest) -> Sequence[tuple[int, int]]:
 
 
 def resharded(
-    manifest: Manifest, digest: Digest, chunk_bytes: int, reading: Reading, grid: str, lies: Coordinates | None = None
+    manifest: Manifest,
+    digest: Digest,
+    chunk_bytes: int,
+    reading: Reading,
+    grid: str,
+    lies: Coordinates | None = None,
+    of: Published | None = None,
 ) -> ReshardedManifest:
     """This manifest's tensors and regions, in the chunks of this reading."""
     own = manifest.tensors, manifest.regions, chunk_bytes, digest, manifest.layout_id, manifest.metadata
-    return ReshardedManifest(*own, reading, grid, lies)
+    return ReshardedManifest(*own, reading, grid, lies, of)
+
+
+def publication_in(manifest: Manifest) -> Published | None:
+    """What it is read from, where the layout is not the published one."""
+    return manifest.of if isinstance(manifest, ReshardedManifest) else None

@@ -7,7 +7,6 @@ another layout has, is made of strips: then the memory `is_strided`, and has no 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cache
@@ -23,6 +22,7 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
+from tensorhub.memory.covering import Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks, runs
 from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
 from tensorhub.strips import Strip
@@ -43,6 +43,7 @@ class ChunkMemory:
         "__weakref__",
         "_addresses",
         "_chunks",
+        "_covering",
         "_regions",
         "_spans",
         "_strided",
@@ -86,6 +87,7 @@ class ChunkMemory:
             self._strided = Strided([region for region in self._regions if isinstance(region, memoryview)], self._addresses)
         self.sizes: Sequence[int] = tuple([chunk.nbytes for chunk in chunks]) if sizes is None else sizes
         self._spans: tuple[tuple[int, int], ...] | None = None
+        self._covering: Covering | None = None
 
     def _chunks_in(self, regions: frozenset[int]) -> Iterator[int]:
         if self._strips is None:
@@ -117,9 +119,14 @@ class ChunkMemory:
         return selection.fault([region.nbytes for region in self._regions])
 
     def covers(self, selection: Selection) -> Callable[[int], tuple[int, ...]]:
-        """Of which of this memory's chunks, which must be contiguous, each of a selection has bytes; perhaps of fewer."""
-        starts = [(chunk.region, chunk.offset) for chunk in self._chunks]
-        return cache(lambda chunk: _covered(starts, selection.chunks[chunk]))
+        """Of which of this memory's chunks each of a selection has bytes; perhaps of fewer."""
+        if self._covering is None and self._strips is not None:
+            self._covering = Covering.of(self._strips)
+        elif self._covering is None:
+            places = ((chunk.region, chunk.offset, chunk.nbytes) for chunk in self._chunks)
+            self._covering = Covering(Extent(of, at, at + size, chunk) for chunk, (of, at, size) in enumerate(places))
+        covering = self._covering
+        return cache(lambda chunk: covering.chunks(selection.chunks[chunk]))
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -239,26 +246,6 @@ class ChunkMemory:
 
 def _flat(region: Bytes) -> Bytes:
     return region if isinstance(region, DeviceBytes) or not region.nbytes else region.cast("B")
-
-
-def _covered(starts: Sequence[tuple[int, int]], strips: Sequence[Strip]) -> tuple[int, ...]:
-    """`starts`: (region, offset) of each chunk, ascending. Strips that somebody else has made may all cover everything: that
-    costs a search for each of their cells, and no more.
-    """
-    runs: set[tuple[int, int]] = set()
-    for strip in strips:
-        region, offset, region_step, offset_step, length, _, _ = strip
-        if region_step:
-            ends = [(of, at, at + strip.extent) for of, at in strip.cells()]
-        else:
-            last = offset + (length - 1) * offset_step
-            ends = [(region, min(offset, last), max(offset, last) + strip.extent)]
-        for of, first, end in ends:
-            runs.add((bisect_right(starts, (of, first)) - 1, bisect_left(starts, (of, end))))
-    found: list[int] = []
-    for first, end in sorted(runs):
-        found.extend(range(max(first, found[-1] + 1 if found else 0), end))
-    return tuple(found)
 
 
 def _strips_of(memory: ChunkMemory) -> Strips:

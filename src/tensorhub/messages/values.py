@@ -25,7 +25,7 @@ its manifest says. Of what was read from another layout they are always there, a
 """
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
 DIFFERENCES_TOLD_MAX = 64  # between tensors, that one rank tells the others of its group
-PARTS_ASKED_MAX = 6  # of one Register: of what is registered, and of what is held
+PARTS_ASKED_MAX = 7  # of one Register: of what is registered, and of what is held; and what describes its origin
 
 
 def digests_bytes_max(frame_bytes_max: int) -> int:

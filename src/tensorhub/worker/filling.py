@@ -119,12 +119,8 @@ class Filling(GroupCall[calls.FillCall]):
         written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
         version = self._version
         what = version.version, version.content_id, self._base.manifest_id, written
-        return messages.Begun(self._bound_as, *what, publication=self._publication)
-
-    @property
-    def _publication(self) -> str:
-        """From which the grid follows; "": it is the published one."""
-        return "" if self._planning is None else self._planning.publication_id
+        publication = "" if self._planning is None else self._planning.publication_id
+        return messages.Begun(self._bound_as, *what, publication)
 
     @property
     def _base(self) -> Manifest | None:
@@ -434,7 +430,7 @@ class Filling(GroupCall[calls.FillCall]):
         version, manifest = self._bound
         base = self._base if self._planning is not None else None
         part_ids = tuple(said_parts(manifest)) or self._part_ids
-        return Content(version, manifest, self.generation, base=base, part_ids=part_ids, publication=self._publication)
+        return Content(version, manifest, self.generation, base=base, part_ids=part_ids)
 
     # ------------------------------------------------------------------------------------- what needs no network
 

@@ -399,7 +399,7 @@ class Interpreter:
         """
         manifest, selection, own = self.member.manifest_under(question.generation), question.selection, None
         if selection and isinstance(manifest, ReshardedManifest):
-            own = manifest.chunks_of(question.shard, selection) or ()
+            own = manifest.chunks_of(question.shard, selection)  # else others read that here
         tell = partial(self._tell, question.generation, last=True, selection=selection, shard=question.shard)
         for target in (self._registration, RegistrationId(staging_of(self._registration))):
             width, digests = listed(target, selection if own is None else "") or (0, ())

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from tensorhub.errors import LeaseLost
 from tensorhub.layouts.joining import said_parts
+from tensorhub.layouts.resharded import publication_in
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked, SelectionRoot
@@ -38,12 +39,11 @@ class Content:
     roots: tuple[SelectionRoot, ...] = ()  # the same, of each selection; instead, where it is held in another layout
     base: Manifest | None = None  # whose regions it has, where it is held in another layout; None: `manifest`
     part_ids: tuple[str, ...] = ()  # of what is held, as the coordinator names them
-    publication: str = ""  # of whose shards it was read in selections; "": it has the published grid
     spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self, *, told: bool) -> Held:
         """The same, for the coordinator. `told`: it has asked for the manifest itself."""
-        version, manifest = self.version, self.base or self.manifest
+        version, manifest, of = self.version, self.base or self.manifest, publication_in(self.manifest)
         return Held(
             version=version.version,
             content_id=version.content_id,
@@ -55,7 +55,7 @@ class Content:
             root=self.root,
             manifest_id=manifest.manifest_id,
             part_ids=self.part_ids,
-            publication=self.publication,
+            publication="" if of is None else of.publication_id,
         )
 
 
@@ -309,8 +309,11 @@ class MemberMemory(Stateful[HandleState]):
         """What was asked for of the parts of what is registered, and of what is held."""
         shard, found = self._context.shard, dict[str, bytes]()
         held = content.manifest if content is not None else None
+        of = publication_in(held) if held is not None else None
         if held is not None:
             found |= said_parts(held)
+        if of is not None:
+            found[of.publication_id] = of.encode()
         for manifest in (shard.manifest, held):
             if manifest is not None and not found.keys() >= set(asked):
                 found |= shard.parts(manifest)

@@ -259,8 +259,6 @@ class SharedOwner:
             return NOT_OPEN
         covers: Covers | None = None
         if not is_known:
-            if memory.is_strided:
-                return Refusal("this memory is of another layout than the published one: no selection is of it")
             if fault := memory.fault(selection):
                 return Refusal(f"that selection is not of this memory: {fault}")
             covers = memory.covers(selection)

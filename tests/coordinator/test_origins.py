@@ -1,0 +1,224 @@
+"""Versions that are read out of another layout than the published one: when, by whom, and what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tensorhub.coordinator import ways
+from tensorhub.coordinator.states import VersionState
+from tensorhub.digests import root_of
+from tensorhub.layouts.published import Published
+from tensorhub.manifest import id_of
+from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Registered, Start, Write
+from tests.coordinator.layout_world import Rank, World, lies_of, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.test_layouts_over_time import back, held_by
+
+OF_R = Need(0, "all of it", 4, 50)
+
+
+def held(site: str = "here") -> tuple[World, list[Rank], list[Rank]]:
+    """A published version, and a group of another layout that has read it."""
+    world, trainers = published()
+    readers = filling(world, site=site)
+    finish(world, readers, trainers)
+    return world, trainers, readers
+
+
+def leave(world: World, *ranks: Rank) -> None:
+    for rank in ranks:
+        world.leave(rank)
+        world.fenced(rank)
+
+
+@pytest.mark.parametrize("group", ["a third one", "the published one"])
+def test_who_has_read_it_is_read_when_its_publisher_has_left(group: str) -> None:
+    world, trainers, (reader,) = held()
+    leave(world, *trainers)
+    assert world.version.state is VersionState.AVAILABLE
+    ranks = world.group("x", [("own/x", ())] if group == "a third one" else [cut(0), cut(1)])
+    world.fill(ranks)
+    for rank in ranks:
+        (start,) = rank.take(Start)
+        world.say(rank, GetPart(7, start.publication))
+        (reply,) = rank.take(ManifestReply)
+        shards = (tuple(map(id_of, lies_of(reader))),)
+        assert Published.decode(reply.manifest) == Published("xxh3-64", 2**28, shards, is_copy=True)
+    for rank in ranks:
+        world.ready(rank, OF_R)
+    for rank in ranks:
+        (write,) = rank.take(Write)
+        assert [(each.source, each.selection, each.shard) for each in write.grants] == [("r0", "all of it", 0)]
+    for rank in ranks:
+        world.vote(rank, root(OF_R))
+    world.tell(ranks[0], OF_R)
+    assert all([outcome.committed for outcome in rank.take(Outcome)] == [True] for rank in ranks)
+    assert not world.version.has_live_source()
+
+
+def test_the_publisher_who_comes_back_to_its_own_layout_reads_it_from_others() -> None:
+    world, trainers, _ = held()
+    leave(world, *trainers)
+    world.fill(trainers)
+    for trainer in trainers:
+        world.ready(trainer, OF_R)
+    assert [world.sources(trainer) for trainer in trainers] == [[("r0", "all of it", 0)]] * 2
+
+
+def test_what_was_published_is_read_while_it_is_there() -> None:
+    world, trainers, _ = held()
+    (start,) = begin(world, "x", "own/x").take(Start)
+    assert start.publication == world.version.holdings.described_as
+    (copies,) = [world.group("c", [cut(0), cut(1)])]
+    world.fill(copies)
+    (start,) = copies[0].take(Start)
+    assert not start.publication
+    assert trainers
+
+
+def begin(world: World, group: str, layout_id: str, *, site: str = "here") -> Rank:
+    (rank,) = world.group(group, [(layout_id, ())], site=site)
+    world.fill([rank])
+    return rank
+
+
+def test_who_is_still_filled_is_no_origin() -> None:
+    world, trainers = published()
+    readers = filling(world)
+    world.lose(*trainers)
+    late = begin(world, "x", "own/x")
+    assert not late.take(Start)
+    assert readers
+    assert world.version.state is VersionState.UNAVAILABLE
+
+
+def test_who_may_leave_some_unread_is_no_origin() -> None:
+    world, trainers = published()
+    reader = world.arrive("r", 0, 1, "own/r0", registers=False)
+    world.register(reader, partial=True)
+    world.fill([reader])
+    world.ready(reader, A)
+    finish(world, [reader], trainers[:1], [A])
+    leave(world, *trainers)
+    assert not begin(world, "x", "own/x").take(Start)
+    assert world.version.state is VersionState.UNAVAILABLE
+
+
+def test_one_layout_of_two_origins_is_two() -> None:
+    """Chunks of one are none of the other: nobody follows across them."""
+    world, trainers, _ = held()
+    first = begin(world, "x", "own/x")
+    world.ready(first, A, B)
+    finish(world, [first], trainers)
+    leave(world, *trainers)
+    second = begin(world, "s", "own/s")
+    (start,) = second.take(Start)
+    world.ready(second, OF_R)
+    assert start.publication in (reader_of(world, "own/r0"), reader_of(world, "own/x"))
+    world.vote(second, root(OF_R))
+    world.tell(second, OF_R)
+    origins: dict[str, str] = dict(list(world.version.others))
+    assert origins["own/s"] == start.publication
+    assert origins["own/x"] == world.version.holdings.described_as
+
+
+def reader_of(world: World, layout_id: str) -> str:
+    (found,) = [layout.described_as for (of, _), layout in world.version.others.items() if of == layout_id]
+    return found
+
+
+def test_what_describes_an_origin_stays_as_long_as_somebody_has_read_from_it() -> None:
+    world, trainers, (reader,) = held()
+    leave(world, *trainers)
+    late = begin(world, "x", "own/x")
+    world.ready(late, OF_R)
+    world.vote(late, root(OF_R))
+    world.tell(late, OF_R)
+    origin_id = reader_of(world, "own/r0")
+    world.lose(reader)
+    assert [layout.described_as for layout in world.version.described_as(origin_id)] == [origin_id]
+    follower = begin(world, "y", "own/x")
+    (start,) = follower.take(Start)
+    assert start.publication == origin_id
+    world.ready(follower, OF_R)
+    assert world.sources(follower) == [("x0", "", 0)]
+    world.lose(late, follower)
+    assert not world.version.others
+    assert not world.version.selections
+
+
+def test_in_another_site_it_is_read_of_who_has_it_there() -> None:
+    """No byte of a version enters a site twice, whatever the layouts."""
+    world, trainers, _ = held(site="there")
+    near = begin(world, "x", "own/x", site="there")
+    (start,) = near.take(Start)
+    assert start.publication == reader_of(world, "own/r0")
+    world.ready(near, OF_R)
+    assert world.sources(near) == [("r0", "all of it", 0)]
+    far = begin(world, "y", "own/y")
+    (start,) = far.take(Start)
+    assert start.publication == world.version.holdings.described_as
+    assert trainers
+
+
+def test_a_reader_whose_origin_leaves_on_purpose_ends_and_the_next_call_takes_another_way() -> None:
+    world, trainers, _ = held()
+    filling(world, "x", site="there")
+    (other,) = world.group("s", [("own/s", ())])
+    world.fill([other])
+    world.ready(other, A, B)
+    leave(world, *trainers)
+    (outcome,) = other.take(Outcome)
+    assert outcome.error is not None
+    assert "left on purpose" in outcome.error.message
+    assert outcome.error.retryable
+    world.fill([other])
+    (start,) = other.take(Start)[-1:]
+    assert start.publication == reader_of(world, "own/r0")
+
+
+def test_after_a_restart_an_origin_is_one_again_though_nobody_else_comes_back() -> None:
+    world, _, (reader,) = held()
+    info = world.version.info
+    world = world.restarted()
+    reader = back(world, reader, held_by(reader, info))
+    assert [answer.keep for answer in reader.take(Registered)] == [True]
+    assert world.version.state is VersionState.AVAILABLE
+    trainers = world.group("t", [cut(0), cut(1)])
+    world.fill(trainers)
+    for trainer in trainers:
+        world.ready(trainer, OF_R)
+    assert [world.sources(trainer) for trainer in trainers] == [[("r0", "all of it", 0)]] * 2
+
+
+def test_after_a_restart_what_describes_no_origin_is_not_believed() -> None:
+    world, _, (reader,) = held()
+    info = world.version.info
+    world = world.restarted()
+    same = world.arrive("r", 0, 1, "own/r0", registers=False)
+    same.description = b"anything"
+    said = replace(held_by(reader, info), publication=same.publication)
+    world.register(same, said, parts=(*lies_of(reader), same.description))
+    assert [answer.keep for answer in same.take(Registered)] == [False]
+
+
+def test_who_reads_what_was_published_looks_at_no_other_way() -> None:
+    world, _, _ = held()
+    (copies,) = [world.group("c", [cut(0), cut(1)])]
+    world.fill(copies)
+    operation = world.operation(copies[0])
+    assert ways.find(world.core.cluster, world.version, operation) == ways.Way(world.version.holdings, None)
+
+
+def test_digests_of_an_origin_are_those_that_its_first_readers_have_found() -> None:
+    world, trainers, _ = held()
+    leave(world, *trainers)
+    late = begin(world, "x", "own/x")
+    world.ready(late, OF_R)
+    world.vote(late, root(OF_R, b"b"))
+    world.tell(late, OF_R, b"b")
+    assert [outcome.committed for outcome in late.take(Outcome)] == [True]
+    key = (reader_of(world, "own/r0"), 0, "all of it")
+    assert world.version.selections[key].root == root_of(list_of(OF_R.chunks, b"b"))
