@@ -97,7 +97,8 @@ def test_who_is_still_filled_is_no_origin() -> None:
 def test_who_may_leave_some_unread_is_no_origin() -> None:
     world, trainers = published()
     reader = world.arrive("r", 0, 1, "own/r0", registers=False)
-    world.register(reader, partial=True)
+    reader.partial = True
+    world.register(reader)
     world.fill([reader])
     world.ready(reader, A)
     finish(world, [reader], trainers[:1], [A])

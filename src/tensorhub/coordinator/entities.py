@@ -422,6 +422,13 @@ class Holding:
         """Whether it is not as it was published."""
         return bool(self.layout.origin_id)
 
+    @property
+    def is_no_origin(self) -> bool:
+        """Whether nobody may read selections of it: it is not as it was published, and not complete. So nobody waits in a
+        circle across layouts.
+        """
+        return self.bridges and not self.complete
+
     def is_filled_by(self, trusted: Callable[[Holding], bool]) -> bool:
         """Whether all that it lacks comes from holdings of which that is so."""
         lasting = [lease for lease in self.fillers if not lease.dropping]

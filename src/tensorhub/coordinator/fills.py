@@ -354,7 +354,7 @@ class Fills:
             manifest_id = part.begun.manifest_id
         root = self._testimonies.root_for(part)
         part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
-        publication = part.layout.origin_id
+        publication = "" if part.origin is None else part.origin.described_as
         what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication)
         start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)

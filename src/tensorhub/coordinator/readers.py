@@ -212,8 +212,8 @@ class Readers:
             nonlocal below
             if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
-            if need is not None and holding.bridges and not holding.complete:
-                return True  # nobody waits for it, so nobody waits in a circle
+            if need is not None and holding.is_no_origin:
+                return True
             if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
             if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._dry):

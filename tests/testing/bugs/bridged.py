@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import bridges
+from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import Operation, RankPart
+from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.worker.owner import Owner
@@ -67,6 +69,23 @@ def bridge_is_not_mended() -> Iterator[None]:
 )
 def replicas_vouch_unseen() -> Iterator[None]:
     with replaced(Owner, "vouched_by", lambda self, access: {}):
+        yield
+
+
+@bug("R9: who is still filled in another layout than the published one is read by whoever needs selections of it")
+def fills_are_origins() -> Iterator[None]:
+    anybody = replaced(LayoutHoldings, "has_each_class", lambda self: self.are_whole() or any(self.values()))
+    with anybody, replaced(Holding, "is_no_origin", property(lambda self: False)):
+        yield
+
+
+@bug("R8: chunks of one layout are taken for equal, whatever the layout that its selections are cut from")
+def one_grid_for_all_origins() -> Iterator[None]:
+    def lay_out(before: Callable[..., Any], self: Cluster, version: Version, group: Any, origins: bytes) -> Any:
+        known = [layout for layout in version.others.values() if layout.layout_id == group.layout_id]
+        return known[0] if origins and known else before(self, version, group, origins)
+
+    with around(Cluster, "lay_out", lay_out):
         yield
 
 

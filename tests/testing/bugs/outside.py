@@ -608,10 +608,10 @@ def abandoned_for_ever() -> Iterator[None]:
     refresh = Versions.refresh
 
     def broken(self: Versions, model: Model) -> None:
-        before = [v for v in model.versions.values() if v.abandoned]
+        before = [layout for v in model.versions.values() for layout in v.layouts if layout.abandoned]
         refresh(self, model)
-        for version in before:
-            version.abandoned = True
+        for layout in before:
+            layout.abandoned = True
 
     with replaced(Versions, "refresh", broken):
         yield

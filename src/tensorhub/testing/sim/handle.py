@@ -326,7 +326,7 @@ class HandleShell:
         match action:
             case calls.Say():
                 if isinstance(action.message, Publish):
-                    self.cluster.guarantees.contents.promise(action.message.key, self.shard.rank, self.cells)
+                    self.cluster.guarantees.contents.promise(action.message.key, self.shard, self.cells)
                 record = self.last_call
                 if isinstance(action.message, Prepared) and record is not None and record.key == action.message.key:
                     record.votes = (*record.votes, action.message.key)
@@ -443,23 +443,34 @@ class HandleShell:
             self.worker.say(message)
 
     def lay_out(self, manifest: Manifest) -> None:
-        """From now on its cells are that manifest's chunks."""
-        self.grid = manifest
-        if len(self.cells) != manifest.chunk_count:
+        """From now on its cells are that manifest's chunks: none of what it has is one of those of another grid."""
+        before, self.grid = self.grid, manifest
+        is_other = before is None or before.grid_id != manifest.grid_id
+        crosses = is_of_other_layout(before) or is_of_other_layout(manifest)
+        if len(self.cells) != manifest.chunk_count or (is_other and crosses):
             self.cells = ["half-filled"] * manifest.chunk_count
 
     def select(self, generation: int, selection: Selection) -> None:
         """A reader says of which of its bytes the next chunks are."""
-        chunks = selection.chunks
+        chunks, grid = selection.chunks, self.layout_of_cells
         self.worker.selections[selection.selection_id] = selection
         sizes = [CHUNK_BYTES] * len(chunks)
-        self.worker.owner.select(self.id, generation, selection.selection_id, sizes, lambda chunk: covered(chunks[chunk]))
+        self.worker.owner.select(self.id, generation, selection.selection_id, sizes, lambda n: covered(grid, chunks[n]))
 
     def cell_in(self, selection: str, chunk: int) -> str:
         """What that chunk of a selection holds, or ("") of its own grid."""
         if not selection:
             return self.cells[chunk]
-        return cell_of(self.worker.selections[selection].chunks[chunk], self.cells)
+        return cell_of(self.layout_of_cells, self.worker.selections[selection].chunks[chunk], self.cells)
+
+    @property
+    def layout_of_cells(self) -> Manifest:
+        """Of which its cells are the chunks."""
+        grid = self.grid if is_of_other_layout(self.grid) else None
+        held = self.member.content
+        found = grid or (held.manifest if held is not None else self.grid)
+        assert found is not None
+        return found
 
     def is_spoilt(self, access: Access) -> bool:
         """Whether what vouches for this access has changed. Then it has ended, and the coordinator hears so."""

@@ -1,15 +1,17 @@
 """Groups of several layouts: which part of one tensor each rank has, and what a chunk of another grid holds.
 
 The tensor has rows of CHUNK_BYTES. Memory is cells, one for each chunk of the grid in which it was published or filled. What
-a chunk of a selection holds follows from the published cells that its strips touch, so that whoever reads it, in whichever
-way, has to end up with the same.
+a chunk of a selection holds follows from the cells that its strips touch, and is said in published cells, so that whoever
+reads it, in whichever way, has to end up with the same.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf as INF
 from random import Random
 
 from tensorhub.layouts.arrangement import Coordinates
@@ -80,11 +82,10 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
 
 def bytes_read(parts: Iterable[Part]) -> int:
     """How many bytes these read together; what several read counts once."""
-    runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    runs: dict[int, list[tuple[int, int]]] = {}
     for part in parts:
-        for strips in part.selection.chunks:
-            for chunk, first, end in _pieces(strips):
-                runs.setdefault((part.shard, chunk), []).append((first, end))
+        for strip in (strip for strips in part.selection.chunks for strip in strips):
+            runs.setdefault(part.shard, []).extend((offset, offset + strip.run) for _, offset in strip.places())
     total = 0
     for found in runs.values():
         at = 0
@@ -97,35 +98,74 @@ def bytes_read(parts: Iterable[Part]) -> int:
 # ------------------------------------------------------------------------------------------------------------- cells
 
 
-def _touched(strips: Iterable[Strip]) -> Iterator[tuple[int, int, int]]:
-    """Which published chunks these have bytes of, in order: (chunk, first byte of it, end)."""
+Piece = tuple[str, int, int]  # bytes of a published cell, by its tag: the first, and the end
+Box = tuple[int, int, int, int]  # rows and columns of the tensor: the first, and the end, of either
+_kept: dict[str, list[tuple[int, int, int, int]]] = {}  # by grid: see `_runs_of`
+
+
+def _runs_of(grid: Manifest) -> list[tuple[int, int, int, int]]:
+    """Where the chunks of memory of that grid lie: (first byte, end, chunk, how many bytes of the chunk come before)."""
+    if grid.grid_id not in _kept:
+        if len(_kept) > 256:
+            _kept.clear()
+        found = []
+        for chunk in range(grid.chunk_count):
+            at = 0
+            for strip in grid.places(chunk):
+                for _, offset in strip.places():
+                    found.append((offset, offset + strip.run, chunk, at))
+                    at += strip.run
+        _kept[grid.grid_id] = sorted(found)
+    return _kept[grid.grid_id]
+
+
+def _touched(grid: Manifest, strips: Iterable[Strip]) -> Iterator[tuple[int, int, int]]:
+    """Which chunks of that grid these have bytes of, in order: (chunk, first byte of it, end)."""
+    runs = _runs_of(grid)
     for strip in strips:
         for _, offset in strip.places():
-            at, end = offset, offset + strip.run
-            while at < end:
-                chunk = at // CHUNK_BYTES
-                stop = min(end, (chunk + 1) * CHUNK_BYTES)
-                yield chunk, at - chunk * CHUNK_BYTES, stop - chunk * CHUNK_BYTES
-                at = stop
+            end = offset + strip.run
+            for first, stop, chunk, before in runs[max(0, bisect_right(runs, (offset, INF)) - 1) :]:
+                if first >= end:
+                    break
+                least, most = max(first, offset), min(stop, end)
+                if least < most:
+                    yield chunk, before + least - first, before + most - first
 
 
-@lru_cache(maxsize=4096)
-def _pieces(strips: tuple[Strip, ...]) -> tuple[tuple[int, int, int], ...]:
-    return tuple(_touched(strips))
+def covered(grid: Manifest, strips: tuple[Strip, ...]) -> tuple[int, ...]:
+    """The chunks of that grid that these touch, ascending."""
+    return tuple(sorted({chunk for chunk, _, _ in _touched(grid, strips)}))
 
 
-def covered(strips: tuple[Strip, ...]) -> tuple[int, ...]:
-    """The published chunks that these touch, ascending."""
-    return tuple(sorted({chunk for chunk, _, _ in _pieces(strips)}))
+def cell_of(grid: Manifest, strips: tuple[Strip, ...], cells: Cells | Sequence[str]) -> str:
+    """What these strips of memory hold whose chunks are those cells."""
+    found: list[Piece] = []
+    for chunk, first, end in _touched(grid, strips):
+        found += _cut(cells[chunk], first, end)
+    return joined(found)
 
 
-def cell_of(strips: tuple[Strip, ...], cells: Cells | Sequence[str]) -> str:
-    """What these strips of published memory hold."""
-    found = []
-    for chunk, first, end in _pieces(strips):
-        is_whole = (first, end) == (0, CHUNK_BYTES)
-        found.append(cells[chunk] if is_whole else f"{cells[chunk]}{OF}{first}-{end}")
-    return AND.join(found)
+def _cut(cell: str, first: int, end: int) -> Iterator[Piece]:
+    """These bytes of a cell."""
+    at = 0
+    for tag, of in tags_in(cell):
+        least, most = map(int, of.split("-")) if of else (0, end)
+        here, stop = max(first, at), min(end, at + most - least)
+        if here < stop:
+            yield tag, least + here - at, least + stop - at
+        at += most - least
+
+
+def joined(pieces: Iterable[Piece]) -> str:
+    """The cell that consists of these, said in one way only."""
+    found: list[Piece] = []
+    for tag, first, end in pieces:
+        if found and found[-1][0] == tag and found[-1][2] == first:
+            found[-1] = tag, found[-1][1], end
+        else:
+            found.append((tag, first, end))
+    return AND.join(f"{tag}{OF}{first}-{end}" for tag, first, end in found)
 
 
 def tags_in(cell: str) -> list[tuple[str, str]]:
@@ -139,13 +179,42 @@ def part_of(manifest: Manifest, shard: int, selection: str) -> Part | None:
     return next((p for p in parts if (p.shard, p.selection.selection_id) == (shard, selection)), None)
 
 
-def resharded_cells(manifest: ReshardedManifest, published: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
-    """What memory of that manifest holds, of what these shards hold."""
-    cells = [""] * manifest.chunk_count
-    for part in manifest.parts:
-        for number, strips in zip(part.chunks, part.selection.chunks, strict=True):
-            cells[number] = cell_of(strips, published[part.shard])
-    return tuple(cells)
+def box_of(coordinates: Coordinates) -> Box:
+    """Which part of the tensor a rank has."""
+    ((rows, columns),) = coordinates.boxes
+    return rows.start, rows.start + rows.size, columns.start, columns.start + columns.size
+
+
+def resharded_cells(grid: ReshardedManifest, published: Iterable[tuple[Box, Sequence[str]]]) -> tuple[str, ...]:
+    """What memory of that grid holds, if ranks that have these boxes have published these cells."""
+    assert grid.lies is not None
+    box, shards = box_of(grid.lies), sorted(published, key=lambda shard: shard[0][2])
+    return tuple([joined(_pieces_at(grid.places(chunk), box, shards)) for chunk in range(grid.chunk_count)])
+
+
+def _pieces_at(strips: Iterable[Strip], box: Box, shards: Sequence[tuple[Box, Sequence[str]]]) -> Iterator[Piece]:
+    top, _, left, right = box
+    width = right - left
+    for strip in strips:
+        for _, offset in strip.places():
+            at, end = offset, offset + strip.run
+            while at < end:
+                stop = min(end, (at // width + 1) * width)
+                row, first = top + at // width, left + at % width
+                for its, cells in shards:
+                    least, most = max(first, its[2]), min(first + stop - at, its[3])
+                    if its[0] <= row < its[1] and least < most:
+                        start = (row - its[0]) * (its[3] - its[2]) - its[2]
+                        yield from _published(cells, start + least, start + most)
+                at = stop
+
+
+def _published(cells: Sequence[str], first: int, end: int) -> Iterator[Piece]:
+    while first < end:
+        chunk = first // CHUNK_BYTES
+        stop = min(end, (chunk + 1) * CHUNK_BYTES)
+        yield from _cut(cells[chunk], first - chunk * CHUNK_BYTES, stop - chunk * CHUNK_BYTES)
+        first = stop
 
 
 def is_of_other_layout(manifest: Manifest | None) -> bool:

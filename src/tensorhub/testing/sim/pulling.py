@@ -16,13 +16,14 @@ from typing import NamedTuple, Protocol
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.digests import runs_of
 from tensorhub.layouts.reading import Selection
+from tensorhub.manifest import Manifest
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests, patience_s
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.filler import SimFiller
-from tensorhub.testing.sim.layouts import covered, part_of
+from tensorhub.testing.sim.layouts import covered, is_of_other_layout, part_of
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, LeaseId
@@ -56,6 +57,10 @@ class LaneEnd(HandlePort, Protocol):
 
     def cell_in(self, selection: str, chunk: int) -> str:
         """What that chunk of a selection holds, or ("") of its own grid."""
+
+    @property
+    def layout_of_cells(self) -> Manifest:
+        """Of which its cells are the chunks."""
 
     def is_spoilt(self, access: Access) -> bool:
         """Whether what vouches for this access has changed. Then it has ended."""
@@ -211,8 +216,10 @@ class SimLane:
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
             if self.part is not None:
-                selected = self.part.selection.chunks
-                chunks = tuple(own for chunk in chunks for own in covered(selected[chunk]))
+                selected, theirs = self.part.selection.chunks, self.source.layout_of_cells
+                chunks = tuple(own for chunk in chunks for own in covered(theirs, selected[chunk]))
+                if is_of_other_layout(theirs):
+                    self.source.cluster.driver.took("bridged from another layout")
             self.source.cluster.guarantees.served(self.source, grant, chunks, self.reading.start.version)
         return begun
 

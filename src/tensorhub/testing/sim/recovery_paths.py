@@ -30,6 +30,7 @@ RECOVERY_PATHS: Final = (
     *PATHS.values(),
     "bridge lost a source",
     "bridged",
+    "bridged from another layout",
     "connected again",
     "followed",
     "copy evicted",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from tensorhub.coordinator import Publication
+from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedHandle
-from tensorhub.testing.sim.layouts import AND, OF, is_of_other_layout, resharded_cells, tags_in
+from tensorhub.testing.sim.layouts import Box, Piece, box_of, is_of_other_layout, joined, resharded_cells, tags_in
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import OpKey, VersionInfo
+from tensorhub.worker.registration_session import Shard
 
 
 class Contents:
@@ -22,6 +24,7 @@ class Contents:
         self.retired: set[str] = set()  # content ids that were rolled back
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
         self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
+        self._publishers: dict[OpKey, dict[int, Shard]] = {}  # who has promised that, by rank
         self._same: dict[str, str] = {}  # cells by which users have overwritten others, which come first
         self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}  # by content, and grid: what is held in other layouts
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
@@ -30,9 +33,10 @@ class Contents:
         """The coordinator knows of none of them any more."""
         self.numbers.clear()
 
-    def promise(self, key: OpKey, rank: int, cells: Cells) -> None:
+    def promise(self, key: OpKey, shard: Shard, cells: Cells) -> None:
         """A rank votes to publish what its memory holds now."""
-        self.promised.setdefault(key, {})[rank] = tuple(cells)
+        self.promised.setdefault(key, {})[shard.rank] = tuple(cells)
+        self._publishers.setdefault(key, {})[shard.rank] = shard
 
     def minted(self, entry: Publication) -> None:
         """The coordinator wants this recorded: every rank has voted."""
@@ -80,7 +84,8 @@ class Contents:
             return truth[handle.shard.number]
         name = content_id, grid.grid_id
         if name not in self._resharded:
-            cells = resharded_cells(grid, truth)
+            ranks = self._publishers[self.publications[content_id]]
+            cells = resharded_cells(grid, [(_box_of(ranks[rank]), its) for rank, its in truth.items()])
             self._resharded[name] = tuple([self.published_as(handle, cell) for cell in cells])
         return self._resharded[name]
 
@@ -91,7 +96,11 @@ class Contents:
         """
         if not is_of_other_layout(handle.grid):
             return cell
-        return AND.join(f"{self._same.get(tag, tag)}{OF}{of}" for tag, of in tags_in(cell))
+        found = list[Piece]()
+        for tag, of in tags_in(cell):
+            first, end = map(int, of.split("-")) if of else (0, 0)
+            found.append((self._same.get(tag, tag), first, end))
+        return joined(found)
 
     def check_cells(self, handle: JudgedHandle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):
@@ -105,3 +114,10 @@ class Contents:
             self.spoil(handle, version.content_id, chunk, cells[chunk])
             wrong.remove(chunk)
         demand(len(cells) == len(truth) and not wrong, f"content: {handle} holds {[*cells]}, published was {truth}")
+
+
+def _box_of(shard: Shard) -> Box:
+    """Which part of the tensor it has."""
+    assert shard.manifest is not None
+    declared = shard.declared or Declaration(shard.rank, shard.world_size)
+    return box_of(shard.coordinates or coordinates_of(shard.manifest, declared))

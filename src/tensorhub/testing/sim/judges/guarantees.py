@@ -215,7 +215,8 @@ class Guarantees:
         if self.contents.is_spoilt(handle, version.content_id):
             return
         other = is_of_other_layout(handle.grid)
-        demand(not (grant.selection and other), f"content: {grant} is of {handle}, which does not have what was published")
+        whole = handle.worker.owner.is_complete(handle.id, generation)
+        demand(not (grant.selection and other) or whole, f"content: {grant} is of {handle}, which is still being filled")
         truth = self.contents.held_by(handle, version.content_id)
         for chunk in chunks:
             cell = self.contents.published_as(handle, handle.cells[chunk])
