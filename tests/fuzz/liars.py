@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 from tensorhub.coordinator import Connected, Received, invariants
 from tensorhub.coordinator.entities import Holding, Member, RankPart, Session, Worker
 from tensorhub.digests import root_of
+from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Abandon,
     BegunWith,
     ChunksThere,
     Compared,
+    Covered,
     Deregister,
     DigestedAgain,
     Digests,
@@ -204,6 +206,9 @@ class _Crowd(Shell):
         """What a rank says of the operation in which it takes part."""
         key, rank = part.operation.key, part.rank
         yield ReadyToWrite(key, rank)
+        if self.rarely():  # nobody here reads another layout
+            yield ReadyToWrite(key, rank, (), (id_of(DIGESTED), "x", "y"), (DIGESTED, b"x"))
+            yield Covered(key, rank, self.choice(("", "x")))
         yield Prepared(key, rank, self.choice(ROOTS))
         yield Progress(key, rank, self.below(CHUNKS + 1), 1)
         yield Resolve(key, rank)

@@ -76,7 +76,8 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
     kinds = [Layout(rows, ranks) for ranks in (1, 2, 3, 4)] + [Layout(rows, 2, by_columns=True)]
     drawn = random.sample(kinds, random.choice((2, 2, 3)))
     if random.random() < LEFT_OUT_DRAWN:
-        drawn[-1] = replace(drawn[-1], left_out=random.choice((1, 2)), partial=random.random() < 0.5)
+        left_out = min(random.choice((1, 2)), rows - drawn[-1].ranks)  # each rank reads something
+        drawn[-1] = replace(drawn[-1], left_out=left_out, partial=random.random() < 0.5)
     return drawn
 
 
