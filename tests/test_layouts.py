@@ -58,6 +58,39 @@ async def test_who_says_the_same_of_its_tensors_reads_chunk_by_chunk() -> None:
         assert mine["w"].min() == 7
 
 
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([slice(0, 5), slice(7, 12)], r"of tensor 'w', \[5:7, 0:4\] \(32 bytes\) is held by no rank"),
+        ([[slice(0, 8), slice(6, 12)]], r"rank 0 holds parts \[0:8, 0:4\] and \[6:12, 0:4\] of tensor 'w', which overlap"),
+        ([slice(0, 6), slice(6, 13)], None),
+    ],
+    ids=["a byte that nobody has", "a byte that one rank has twice", "a slice out of range"],
+)
+async def test_a_publication_must_make_one_whole(parts: list[Any], text: str | None) -> None:
+    view = tensorhub.source("w", shape=(12, 4))
+    async with cluster("trainer", "reader") as c:
+
+        async def register(rank: int) -> tensorhub.Weights:
+            slices = parts[rank] if isinstance(parts[rank], list) else [parts[rank]]
+            memory = rows(sum(each.stop - each.start for each in slices))
+            sources = {"w": [view[each] for each in slices]}
+            return await c.hubs[0].register("m", memory, sources=sources, group="t", rank=rank, world_size=len(parts))
+
+        if text is None:
+            with pytest.raises(RegistrationError, match="slice 6:13 is not within the size there, 12"):
+                await register(1)
+            return
+        trained = [await register(rank) for rank in range(len(parts))]
+        await all_of(*(each.publish(1) for each in trained))
+        mine = rows(12)
+        reader = await c.hubs[1].register("m", mine)
+        with pytest.raises(ManifestMismatch, match=text):
+            await reader.replicate()
+        assert reader.state == "empty"
+        assert not mine["w"].any()
+
+
 @pytest.mark.parametrize(("ranks", "begin"), [(1, 0), (2, 0), (2, 2)])
 async def test_two_tensors_that_share_memory_cannot_be_made_of_different_bytes(ranks: int, begin: int) -> None:
     """The destinations overlap: which of the two would be there in the end?"""
