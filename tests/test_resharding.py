@@ -566,6 +566,26 @@ async def test_a_fill_in_mid_read_goes_on_under_another_coordinator(tmp_path: Pa
             assert is_held(theirs, 1)
 
 
+@pytest.mark.parametrize("gone", [1, 2])
+async def test_after_a_restart_a_version_is_read_from_whoever_holds_it(tmp_path: Path, gone: int) -> None:
+    """Some ranks of the trainer have gone, or all of them: nobody is left who says what was published where."""
+    async with restartable("trainer", "second", "one", "late", state_dir=tmp_path) as (coordinator, hubs):
+        trained, _ = await trainer(hubs[:2], 1)
+        await all_of(*(each.publish(1) for each in trained))
+        first, _ = await rollout(hubs[2:3], "rollout")
+        await all_of(*(each.replicate() for each in first))
+        for hub in hubs[:gone]:
+            await hub.close()
+        await coordinator.restart(*hubs[gone:])
+        second, theirs = await rollout(hubs[3:], "late")
+        reports = await all_of(*(each.replicate(1) for each in second))
+        assert is_held(theirs, 1)
+        assert read_from(reports) == {"one"}
+        fetched = await hubs[3].fetch("m", 1, rank=None)
+        full = whole(1)
+        assert all(np.array_equal(fetched[name].numpy(), full[name]) for name in SHAPES)
+
+
 async def halves(hubs: Sequence[Hub], group: str, content: int, ranks: int) -> list[Weights]:
     """Ranks that have one half of the rows each, in turn: replicas of one another, as of HSDP, if there are more than 2."""
     made = []

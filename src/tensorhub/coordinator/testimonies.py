@@ -25,8 +25,9 @@ from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.readers import Readers
-from tensorhub.digests import ROOT_BYTES, root_of, width_in
+from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
+from tensorhub.layouts.published import Published
 from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
 from tensorhub.types import OpKind
 
@@ -444,7 +445,7 @@ class Testimonies:
             version.selections[key] = testimony
             self._cluster.selections += 1
         if not testimony.width:
-            testimony.width = width_in(next(iter(version.manifests.values()), b""))
+            testimony.width = WIDTHS[Published.decode(part.layout.origins).digest]
         return testimony
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
