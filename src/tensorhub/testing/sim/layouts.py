@@ -182,6 +182,8 @@ def part_of(manifest: Manifest, shard: int, selection: str) -> Part | None:
 
 def box_of(coordinates: Coordinates) -> Box:
     """Which part of the tensor a rank has."""
+    if not coordinates.boxes:
+        return 0, 0, 0, 0
     ((rows, columns),) = coordinates.boxes
     return rows.start, rows.start + rows.size, columns.start, columns.start + columns.size
 

@@ -268,12 +268,12 @@ class Guarantees:
         """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
         if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
             return  # it goes on with what it has begun before
-        demand(
-            bool(message.grants),
-            f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
-        )
         running = handle.member.running
         manifest = running.manifest if isinstance(running, Filling) and running.key == message.key else None
+        demand(
+            bool(message.grants) or (manifest is not None and not manifest.chunk_count),
+            f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
+        )
         if not isinstance(running, Filling) or not isinstance(manifest, ReshardedManifest):
             return
         self._reads(handle, running, manifest)
