@@ -180,6 +180,32 @@ def test_the_lowest_of_those_that_read_is_asked(monkeypatch: pytest.MonkeyPatch)
     assert late.take(Write)
 
 
+def test_where_a_rank_has_it_already_counts_although_its_group_has_another_layout_now() -> None:
+    world, trainers = published()
+    _, readers = reading(world=world)
+    covered(world, readers[0], *readers[0].take(CheckCoverage))
+    finish(world, readers, trainers)
+    world.say(readers[0], Deregister(1, readers[0].name, abandon=False))
+    late = world.arrive("r", 0, 2, "own/r9")
+    world.fill([late, readers[1]])
+    world.ready(late, A, B)
+    assert world.part(late).layout is not world.version.others[readers_layout(world, readers[1])]
+    (asked,) = late.take(CheckCoverage)
+    world.say(late, GetPart(9, asked.readers))
+    (reply,) = late.take(ManifestReply)
+    shards = tuple([tuple(map(id_of, lies_of(rank))) for rank in (late, readers[1])])
+    assert Published.decode(reply.manifest).shards == shards
+    covered(world, late, asked)
+    assert late.take(Write)
+
+
+def readers_layout(world: World, rank: Rank) -> tuple[str, str]:
+    """In which that rank holds it."""
+    holding = world.member(rank).holding
+    assert holding is not None
+    return holding.layout.layout_id, holding.layout.origin_id
+
+
 def test_who_was_asked_is_asked_again_over_its_next_connection() -> None:
     world, readers = reading()
     (first,) = readers[0].take(CheckCoverage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -297,17 +297,30 @@ class Cluster:
         known.
         """
         if not layout.description:
-            manifests, parts, ident = layout.manifests, layout.parts, self.manifests.id_of
-            shards = tuple([tuple([ident(each) for each in parts[shard] or (manifests[shard],)]) for shard in layout])
-            if layout.origins:
-                origin = Published.decode(layout.origins)
-                head = origin.digest, origin.chunk_bytes
-            else:
-                head = head_of(manifests[0])
-            layout.description = self.manifests.keep(Published(*head, shards, bool(layout.origin_id)).encode())
+            manifests = layout.manifests
+            said = [layout.parts[shard] or (manifests[shard],) for shard in layout]
+            layout.description = self.manifests.keep(self._published(layout, said).encode())
             layout.described_as = id_of(layout.description)
             self.note(version)
         return layout.described_as
+
+    def describe_mixed(self, version: Version, layout: LayoutHoldings[Holding], said: Sequence[tuple[bytes, ...]]) -> str:
+        """The same of ranks some of which hold the version in another layout than that in which the others read it now."""
+        description = self._published(layout, said).encode()
+        if description != layout.mixed:
+            self.manifests.release(layout.mixed)
+            layout.mixed = self.manifests.keep(description)
+            self.note(version)
+        return id_of(description)
+
+    def _published(self, layout: LayoutHoldings[Holding], said: Iterable[tuple[bytes, ...]]) -> Published:
+        shards = tuple([tuple(map(self.manifests.id_of, each)) for each in said])
+        if layout.origins:
+            origin = Published.decode(layout.origins)
+            head = origin.digest, origin.chunk_bytes
+        else:
+            head = head_of(layout.manifests[0])
+        return Published(*head, shards, bool(layout.origin_id))
 
     def lay_out(self, version: Version, group: Group, origins: bytes) -> LayoutHoldings[Holding]:
         """Where the copy of that group belongs, if it is cut from the origin with that description (b"": it is as it was

@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Operation, RankPart
+from tensorhub.coordinator.entities import Holding, Operation, RankPart
+from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.messages import CheckCoverage, Covered
 
 COVERED_KEPT_MAX = 4096
@@ -36,8 +37,10 @@ class Coverage:
         more, when it says again that it is ready: it may have missed that.
         """
         if not operation.covers and operation.must_cover:
-            layout = next(iter(operation.parts.values())).layout
-            pair = layout.origin_id, self._cluster.describe(operation.bound, layout)
+            readers = self._readers(operation)
+            if readers is None:
+                return False
+            pair = next(iter(operation.parts.values())).layout.origin_id, readers
             lowest = min((part for part in operation.parts.values() if part.needs_bytes), key=_rank)
             if lowest.checks == pair[1]:
                 return False  # it answers, or says again that it is ready
@@ -48,6 +51,27 @@ class Coverage:
             self._remember(pair)
             operation.covers = True
         return True
+
+    def _readers(self, operation: Operation) -> str | None:
+        """The id of what describes its ranks: where those have it that held it before, and where the others read it to.
+        None: of some rank that is not known.
+        """
+        parts = [operation.parts[rank] for rank in range(operation.group.world_size)]
+        layouts = [self._layout(part) for part in parts]
+        said = [None if each is None else each.parts.get(part.shard) for each, part in zip(layouts, parts, strict=True)]
+        known = [each for each in said if each]
+        if len(known) < len(said):
+            return None
+        layout = parts[0].layout
+        if all(each is layout for each in layouts):
+            return self._cluster.describe(operation.bound, layout)
+        return self._cluster.describe_mixed(operation.bound, layout, known)
+
+    @staticmethod
+    def _layout(part: RankPart) -> LayoutHoldings[Holding] | None:
+        if part.needs_bytes:
+            return part.layout
+        return part.member.holding.layout if part.member.holding is not None else None
 
     def heard(self, part: RankPart, message: Covered) -> None:
         """The answer of who was asked."""

@@ -739,7 +739,7 @@ class Operation(_Moving[OperationState]):
         it, under a former coordinator.
         """
         parts = self.parts.values()
-        if self.group.world_size == 1 or not any(part.bridges for part in parts):
+        if self.group.world_size == 1 or not any(part.bridges for part in parts) or self.bound.is_laid_out_as(self.group):
             return False
         return not all(part.member.partial for part in parts) and not any(part.has_written for part in parts)
 
