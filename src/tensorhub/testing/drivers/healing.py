@@ -103,7 +103,7 @@ class Healing:
 
     def _is_connected(self, worker: SimWorker) -> bool:
         link = worker.link
-        runs = worker.stopped_until <= self._world.now
+        runs = worker.stopped_until <= self._world.now and not self._cluster.injector.is_unread(worker)
         return runs and link is not None and link.welcomed and not link.is_lossy and not worker.unpinned
 
     def _waits(self, handle: SimHandle) -> bool:
