@@ -223,3 +223,17 @@ def test_digests_of_an_origin_are_those_that_its_first_readers_have_found() -> N
     assert [outcome.committed for outcome in late.take(Outcome)] == [True]
     key = (reader_of(world, "own/r0"), 0, "all of it")
     assert world.version.selections[key].root == root_of(list_of(OF_R.chunks, b"b"))
+
+
+def test_a_rank_that_holds_it_in_other_chunks_than_its_mates_will_fills_it_anew() -> None:
+    """All ranks of a group say where they read to, in one layout of one origin."""
+    world, trainers, _ = held()
+    readers = filling(world, "s", ranks=2)
+    finish(world, readers, trainers)
+    leave(world, *trainers, readers[1])
+    world.fill(readers)
+    for reader in readers:
+        start = reader.take(Start)[-1]
+        assert start.publication == reader_of(world, "own/r0")
+        world.ready(reader, OF_R)
+    assert [world.sources(reader) for reader in readers] == [[("r0", "all of it", 0)]] * 2

@@ -244,6 +244,9 @@ class Fills:
         may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
         in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
+        if way is not None and not all(holders.values()):  # who holds it in other chunks than the rest will fills it anew
+            is_its = {rank: _holds_in(part.member, way) for rank, part in operation.parts.items()}
+            holders = {rank: in_use or (holds and is_its[rank]) for rank, holds in holders.items()}
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
         if fresh and (way is None or self._must_wait(operation, version)):
             return None
@@ -432,6 +435,10 @@ def first_call(operation: Operation) -> Fill:
 
 def _holds(member: Member, version: Version) -> bool:
     return member.holding is not None and member.holding.version is version
+
+
+def _holds_in(member: Member, way: Way) -> bool:
+    return member.holding is not None and member.holding.layout is way.layout
 
 
 def _uses(part: RankPart, version: Version) -> bool:

@@ -68,8 +68,9 @@ def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way
         yield Way(version.holdings, None)
     if member.fits_any_layout:
         return
+    held = _held(version, operation)
     for origin in version.others.values() if is_published else version.layouts:
-        if not origin.is_described:
+        if not origin.is_described or id(origin) in held:  # nobody reads what he overwrites
             continue
         origin_id = cluster.describe(version, origin)
         if begun is None or begun.publication == origin_id:
@@ -86,8 +87,16 @@ def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None
             found.append(way)
     if len(found) < 2:
         return found[0] if found else None
+    held = _held(version, operation)
+    found = [way for way in found if id(way.layout) in held] or found
     site = first_member(operation).worker.location.site
     return min(found, key=lambda way: _order(way, version, site))
+
+
+def _held(version: Version, operation: Operation) -> set[int]:
+    """The identities of the layouts in which some of its ranks hold it already."""
+    held = (part.member.holding for part in operation.parts.values())
+    return {id(holding.layout) for holding in held if holding is not None and holding.version is version}
 
 
 def _order(way: Way, version: Version, site: str) -> tuple[bool, bool, bool, bool]:
