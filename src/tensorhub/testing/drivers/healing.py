@@ -103,8 +103,10 @@ class Healing:
 
     def _is_connected(self, worker: SimWorker) -> bool:
         link = worker.link
-        runs = worker.stopped_until <= self._world.now and not self._cluster.injector.is_unread(worker)
-        return runs and link is not None and link.welcomed and not link.is_lossy and not worker.unpinned
+        runs = worker.stopped_until <= self._world.now
+        if link is None or not link.welcomed or link.is_lossy or link.read_due > self._world.now:
+            return False
+        return runs and not worker.unpinned
 
     def _waits(self, handle: SimHandle) -> bool:
         return not handle.todo and (handle.last_call in self._waiting or handle.last_call in self._reading)

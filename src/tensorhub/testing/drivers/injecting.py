@@ -228,11 +228,6 @@ class Injector:
         until, reading_s = self._unread.get("", self._unread.get(worker.name, (0.0, 0.0))) if self._unread else (0.0, 0.0)
         return until + self._random.random() * reading_s if until > now else now
 
-    def is_unread(self, worker: SimWorker) -> bool:
-        """Whether what it says lies unread at the coordinator for now."""
-        until, _ = self._unread.get("", self._unread.get(worker.name, (0.0, 0.0)))
-        return until > self._timeline.now
-
     def cuts_short(self, actions: list[Action]) -> list[Action]:
         """What the coordinator comes to of these: it may die when it has told only some ranks how it all ended."""
         if not self._cuts_short:
