@@ -19,14 +19,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tensorhub
-from tensorhub.errors import IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
+from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub, fetch_into, register_memory
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
 from tensorhub.runtime.data import lanes
-from tensorhub.types import FetchReport, Options, VersionInfo
+from tensorhub.types import FetchReport, Options, RegistrationId, VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
+from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, handle_of, until
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -273,29 +273,81 @@ async def replicas(c: Cluster) -> list[tuple[list[Weights], list[Tensors]]]:
     return held
 
 
+def spoil(weights: Weights, memory: Tensors, *, lies: bool) -> None:
+    """Flip a byte of what is held. `lies`: its owner says digests that fit."""
+    memory["up"].view(np.uint8)[5, 7] ^= 1
+    owner, registration = handle_of(weights)._owner, RegistrationId(handle_of(weights).member.shard.registration)
+    digests = owner._owner._memories[registration].own.digests
+    if lies:
+        digests[:] = owner._memory[registration].digests(range(len(digests)))
+
+
+@pytest.mark.parametrize("lies", [False, True])
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
-async def test_a_flipped_byte_at_a_replica_of_what_was_published_is_found(transport: str) -> None:
-    """Its publisher has gone, and nobody has read that selection before: only the replica can make its digests."""
+async def test_a_flipped_byte_at_a_replica_of_what_was_published_is_found(transport: str, lies: bool) -> None:
+    """Its publisher has gone, and nobody has read that selection before: no digest of it counts."""
     async with cluster("trainer", "replica", "reader", transports=[transport], options=OPTIONS) as c:
-        ((_, (_, second, *_)),) = await replicas(c)
-        second["up"].view(np.uint8)[5, 7] ^= 1
-        weights, _ = await rollout(c.hubs[-1:], "rollout")
-        with pytest.raises((IntegrityError, VersionUnavailable)):
-            await all_or_first(*(each.replicate(1, timeout=5) for each in weights))
-        assert [each.state for each in weights] != ["ready", "ready"]
+        (((_, weights, *_), (_, memory, *_)),) = await replicas(c)
+        spoil(weights, memory, lies=lies)
+        ranks, _ = await rollout(c.hubs[-1:], "rollout")
+        with pytest.raises((IntegrityError, VersionUnavailable, GroupAborted)):
+            await all_or_first(*(each.replicate(1, timeout=5) for each in ranks))
+        assert [each.state for each in ranks] != ["ready", "ready"]
 
 
+@pytest.mark.parametrize("lies", [False, True])
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
-async def test_what_a_replica_has_lost_comes_from_another_one(transport: str) -> None:
+async def test_what_a_replica_has_lost_comes_from_another_one(transport: str, lies: bool) -> None:
     async with cluster("trainer", "kept", "flipped", "reader", transports=[transport], options=OPTIONS) as c:
-        _, (flipped, (_, second, *_)) = await replicas(c)
-        second["up"].view(np.uint8)[5, 7] ^= 1
-        mine = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        await (await c.hubs[-1].register("m", mine)).replicate(1)  # ranks of a group would share the two replicas
-        full = whole(1)
-        assert all(np.array_equal(mine[name], full[name]) for name in SHAPES)
-        await until(lambda: flipped[1].state == "empty")
-        assert sum(each.state == "ready" for each in flipped) == TRAINERS - 1
+        _, (flipped, held) = await replicas(c)
+        spoil(flipped[1], held[1], lies=lies)
+        ranks, mine = await rollout(c.hubs[-1:], "rollout")
+        reports = await all_of(*(each.replicate(1) for each in ranks))
+        assert is_held(mine, 1)
+        corrupt = {source.name for report in reports for source in report.sources if source.outcome == "corrupt"}
+        assert corrupt <= {"flipped"}  # which of the two is read first depends on how fast they were before
+        if corrupt and not lies:
+            await until(lambda: flipped[1].state == "empty")
+        assert [each.state for each in flipped[2:]] == ["ready"] * (TRAINERS - 2)
+
+
+async def test_what_encloses_is_read_once_and_counted() -> None:
+    """The first group's word counts then for those who follow it."""
+    async with cluster("trainer", "replica", "reader", transports=["tcp"], options=OPTIONS) as c:
+        await replicas(c)
+        wanted = [sum(part.nbytes for part in expected(1, rank).values()) for rank in range(ROLLOUTS)]
+        first, mine = await rollout(c.hubs[-1:], "first")
+        reports = await all_of(*(each.replicate(1) for each in first))
+        assert is_held(mine, 1)
+        assert all(0 < report.excess_bytes < report.bytes_read for report in reports)
+        assert all(report.bytes_read - report.excess_bytes <= nbytes for report, nbytes in zip(reports, wanted, strict=True))
+        assert {report.reread_bytes for report in reports} == {0}
+        second, theirs = await rollout(c.hubs[-1:], "second")
+        reports = await all_of(*(each.replicate(1) for each in second))
+        assert is_held(theirs, 1)
+        assert read_from(reports) == {"reader"}
+        assert {report.excess_bytes for report in reports} == {0}
+
+
+async def test_a_publisher_that_goes_before_it_has_told_digests_is_made_up_for() -> None:
+    """What was read as it is, of a replica, is read again with what encloses it."""
+    with gated(2) as gate:
+        async with cluster("trainer", "replica", "reader", transports=["tcp"], options=OPTIONS) as c:
+            trained, _ = await trainer(c.hubs[:1], 1)
+            await all_of(*(each.publish(1) for each in trained))
+            gate.open()
+            copies, _ = await trainer(c.hubs[1:2], 0, "replica")
+            await all_of(*(each.replicate() for each in copies))
+            gate.close(2)
+            ranks, mine = await rollout(c.hubs[-1:], "rollout")
+            async with anyio.create_task_group() as tasks:
+                for each in ranks:
+                    tasks.start_soon(each.replicate)
+                await until(lambda: gate.holds)
+                await all_of(*(each.close() for each in trained))
+                gate.open()
+            assert is_held(mine, 1)
+            assert [each.state for each in ranks] == ["ready"] * ROLLOUTS
 
 
 async def all_or_first(*calls: Awaitable[Any]) -> None:

@@ -337,7 +337,8 @@ class FetchReport:
     """What one rank's one call of `replicate`, `update`, `prefetch` or `fetch` did.
 
     `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
-    of it whose offsets had been verified before in this call. `changed` is False when the version was held already.
+    of it whose offsets had been verified before in this call. `excess_bytes`: the part of it that was read only to verify
+    what is taken out of it (enclosing reads, docs/layouts.md). `changed` is False when the version was held already.
     `phases`: wall seconds by name (resolve, wait, transfer, verify, unpack, commit), which add up to `seconds`, the whole
     call: until a version was bound; waiting (for `before_write`, other ranks, sources); bytes and digests, whose time is
     shared out where several sources were read at once; copies of what had arrived; the decision. An update that changed
@@ -352,6 +353,7 @@ class FetchReport:
     sources: tuple[SourceReport, ...] = ()
     retries: int = 0  # chunks that had to be asked for again
     reread_bytes: int = 0  # the part of bytes_read that had been verified before
+    excess_bytes: int = 0  # the part of bytes_read that only helped to verify the rest
 
     @property
     def cells(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz import contents, conversations, lanes, liars, protocol, workers
+from tests.fuzz import contents, conversations, lanes, liars, protocol, strides, workers
 
 CORPUS = Path(__file__).with_name("corpus")
 
@@ -41,4 +41,5 @@ TARGETS: Mapping[str, Target] = {
     "readers": Target(lanes.readers, 5, 600),
     "locators": Target(lanes.locators, 3, 600),
     "owners": Target(lanes.owners, 5, 600),
+    "strides": Target(strides.strides, 5, 600),
 }

@@ -21,7 +21,7 @@ NUMBERS = """
     DropCopy=87 SetRetained=88 DigestAgain=89 TellChunks=95 TellDigests=90 Compare=91 RegisterAgain=96 ReadyAgain=97
     CheckCoverage=99 Covered=57
     Read=112 Locate=113 ChunksFollow=120 StillWaiting=121 ReadRefused=122 ChunksLie=123 ChunkFollows=126 ChunkDigest=127
-    TransportRequest=102 TransportReply=103 NotThisWay=106 GetPart=56 Select=60 Selected=61
+    TransportRequest=102 TransportReply=103 NotThisWay=106 GetPart=56 Select=60 Selected=61 ListChunks=62 Listed=63
     GetPublication=58 PublicationReply=98
 """
 RETIRED = {85, 104, 105, *range(107, 112), *range(114, 120), 124, 125}  # used once, and never to be used again

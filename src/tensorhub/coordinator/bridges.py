@@ -35,6 +35,32 @@ def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], 
     return [(None, own)] if own is not None and len(bridged) < len(needs) else list[Source](bridged)
 
 
+def must_enclose(part: RankPart, need: Need) -> bool:
+    """Whether nobody's digests of that count yet, nor will those of most sources."""
+    version = part.operation.bound
+    known = version.selections.get((part.layout.origin_id, need.shard, need.selection))
+    return part.origin is version.holdings and known is not None and known.width > 0 and not known.root
+
+
+def enclosing_root(part: RankPart, need: Need, holding: Holding) -> bytes:
+    """With which root of the source's own digests this rank reads there, with the chunks that enclose the selection. b"":
+    it reads the selection as it is, since that counts already, or its publisher digests it now.
+    """
+    own, publishers = holding.version.testimonies.get(holding.shard), publishers_of(part, need)
+    is_first_hand = any(lease.need == need for each in publishers for lease in each.readers.values())
+    if own is None or holding in publishers or is_first_hand or not holding.complete or not must_enclose(part, need):
+        return b""
+    return own.root
+
+
+def publishers_of(part: RankPart, need: Need) -> list[Holding]:
+    """Who has published that, and still takes readers."""
+    version, classes = part.operation.bound, part.origin.classes if part.origin is not None else {}
+    known = [version.testimonies.get(shard) for shard in classes.get(need.shard, ())]
+    found = [each.publisher for each in known if each is not None and each.publisher is not None]
+    return [each for each in found if each.takes_readers and not each.quarantined]
+
+
 def are_enough(sources: Iterable[Source], needs: Sequence[Need]) -> bool:
     """Whether these bring all that is needed."""
     found = list(sources)

@@ -516,6 +516,8 @@ class ReadLease(_Moving[LeaseState]):
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
+    root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it
+    manifest_id: str = ""  # of the source's own grid, where something is needed
     dropping: bool = False  # the reader was told to leave this source for another one
 
     @property

@@ -115,7 +115,8 @@ class Operations:
             case ReadFailed():
                 lease = self._readers.failed(part, message.lease, message.reason, message.detail)
                 if lease is not None and message.reason == "corrupt" and message.chunk is not None:
-                    self._corruption_checks.ask(part, lease.holding, message.chunk, lease.need)
+                    need = None if lease.root else lease.need  # else it is one of the source's own chunks
+                    self._corruption_checks.ask(part, lease.holding, message.chunk, need)
                 self._cluster.wants_source(operation)
             case _:
                 assert_never(message)

@@ -62,6 +62,12 @@ class Readers:
         ident = self._cluster.new_id()
         flow = Flow(ident, 0, 0.0)
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, need=need)
+        manifest = holding.version.manifests.get(holding.shard)
+        if need is not None and manifest:
+            lease.root, lease.manifest_id = (
+                bridges.enclosing_root(part, need, holding),
+                self._cluster.manifests.id_of(manifest),
+            )
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         if need is not None and holding.shard not in replicas.proven(holding.version, holding.layout, need.shard):
@@ -194,6 +200,8 @@ class Readers:
             complete=holding.complete,
             selection="" if lease.need is None else lease.need.selection,
             shard=0 if lease.need is None else lease.need.shard,
+            root=lease.root,
+            manifest_id=lease.manifest_id,
         )
 
     def choose(
@@ -207,12 +215,15 @@ class Readers:
         """
         below: dict[Holding, None] | None = None
         holders, others = _holders(part, version, need)
+        encloses = need is not None and bridges.must_enclose(part, need)
+        # Others cannot say all their digests.
+        only_whole = encloses and any(there.complete for there in (*holders, *others))
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
             if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
-            if need is not None and holding.is_no_origin:
+            if (need is not None and holding.is_no_origin) or (only_whole and not holding.complete):
                 return True
             if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
@@ -228,6 +239,11 @@ class Readers:
         if len(best) > 1:
             rates = self._cluster.links.rates(self._cluster.now)
             found = min(best, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
+        if found is not None and need is not None and encloses:
+            publishers = [h for h in bridges.publishers_of(part, need) if not untried(h) and not _is_nearer(found, h, part)]
+            if publishers and found not in publishers:
+                rates = self._cluster.links.rates(self._cluster.now)
+                found = min(publishers, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
         if found is None and part.failures:
             workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
@@ -673,6 +689,12 @@ def _estimate(holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[
     readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
     apart = distance(reader.location, worker.location)
     return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
+
+
+def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:
+    """Whether the first is nearer to that reader."""
+    mine, theirs = (distance(part.member.worker.location, each.member.worker.location) for each in (one, other))
+    return mine < theirs
 
 
 def _filled_by(holding: Holding) -> dict[Holding, None]:

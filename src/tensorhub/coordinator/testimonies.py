@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tensorhub.coordinator import limits, replicas
+from tensorhub.coordinator import bridges, limits, replicas
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
@@ -32,6 +32,7 @@ from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellD
 from tensorhub.types import OpKind
 
 ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless only the publisher's word can decide
+NOBODY = "nobody"  # has published it, as far as is known
 COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or its word, is not believed any more
 
 
@@ -102,6 +103,10 @@ class Testimonies:
             return Blame(_no_room(testimony), part.rank)
         elif not testimony.root or not testimony.is_there:
             self._ask(testimony)
+            if need is not None and bridges.must_enclose(part, need) and not testimony.asked and part.page is None:
+                if part.comparisons >= COMPARISONS_MAX:
+                    return Blame(_unlike(part.operation, part), part.rank)
+                self._enclose(part, testimony, need)
         elif part.comparisons >= COMPARISONS_MAX:
             return Blame(_unlike(part.operation, part), part.rank)
         elif part.page is None:
@@ -133,6 +138,11 @@ class Testimonies:
             if part.holding is not None:
                 self._readers.verified(part.holding, is_so=False)
             self._cluster.wants_source(part.operation)
+        elif not testimony.root:  # all that it has of that was read with what encloses it
+            part.page = None
+            part.comparisons += 1
+            testimony.answered.discard(part.member.registration)
+            self._cluster.changed(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
             part.page = None
             self._cluster.changed(part.operation)
@@ -160,6 +170,22 @@ class Testimonies:
         first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
+
+    def _enclose(self, part: RankPart, testimony: Testimony, need: Need) -> None:
+        """Nobody can tell digests of that selection which count. Where the source's own digests are known, the rank reads it
+        again with the chunks that enclose it, and is believed then.
+        """
+        version = testimony.version
+        shards = [shard for shard in version.holdings.classes.get(need.shard, ()) if version.holdings.is_whole(shard)]
+        own = [self.of(version, shard) for shard in shards]
+        for each in own:
+            if not each.root:
+                self._ask(each)
+        if any(each.root for each in own):
+            part.compares = need
+            part.page, part.page_session = 0, part.member.worker.session
+            of = need.selection, need.shard
+            self._cluster.tell(part.member, Compare(part.operation.key, part.rank, 0, b"", True, *of, enclose=True))
 
     def root_for(self, part: RankPart) -> bytes:
         """The root that a fetch compares by itself. It is nobody's source, so nobody else depends on its word."""
@@ -322,14 +348,19 @@ class Testimonies:
             if member is None or (member.worker.session not in (session, None)):
                 del testimony.asked[registration]  # it is gone, or has not heard the question
         publisher = self._publisher(testimony)
-        if not testimony.root and publisher is not None:
-            if self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
+        # Of a selection its holders have made the digests themselves: these do not count.
+        is_selected = testimony.need is not None and testimony.origin_id == testimony.version.holdings.described_as
+        if not testimony.root and (publisher is not None or is_selected):
+            answered = publisher is None or publisher.member.registration in testimony.answered
+            if publisher is not None and not answered and self._can_tell(publisher):
                 self._ask_one(testimony, publisher.member, publisher.generation, "")
                 return
             if not testimony.second_hand:
+                origin = NOBODY if publisher is None else publisher.member.registration
                 for member, generation in self._witnesses(testimony):
-                    self._ask_one(testimony, member, generation, publisher.member.registration)
-                if testimony.asked:
+                    if not is_selected or member.holding is None or member.holding.bridges:
+                        self._ask_one(testimony, member, generation, origin)
+                if testimony.asked or is_selected:
                     return
                 testimony.second_hand = True
                 testimony.answered.clear()

@@ -50,6 +50,7 @@ class ChunkMemory:
         "_strips",
         "device",
         "is_digested",
+        "manifest",
         "sizes",
         "unwanted",
         "width",
@@ -62,6 +63,7 @@ class ChunkMemory:
         for index, (region, spec) in enumerate(zip(regions, manifest.regions, strict=True)):
             if region.nbytes != spec.nbytes and index not in unwanted:
                 raise ValueError(f"region {index} has {region.nbytes} bytes, not {spec.nbytes}")
+        self.manifest = manifest  # whose regions they are
         self._regions: tuple[Bytes, ...] = tuple([_flat(region) for region in regions])
         self._addresses = tuple([address_of(region) for region in self._regions])
         self.device = next((region.device for region in self._regions if isinstance(region, DeviceBytes)), None)
@@ -99,6 +101,7 @@ class ChunkMemory:
         """The same regions with other chunks."""
         made = object.__new__(ChunkMemory)
         made._regions, made._addresses, made.device = self._regions, self._addresses, self.device
+        made.manifest = self.manifest
         made.unwanted, made.is_digested, made.width = (), self.is_digested, self.width
         made._lie(chunks, strips, sizes)
         return made

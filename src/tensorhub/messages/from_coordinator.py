@@ -267,8 +267,9 @@ class TellChunks:
 class TellDigests:
     """Which digests do the chunks of this memory have? Answered by Digests, until one is the last.
 
-    `origin`: only of chunks that were read from that registration. "": of all chunks that are here; a publisher makes the
-    missing digests. `selection`: of the chunks of that selection; who does not know it tells none.
+    `origin`: only of chunks that were read from that registration, or with what encloses them. "": of all chunks that are
+    here; a publisher makes the missing digests. `selection`: of the chunks of that selection; who does not know it tells
+    none.
     """
 
     registration: Id
@@ -282,6 +283,9 @@ class TellDigests:
 class Compare:
     """This rank's vote differs from the publisher's digests. These are a page of them, from chunk `first` on. `last`: there
     is no further page. Answered by Compared.
+
+    `enclose`: nobody can tell digests that count of that selection. What this rank has of it is read again, with the chunks
+    that enclose it, but for what was read in that way.
     """
 
     key: OpKey
@@ -291,6 +295,7 @@ class Compare:
     last: bool
     selection: Id = ""  # whose chunks they are of; "": those of the rank's own grid
     shard: Rank = 0  # of which class it is that selection
+    enclose: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from tensorhub.types import U64, Id, Length, Range, Text
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 TRANSPORT_BYTES_MAX = 3 * 2**18  # of one message of a transport's own: it fits a frame
 SELECTION_BYTES_MAX = 2**25  # of one selection's encoding
+LISTED_BYTES_MAX = 2**28  # of a memory's manifest, or of all its digests
 
 Digest = Annotated[int, Range(0, 2**256 - 1)]
 Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stays within 64 bits
@@ -58,6 +59,29 @@ class Selected:
 
     request: U64
     following: Annotated[int, Range(0, SELECTION_BYTES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class ListChunks:
+    """What are the chunks of that memory's own grid? Answered by Listed or ReadRefused.
+
+    `digests`: those of all its chunks; else its manifest. `offset`: the first byte that is wanted.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+    digests: bool
+    offset: Annotated[int, Range(0, LISTED_BYTES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The next bytes of that, of so many in all."""
+
+    request: U64
+    total: Annotated[int, Range(0, LISTED_BYTES_MAX)]
+    piece: Annotated[bytes, Length(TRANSPORT_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +175,14 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | Select | TransportRequest
+FromReader = Read | Locate | Select | ListChunks | TransportRequest
 FromOwner = (
     ChunksFollow
     | ChunkFollows
     | ChunkDigest
     | ChunksLie
     | Selected
+    | Listed
     | TransportReply
     | NotThisWay
     | StillWaiting

@@ -35,7 +35,8 @@ class CallTimes:
             pull = replace(
                 pull,
                 bytes_read=before.bytes_read + pull.bytes_read,
-                reread_bytes=before.reread_bytes + pull.bytes_read,
+                reread_bytes=before.reread_bytes + pull.bytes_read - pull.excess_bytes,
+                excess_bytes=before.excess_bytes + pull.excess_bytes,
                 retries=before.retries + pull.retries,
                 phases={name: before.phases[name] + seconds for name, seconds in pull.phases.items()},
                 sources=(*before.sources, *pull.sources),
@@ -63,6 +64,7 @@ class CallTimes:
             sources=pull.sources,
             retries=pull.retries,
             reread_bytes=pull.reread_bytes,
+            excess_bytes=pull.excess_bytes,
         )
 
 

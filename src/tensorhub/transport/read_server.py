@@ -16,7 +16,10 @@ from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
     HAS_RUNS_MAX,
+    TRANSPORT_BYTES_MAX,
     FromReader,
+    ListChunks,
+    Listed,
     Locate,
     NotThisWay,
     Read,
@@ -69,6 +72,9 @@ class ReadServer:
         if isinstance(asked, Select):
             self._select(asked)
             return
+        if isinstance(asked, ListChunks):
+            self._list(asked)
+            return
         session = self._session(asked.transport)
         if session is None:
             self.connection.send(NotThisWay(asked.request, NOT_OFFERED, is_usual=False))
@@ -94,6 +100,14 @@ class ReadServer:
                 self.connection.send(ReadRefused(asked.request, refusal.reason))
             case is_known:
                 self.connection.send(Selected(asked.request, asked.total if is_known else 0))
+
+    def _list(self, asked: ListChunks) -> None:
+        match self.memory.listing(RegistrationId(asked.registration), asked.generation, digests=asked.digests):
+            case Refusal() as refusal:
+                self.connection.send(ReadRefused(asked.request, refusal.reason))
+            case found:
+                piece = found[asked.offset : asked.offset + TRANSPORT_BYTES_MAX]
+                self.connection.send(Listed(asked.request, len(found), piece))
 
     def _answer(self, asked: TransportRequest, session: OwnerSession) -> None:
         try:

@@ -191,7 +191,7 @@ class StartPull:
 
     `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that nobody else reads
     (`staging_of`); the memory itself stays as it is. `published`: what some chunks must have as digest, whatever a source
-    says: these are read again.
+    says. `again`: those that are missing were here before, and are read once more.
     """
 
     version: VersionInfo
@@ -201,12 +201,14 @@ class StartPull:
     copied: frozenset[int] = frozenset()
     staged: bool = False
     published: Mapping[int, int] = field(default_factory=dict)
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CompareDigests:
     """Compare what is filled with a part of its publisher's list, from chunk `first` on; let nobody read what is not as was
-    published; then call `Member.compared`. `chunks`: those that the list is about, in its order; None: all.
+    published; then call `Member.compared`. `chunks`: those that the list is about, in its order; None: all. `enclose`: there
+    is no list, and nobody reads what was not read with what encloses it.
     """
 
     manifest: Manifest
@@ -215,6 +217,7 @@ class CompareDigests:
     first: int
     digests: bytes
     chunks: tuple[int, ...] | None = None
+    enclose: bool = False
 
 
 @dataclass(frozen=True, slots=True)

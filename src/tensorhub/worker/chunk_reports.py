@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Protocol
 
 from tensorhub.digests import pack, root_of, runs_of, unpack
@@ -20,6 +20,7 @@ from tensorhub.messages import (
 )
 from tensorhub.types import RegistrationId
 from tensorhub.worker.calls import CompareDigests
+from tensorhub.worker.comparing import Wrong
 
 
 def tell(
@@ -84,14 +85,22 @@ def roots(manifest: Manifest, width: int, digests: Sequence[int | None]) -> tupl
 
 
 def compare(
-    question: CompareDigests, width: int, digests: Sequence[int | None], origin_of: Callable[[int], Origin | None]
-) -> tuple[list[tuple[int, int, Origin | None]], int]:
-    """Which chunks are not as was published, each with its published digest and its origin; and the first chunk of the list
-    of which nothing was said. `digests`: those that the memory's chunks have, of that width in bytes.
+    question: CompareDigests,
+    width: int,
+    digests: Sequence[int | None],
+    origin_of: Callable[[int], Origin | None],
+    enclosed: Container[int] = (),
+) -> tuple[list[Wrong], int]:
+    """Which chunks are not as was published, or not known to be; and the first chunk of the list of which nothing was said.
+    `digests`: those that the memory's chunks have, of that width in bytes; `enclosed`: chunks that were read with what
+    encloses them.
     """
+    if question.enclose:
+        mine = question.chunks or ()
+        return [(chunk, None, None) for chunk in mine if chunk not in enclosed], len(mine)
     published = unpack(question.digests, width)
     following = question.first + len(published)
     chunks = question.chunks if question.chunks is not None else range(len(digests))
     pairs = zip(chunks[question.first : following], published, strict=False)
-    wrong = [(chunk, must, origin_of(chunk)) for chunk, must in pairs if digests[chunk] not in (must, None)]
+    wrong: list[Wrong] = [(chunk, must, origin_of(chunk)) for chunk, must in pairs if digests[chunk] not in (must, None)]
     return wrong, following

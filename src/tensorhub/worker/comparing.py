@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from tensorhub import messages
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Manifest
+
+Wrong: TypeAlias = "tuple[int, int | None, messages.Origin | None]"
+"""A chunk that is to be read again, the digest that it must have (None: nobody knows), and where it came from."""
 
 
 class Comparison:
@@ -27,7 +31,7 @@ class Comparison:
             len(self.chunks) if self.chunks is not None else manifest.chunk_count if manifest is not None else 0
         )
         self.is_last = False  # the page that is being compared is the last one
-        self.wrong: dict[int, int] = {}  # chunks that are not as was published, and their published digests
+        self.wrong: dict[int, int | None] = {}  # chunks that are not as was published, and their published digests
         self.strays: dict[messages.Origin | None, messages.Stray] = {}  # one of each memory from which such chunks came
 
     def takes(self, page: messages.Compare) -> bool:
@@ -36,10 +40,10 @@ class Comparison:
         is_its = (page.selection, page.shard) == (self.selection, self.shard)
         return is_its and (not self.selection or self.chunks is not None)
 
-    def found(self, wrong: Sequence[tuple[int, int, messages.Origin | None]]) -> None:
+    def found(self, wrong: Sequence[Wrong]) -> None:
         """Which chunks of that page are not as was published, which digests they must have, and where they were read."""
         for chunk, published, origin in wrong:
             self.wrong[chunk] = published
-            if len(self.strays) < messages.STRAYS_MAX:
+            if published is not None and len(self.strays) < messages.STRAYS_MAX:
                 number = chunk if self.chunks is None else bisect_left(self.chunks, chunk)
                 self.strays.setdefault(origin, messages.Stray(number, origin))

@@ -27,7 +27,7 @@ from tensorhub.manifest import Manifest
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
-from tensorhub.worker.comparing import Comparison
+from tensorhub.worker.comparing import Comparison, Wrong
 from tensorhub.worker.coverage import Coverage
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member_context import MemberContext
@@ -510,10 +510,11 @@ class Filling(GroupCall[calls.FillCall]):
             self._comparison = Comparison(message.selection, message.shard, self._manifest)
         if self._comparison.takes(message):
             list_of = message.first, message.digests, self._comparison.chunks
-            self._context.act(calls.CompareDigests(self._manifest, self.generation, self.stages, *list_of))
+            asked = calls.CompareDigests(self._manifest, self.generation, self.stages, *list_of, message.enclose)
+            self._context.act(asked)
 
-    def compared(self, following: int, wrong: Sequence[tuple[int, int, messages.Origin | None]]) -> None:
-        """Which chunks of that part are not as was published, which digests they must have, and where they were read."""
+    def compared(self, following: int, wrong: Sequence[Wrong]) -> None:
+        """Which chunks of that part are to be read again, which digests they must have, and where they were read."""
         if self.phase is not Phase.VOTED:
             return
         self._comparison.found(wrong)
@@ -540,7 +541,8 @@ class Filling(GroupCall[calls.FillCall]):
         self._leases.begin_reading()
         wrong, self._comparison.wrong = self._comparison.wrong, {}
         there = frozenset(range(manifest.chunk_count)) - wrong.keys()
-        self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, wrong))
+        known = {chunk: digest for chunk, digest in wrong.items() if digest is not None}
+        self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, known, again=True))
 
     def _say_rereads(self) -> None:
         self._say_compared(self._comparison.chunk_count, rereads=True)

@@ -24,6 +24,7 @@ from tensorhub.manifest import Manifest
 from tensorhub.types import HandleState, Options
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
+from tensorhub.worker.comparing import Wrong
 from tensorhub.worker.copying import Copying
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.known_parts import KnownParts
@@ -304,9 +305,7 @@ class Member:
             self.running.pull_done(root, roots)
         return self._context.take_actions()
 
-    def compared(
-        self, generation: int, following: int, wrong: Sequence[tuple[int, int, messages.Origin | None]], now: float
-    ) -> list[calls.Action]:
+    def compared(self, generation: int, following: int, wrong: Sequence[Wrong], now: float) -> list[calls.Action]:
         """What was asked with CompareDigests: up to which chunk, and what is wrong (chunk, published digest, origin)."""
         self._context.enter(now)
         if isinstance(self.running, Filling) and self.running.generation == generation:

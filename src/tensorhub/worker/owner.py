@@ -46,6 +46,7 @@ class _OwnedMemory:
     missing: int  # always available.count(0)
     selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
     origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
+    enclosed: set[int] = field(default_factory=set)  # chunks that were read with what encloses them
     serves: bool = True
     is_open: bool = True
     accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
@@ -103,8 +104,9 @@ class Owner:
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
         origins: list[Origin | None] | None = None
+        enclosed = set[int]()
         if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.own.sizes):
-            digests, origins = old.own.digests, old.origins
+            digests, origins, enclosed = old.own.digests, old.origins, old.enclosed
         memory = _OwnedMemory(
             generation=generation,
             content_id=content_id,
@@ -112,6 +114,7 @@ class Owner:
             available=bytearray([complete]) * len(sizes),
             missing=0 if complete else len(sizes),
             origins=origins,
+            enclosed=enclosed,
             serves=serves,
         )
         if tells:
@@ -187,9 +190,11 @@ class Owner:
         generation: int,
         arrived: Iterable[tuple[int, int | None]],
         origin: Origin | None = None,
+        *,
+        enclosed: bool = False,
     ) -> bool:
-        """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any. False:
-        an older generation's, dropped.
+        """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any, and
+        `enclosed` by what its publisher has digested. False: an older generation's, dropped.
         """
         memory = self._at(registration, generation)
         if memory is None:
@@ -203,6 +208,10 @@ class Owner:
                 memory.own.digests[chunk] = digest
                 if memory.origins is not None and origin is not None:
                     memory.origins[chunk] = origin
+                if enclosed:
+                    memory.enclosed.add(chunk)
+                else:
+                    memory.enclosed.discard(chunk)
         return True
 
     def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
@@ -214,6 +223,7 @@ class Owner:
         for chunk in wrong:
             memory.missing += memory.available[chunk]
             memory.available[chunk], memory.own.digests[chunk] = 0, None
+            memory.enclosed.discard(chunk)
         memory.story.tell("revoked", generation, "chunks", len(wrong))
         running = frozenset(
             number
@@ -274,10 +284,17 @@ class Owner:
         return [None if origins is None else origins[chunk] for chunk in access.chunks]
 
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
-        """The chunks that were read from that registration, ascending."""
+        """The chunks that were read from that registration, or with what encloses them, ascending."""
         memory = self._at(registration, generation)
-        origins = memory.origins if memory is not None and memory.origins is not None else []
-        return [chunk for chunk, each in enumerate(origins) if each is not None and each.registration == origin]
+        if memory is None:
+            return []
+        theirs = {n for n, each in enumerate(memory.origins or ()) if each is not None and each.registration == origin}
+        return sorted(theirs | memory.enclosed)
+
+    def enclosed(self, registration: RegistrationId, generation: int) -> frozenset[int]:
+        """The chunks that were read with what encloses them: their digests are as good as their publisher's."""
+        memory = self._at(registration, generation)
+        return frozenset() if memory is None else frozenset(memory.enclosed)
 
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """Let others read every chunk. False: an older generation's, dropped."""

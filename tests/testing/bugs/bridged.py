@@ -10,8 +10,10 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
+from tensorhub.types import RegistrationId
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
 from tests.testing.bugs import bug, replaced
@@ -86,6 +88,31 @@ def one_grid_for_all_origins() -> Iterator[None]:
         return known[0] if origins and known else before(self, version, group, origins)
 
     with around(Cluster, "lay_out", lay_out):
+        yield
+
+
+@bug("R8: votes count without the roots of selections", faults=(Fault.LIE, Fault.CRASH, Fault.RESTART), seeds_max=500)
+def roots_of_selections_forgotten() -> Iterator[None]:
+    def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
+        return self._agree(part, need) if need is not None else before(self, part, need, root)
+
+    with around(Testimonies, "_settle_claim", settle):
+        yield
+
+
+@bug("R8: a reader vouches for what it has read as it was", faults=(Fault.LIE, Fault.CRASH, Fault.RESTART), seeds_max=500)
+def nothing_encloses() -> Iterator[None]:
+    def enclosed(self: Owner, registration: RegistrationId, generation: int) -> frozenset[int]:
+        return frozenset(range(self.chunk_count(registration)))
+
+    def read_from(self: Owner, registration: RegistrationId, generation: int, origin: str) -> list[int]:
+        return sorted(enclosed(self, registration, generation))
+
+    with (
+        replaced(bridges, "enclosing_root", lambda part, need, holding: b""),
+        replaced(Owner, "enclosed", enclosed),
+        replaced(Owner, "read_from", read_from),
+    ):
         yield
 
 

@@ -28,6 +28,7 @@ from tensorhub.runtime.data.lanes import ChannelOpener, Opened
 from tensorhub.scheduler.requests import patience_s
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
+    Channel,
     Cutter,
     Destination,
     Keeping,
@@ -38,6 +39,7 @@ from tensorhub.transport.base import (
     Unusable,
     can_fill,
 )
+from tensorhub.transport.enclosing import EnclosingChannel, Enclosure, Vouched
 from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
@@ -139,17 +141,25 @@ class Channels:
             part = (selections or {}).get(grant.selection)
             if grant.selection and part is None:
                 raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
+            encloses = part is not None and bool(grant.root)
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
                 RegistrationId(grant.registration),
                 grant.generation,
                 content_id,
-                None if part is None else part.selection,
+                None if part is None or encloses else part.selection,
             )
             for transport, endpoint in self._common(grant, destination):
+                if encloses and "host" not in transport.fills:
+                    continue
                 try:
-                    channel = transport.open(endpoint, right, destination, cutter)
+                    if part is not None and encloses:
+                        enclosure = Enclosure(part.selection, Vouched(grant.manifest_id, grant.root))
+                        inner = transport.open(endpoint, right, enclosure, cutter)
+                        channel: Channel = EnclosingChannel(inner, enclosure, destination)
+                    else:
+                        channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
                     if cutter.is_cut:  # which looks like this, too
                         raise ReadFailure("lost", "the read was given up") from error
@@ -161,7 +171,8 @@ class Channels:
                 else:
                     self._note_chosen(transport.name, grant, destination)
                     ended = partial(self._ended, transport.name, grant, destination)
-                    return Opened(transport.name, channel, transport.lanes, transport.batch_bytes, ended)
+                    lanes = 1 if encloses else transport.lanes
+                    return Opened(transport.name, channel, lanes, transport.batch_bytes, ended)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             reasons = self._in_the_way(grant)
             what = "none of the transports can be used" if reasons else "no transport in common"

@@ -23,9 +23,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -70,13 +71,14 @@ ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
     """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
-    digest.
+    digest; `at_source`: as its source numbers it.
     """
 
     lease: LeaseId
     reason: Reason
     detail: str
     chunk: int | None
+    at_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class PullReport:
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
     flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
+    excess_bytes: int = 0  # the part of `bytes_read` that was read only to verify the rest
 
     @classmethod
     def of(
@@ -202,6 +205,7 @@ class PullRunner:
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
+        self._excess_bytes = 0  # of arrivals, see there
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
         self._is_over = self._pull.done  # no lane asks for anything more
         if self._is_over:
@@ -284,7 +288,7 @@ class PullRunner:
             phases = {"wait": max(0.0, lanes_s - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
             sources = tuple(self._source_report(lane, now) for lane in lanes)
             flows = tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:]
-            return PullReport.of(pull, phases, sources, flows)
+            return replace(PullReport.of(pull, phases, sources, flows), excess_bytes=self._excess_bytes)
 
     @staticmethod
     def _flow(lane: _Lane) -> Flow | None:
@@ -395,8 +399,7 @@ class PullRunner:
                 lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
                 lane.outcome = self._outcome(lane)
                 if lane.failure is not None:
-                    failed = lane.failure
-                    self._events.append(SourceFailed(lane.lease, failed.reason, failed.detail, failed.chunk))
+                    self._events.append(_failed(lane, lane.failure))
             self._pull.lane_ended(lane.lease)
             self._changed.notify_all()
         self._wakeup.set()
@@ -474,9 +477,13 @@ class PullRunner:
                 lane.cells += sum([self._counts[chunk][0] for chunk, _ in good])
                 lane.runs += sum([self._counts[chunk][1] for chunk, _ in good])
             lane.requests.arrived(good, bad)
+            if arrival.excess_bytes:
+                self._pull.discarded(lane.lease, arrival.excess_bytes)
+                self._excess_bytes += arrival.excess_bytes
             if bad or lane.threads > 1 or lane.brings is not None:
                 self._changed.notify_all()
-        self._owner.mark_available(self._registration, self._generation, good, lane.origin)
+        enclosed = bool(lane.grant.root)
+        self._owner.mark_available(self._registration, self._generation, good, lane.origin, enclosed=enclosed)
         self._finish_if_done()
         if bad:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
@@ -496,3 +503,13 @@ class PullRunner:
             self._is_over = True
             self._events.append(AllVerified())
             self._changed.notify_all()
+
+
+def _failed(lane: _Lane, failure: ReadFailure) -> SourceFailed:
+    """What is told of that. Whoever reads with what encloses names the source's own chunk."""
+    chunk = at_source = failure.chunk
+    if lane.grant.root:
+        chunk = None
+    elif chunk is not None and lane.brings is not None:
+        at_source = bisect_left(lane.brings, chunk)
+    return SourceFailed(lane.lease, failure.reason, failure.detail, chunk, at_source)

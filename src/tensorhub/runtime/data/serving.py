@@ -21,6 +21,7 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+from tensorhub.digests import pack
 from tensorhub.errors import DrainTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
@@ -99,6 +100,7 @@ class SharedOwner:
     origin = _locked(Owner.origin)
     origins = _locked(Owner.origins)
     read_from = _locked(Owner.read_from)
+    enclosed = _locked(Owner.enclosed)
     take_made = _locked(Owner.take_made)
     selections = _locked(Owner.selections)
     chunk_count = _locked(Owner.chunk_count)
@@ -145,10 +147,12 @@ class SharedOwner:
         generation: int,
         arrived: Iterable[tuple[int, int | None]],
         origin: Origin | None = None,
+        *,
+        enclosed: bool = False,
     ) -> bool:
         """See `Owner.mark_available`; readers that wait for these chunks go on."""
         with self._changed:
-            taken = self._owner.mark_available(registration, generation, arrived, origin)
+            taken = self._owner.mark_available(registration, generation, arrived, origin, enclosed=enclosed)
             self._changed.notify_all()
             return taken
 
@@ -284,6 +288,19 @@ class SharedOwner:
                 for selected in self._selected.values():
                     selected.pop(each, None)
         return following
+
+    def listing(self, registration: RegistrationId, generation: int, *, digests: bool) -> bytes | Refusal:
+        """See `OwnedMemory.listing`."""
+        with self._changed:
+            known, memory = self._owner.digests(registration, generation), self._memory.get(registration)
+        if known is None or memory is None:
+            return NOT_OPEN
+        if memory.is_strided:
+            return Refusal("this memory is of another layout than the published one: its chunks enclose nothing")
+        if not digests:
+            return memory.manifest.encode()
+        values = [digest for digest in known if digest is not None]
+        return pack(values, memory.width) if len(values) == len(known) else Refusal("not all of it was digested here")
 
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
         """What one-sided readers may read there, and its word."""

@@ -160,7 +160,9 @@ class Filler:
         listed = self._owner.listed(target, action.generation)
         if listed is None or not listed[0]:
             return
-        wrong, following = compare(action, *listed, partial(self._owner.origin, target, action.generation))
+        origin_of = partial(self._owner.origin, target, action.generation)
+        enclosed = self._owner.enclosed(target, action.generation)
+        wrong, following = compare(action, *listed, origin_of, enclosed)
         if wrong:
             log.warning("not_as_published", registration=self._registration, chunks=len(wrong), first=wrong[0][0])
             revoke = partial(self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong])
@@ -256,7 +258,7 @@ class Filler:
                     self._say_progress(report)
                 self._show_progress(report)
         finally:
-            self.times.add_pull(runner.report(), clock.now(), again=bool(action.published))
+            self.times.add_pull(runner.report(), clock.now(), again=action.again)
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if not mapped.is_in_place:
@@ -279,7 +281,7 @@ class Filler:
             names = manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
             detail += f" (tensor {', '.join(map(repr, names))})"
         log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
-        self._apply(self._member.source_failed(event.lease, event.reason, detail, clock.now(), chunk=event.chunk))
+        self._apply(self._member.source_failed(event.lease, event.reason, detail, clock.now(), chunk=event.at_source))
 
     def _say_progress(self, report: PullReport) -> None:
         progress = self._member.progress(report.chunks_verified, report.bytes_read, report.flows)

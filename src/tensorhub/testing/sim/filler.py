@@ -140,7 +140,8 @@ class SimFiller:
         digests = owner.digests(target, generation)
         if digests is None:
             return
-        wrong, following = compare(action, 8, digests, partial(owner.origin, target, generation))
+        origin_of, enclosed = partial(owner.origin, target, generation), owner.enclosed(target, generation)
+        wrong, following = compare(action, 8, digests, origin_of, enclosed)
         chunks = [chunk for chunk, _, _ in wrong]
         inside = owner.revoke(target, generation, chunks)
         handle.shut_readers(inside)
@@ -159,9 +160,17 @@ class SimFiller:
             self._world.guarantees.writes(handle)
         cells[chunk] = cell
 
-    def offer(self, start: StartPull, verified: list[tuple[int, int | None]], origin: Origin | None = None) -> None:
-        """Let others read what was verified; it was read at `origin`, if at any."""
+    def offer(
+        self,
+        start: StartPull,
+        verified: list[tuple[int, int | None]],
+        origin: Origin | None = None,
+        *,
+        enclosed: bool = False,
+    ) -> None:
+        """Let others read what was verified; it was read at `origin`, if at any, or with what encloses it."""
         handle, (target, cells) = self._handle, self._target(staged=start.staged)
         self._world.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
-        if verified and handle.worker.owner.mark_available(target, start.generation, verified, origin):
+        owner = handle.worker.owner
+        if verified and owner.mark_available(target, start.generation, verified, origin, enclosed=enclosed):
             self._offers()

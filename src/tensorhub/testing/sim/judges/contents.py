@@ -63,7 +63,7 @@ class Contents:
         else:
             self._spoilt.add((handle.id, content_id))
             held_by_publisher = handle.member.content is not None and handle.member.content.published
-            if not other and (held_by_publisher or handle.lied == content_id):
+            if not other and held_by_publisher:
                 first = self.truth[content_id][handle.shard.number][chunk]
                 self._same[cell] = self._same.get(first, first)
                 self._resharded.clear()
@@ -91,8 +91,7 @@ class Contents:
 
     def published_as(self, handle: JudgedHandle, cell: str) -> str:
         """That cell, whenever it was read: where a chunk was overwritten, each grid in which it is read has its own first
-        digest, so that one may say what it was before, and another one what it is since. (Also at a replica that lies:
-        nobody knows better, unless the publisher serves that selection itself.)
+        digest, so that one may say what it was before, and another one what it is since.
         """
         if not is_of_other_layout(handle.grid):
             return cell

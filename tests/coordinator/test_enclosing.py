@@ -1,0 +1,131 @@
+"""Selections of which nobody's digests count: who has read them with the chunks that enclose them is believed."""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.testimonies import COMPARISONS_MAX
+from tensorhub.digests import root_of
+from tensorhub.manifest import id_of
+from tensorhub.messages import AddSource, Compare, Compared, DigestAgain, Digests, Grant, Outcome, TellDigests, Write
+from tensorhub.testing import CHUNKS
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, published
+
+OWN = root_of(list_of(CHUNKS))
+
+
+def copied(*, manifest: bytes = MANIFEST) -> tuple[World, list[Rank], list[Rank]]:
+    """A publisher, and a replica in its layout."""
+    world, trainers = published()
+    if manifest is not MANIFEST:
+        world = World(manifest=manifest)
+        trainers = world.group("t", [cut(0), cut(1)])
+        world.publish(trainers, 1)
+    copies = world.group("c", [cut(0), cut(1)])
+    world.fill(copies)
+    for rank in copies:
+        world.ready(rank)
+    for trainer in trainers if manifest is MANIFEST else ():
+        world.tell(trainer)
+    for rank in copies:
+        world.vote(rank, root=OWN if manifest is MANIFEST else b"")
+    assert [rank.take(Outcome)[0].committed for rank in copies] == [True, True]
+    return world, trainers, copies
+
+
+def granted(reader: Rank) -> tuple[Grant, ...]:
+    (write,) = reader.take(Write)
+    return write.grants
+
+
+def test_the_publisher_comes_first_as_long_as_its_digests_are_wanted() -> None:
+    world, trainers, _ = copied()
+    (first,) = filling(world, "first")
+    assert [(grant.source, grant.root) for grant in granted(first)] == [("t0", b""), ("t1", b"")]
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    (second,) = filling(world, "second", site="there")
+    assert [(grant.source, grant.root) for grant in granted(second)] == [("c0", b""), ("c1", b"")]
+
+
+def test_a_replica_is_read_with_what_encloses_and_its_first_reader_is_believed() -> None:
+    world, trainers, _ = copied()
+    world.lose(*trainers)
+    (reader,) = filling(world)
+    grants = granted(reader)
+    assert [(grant.source, grant.root, grant.manifest_id) for grant in grants] == [
+        ("c0", OWN, id_of(MANIFEST)),
+        ("c1", OWN, id_of(MANIFEST)),
+    ]
+    world.vote(reader, root(A), root(B))
+    asked = reader.take(TellDigests)
+    assert [(each.selection, each.shard, bool(each.origin)) for each in asked] == [
+        (A.selection, 0, True),
+        (B.selection, 1, True),
+    ]
+    world.tell(reader, A, shard=A.shard)
+    world.tell(reader, B, shard=B.shard)
+    assert reader.take(Outcome)[0].committed
+    (later,) = filling(world, "later", site="there")
+    assert [grant.root for grant in granted(later)] == [b"", b""]
+
+
+def test_without_digests_nothing_encloses() -> None:
+    world, trainers, _ = copied(manifest=NO_DIGESTS)
+    world.lose(*trainers)
+    (reader,) = filling(world)
+    assert [grant.root for grant in granted(reader)] == [b"", b""]
+
+
+def test_what_was_read_as_it_was_is_read_again_once_nobody_can_vouch_for_it() -> None:
+    world, trainers, _ = copied()
+    (reader,) = filling(world)
+    world.lose(*trainers)
+    assert [added.grant.root for added in reader.take(AddSource)] == [OWN, OWN]
+    world.vote(reader, root(A), root(B))
+    for asked, need in zip(reader.take(TellDigests), (A, B), strict=True):
+        some = list_of(need.chunks)[:8]  # the first chunk: the publisher has sent it, or it was enclosed
+        world.say(
+            reader,
+            Digests(reader.name, reader.generation, need.chunks, ((0, 1),), some, True, asked.selection, asked.shard),
+        )
+    (compare,) = reader.take(Compare)
+    assert (compare.enclose, compare.selection, compare.shard, compare.digests, compare.last) == (
+        True,
+        A.selection,
+        0,
+        b"",
+        True,
+    )
+    world.say(reader, Compared(world.operation(reader).key, 0, 2, (), True, A.selection, A.shard))
+    assert {added.grant.root for added in reader.take(AddSource)} == {OWN}
+    world.vote(reader, root(A), root(B))
+    assert {asked.selection for asked in reader.take(TellDigests)} == {A.selection, B.selection}
+    world.tell(reader, A, shard=A.shard)
+    world.tell(reader, B, shard=B.shard)
+    assert reader.take(Outcome)[0].committed
+
+
+def test_who_has_read_all_of_it_so_and_does_not_say_its_digests_ends() -> None:
+    world, trainers, _ = copied()
+    world.lose(*trainers)
+    (reader,) = filling(world)
+    world.vote(reader, root(A), root(B))
+    for _ in range(COMPARISONS_MAX):
+        for need in (A, B):
+            said = Digests(reader.name, reader.generation, need.chunks, (), b"", True, need.selection, need.shard)
+            world.say(reader, said)
+        for compare in reader.take(Compare):
+            assert compare.enclose
+            world.say(reader, Compared(world.operation(reader).key, 0, 2, (), False, compare.selection, compare.shard))
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert outcome.error.kind == "IntegrityError"
+
+
+def test_a_chunk_that_does_not_enclose_is_the_sources_own() -> None:
+    world, trainers, copies = copied()
+    world.lose(*trainers)
+    (reader,) = filling(world)
+    world.lose_source(reader, world.lease(reader, "c1"), "corrupt", chunk=1)
+    (question,) = copies[1].take(DigestAgain)
+    assert (question.chunk, question.selection) == (1, "")
