@@ -289,6 +289,27 @@ def test_uploads_and_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert [known.find(name) is not None for name in names] == [True, False, False, True, True]
 
 
+def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that follow a rule are encoded as a run of them, so the bytes of an encoding bound nothing."""
+    monkeypatch.setattr(kept_selections, "KEPT_STRIPS_MAX", 10_000)
+    known, names = Selections(), list[str]()
+    for number in range(4):
+        chunks = tuple([(Strip(0, chunk + number, 0, 0, 1, ((2, 10_000),), 1),) for chunk in range(2000)])
+        names.append(upload(known, Selection(chunks)))
+    kept = [known.find(name) is not None for name in names]
+    assert kept == [False, False, True, True], "2000 strips with a loop each are 4000; two of them are 8000"
+    larger = Selection(tuple([(straight(0, at, 1),) for at in range(11_000)]))
+    assert known.find(upload(known, larger)) is not None, "what alone is too large is kept, alone"
+    assert known.find(names[-1]) is None
+
+
+def upload(known: Selections, selection: Selection) -> str:
+    blob = selection.encode()
+    assert len(blob) < 1000
+    known.upload("r", selection.selection_id, len(blob), 0, blob)
+    return selection.selection_id
+
+
 def test_what_gives_way_is_forgotten_by_every_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_selections, "KEPT_MAX", 1)
     its = setting()

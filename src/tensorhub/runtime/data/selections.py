@@ -13,12 +13,13 @@ import threading
 from dataclasses import dataclass, field
 
 from tensorhub.errors import ProtocolError
-from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.reading import STRIPS_MAX, Selection
 from tensorhub.manifest import id_of
 from tensorhub.messages import SELECTION_BYTES_MAX
 
 UPLOADS_MAX = 4  # that are under way at a time
 KEPT_BYTES_MAX = 4 * SELECTION_BYTES_MAX  # of encodings; decoded they take several times as much
+KEPT_STRIPS_MAX = 4 * STRIPS_MAX  # and loops: few bytes of an encoding may say very many, each of which takes some 200
 KEPT_MAX = 4096
 
 
@@ -29,13 +30,23 @@ class _Upload:
     blob: bytearray = field(default_factory=bytearray)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """`nbytes`: of its encoding. `strips`: with their loops."""
+
+    selection: Selection
+    nbytes: int
+    strips: int
+
+
 class Selections:
     """For any thread."""
 
     def __init__(self) -> None:
+        self._decoding = threading.Lock()  # one at a time: what is decoded and not kept yet takes memory, too
         self._lock = threading.Lock()  # guards what follows
-        self._kept: dict[str, tuple[Selection, int]] = {}  # with the bytes of its encoding; the one used last at the end
-        self._bytes = 0  # always their sum
+        self._kept: dict[str, _Kept] = {}  # the one used last at the end
+        self._bytes = self._strips = 0  # always the sums of theirs
         self._uploads: dict[object, _Upload] = {}  # by reader, the newest at the end
 
     def __repr__(self) -> str:
@@ -47,7 +58,7 @@ class Selections:
             if found is None:
                 return None
             self._kept[name] = found
-            return found[0]
+            return found.selection
 
     def upload(self, reader: object, name: str, total: int, offset: int, piece: bytes) -> tuple[int, list[str]]:
         """Take the next piece from this reader. Returns how many bytes are there, and the names of selections that gave way.
@@ -71,23 +82,35 @@ class Selections:
         blob = bytes(begun.blob)
         if id_of(blob) != name:
             raise ProtocolError("a selection does not have its name")
-        selection = Selection.decode(blob)
-        with self._lock:
-            return total, self._keep(name, selection, total)
+        with self._decoding:
+            if self.find(name) is not None:  # another reader has said it meanwhile
+                return total, []
+            selection = Selection.decode(blob)
+            with self._lock:
+                return total, self._keep(name, _Kept(selection, total, _strips_and_loops(selection)))
 
-    def _keep(self, name: str, selection: Selection, nbytes: int) -> list[str]:
-        if name in self._kept:
-            return []
+    def _keep(self, name: str, new: _Kept) -> list[str]:
         gone: list[str] = []
-        while self._kept and (self._bytes + nbytes > KEPT_BYTES_MAX or len(self._kept) >= KEPT_MAX):
+        while self._kept and (
+            len(self._kept) >= KEPT_MAX
+            or self._bytes + new.nbytes > KEPT_BYTES_MAX
+            or self._strips + new.strips > KEPT_STRIPS_MAX
+        ):
             oldest = next(iter(self._kept))
-            self._bytes -= self._kept.pop(oldest)[1]
+            given_up = self._kept.pop(oldest)
+            self._bytes -= given_up.nbytes
+            self._strips -= given_up.strips
             gone.append(oldest)
-        self._kept[name] = selection, nbytes
-        self._bytes += nbytes
+        self._kept[name] = new
+        self._bytes += new.nbytes
+        self._strips += new.strips
         return gone
 
     def leave(self, reader: object) -> None:
         """This reader says nothing more."""
         with self._lock:
             self._uploads.pop(reader, None)
+
+
+def _strips_and_loops(selection: Selection) -> int:
+    return sum([1 + len(strip.loops) for chunk in selection.chunks for strip in chunk])
