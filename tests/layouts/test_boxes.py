@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import ManifestMismatch
-from tensorhub.layouts.boxes import Box, Span, left_over, meet, overlapping, shown, span, volume, whole, without
+from tensorhub.layouts.boxes import Box, Meetings, Span, left_over, meet, overlapping, shown, span, volume, whole, without
 
 spans = st.builds(span, st.integers(0, 12), st.integers(1, 8), st.integers(1, 5))
 boxes = st.lists(spans, min_size=2, max_size=2).map(tuple)
@@ -77,3 +77,18 @@ def test_fragments_without_end_are_refused() -> None:
     combs = [(span(0, 2**9, 2**20), Span(0, 2**30)), (Span(0, 2**30), span(0, 2**9, 2**20))]
     with pytest.raises(ManifestMismatch, match="fragments"):
         left_over(crossed, combs)
+
+
+def test_no_cut_makes_a_reader_compare_each_part_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither many parts are left at once, nor is one part much: all pairs together are."""
+    monkeypatch.setattr("tensorhub.layouts.boxes.MEETINGS_MAX", 1000)
+    every_second_row = [(Span(2 * row, 1),) for row in range(40)]
+    assert len(left_over((Span(0, 80),), every_second_row)) == 40
+    with pytest.raises(ManifestMismatch, match="more than 1000 pairs"):
+        left_over((Span(0, 160),), [(Span(2 * row, 1),) for row in range(80)])
+    with pytest.raises(ManifestMismatch, match="more than 1000 pairs"):
+        overlapping([(Span(row, 80 - row), Span(row, 1)) for row in range(80)])
+    meetings = Meetings()  # of several tensors together
+    left_over((Span(0, 80),), every_second_row, meetings)
+    with pytest.raises(ManifestMismatch, match="more than 1000 pairs"):
+        left_over((Span(0, 80),), every_second_row, meetings)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tensorhub.errors import ManifestMismatch
 
 FRAGMENTS_MAX = 2**16  # boxes that may be left of one box, when others are taken out of it
+MEETINGS_MAX = 2**23  # of two boxes, in one check or plan: some ten seconds
 
 
 class Span(NamedTuple):
@@ -127,8 +128,26 @@ def _without(outer: Span, inner: Span) -> Iterator[Span]:
             yield span(inner.start + nth * inner.step + step, skipped, step)
 
 
-def taken_out(left: Iterable[Box], box: Box) -> tuple[list[Box], list[Box]]:
-    """Of what is left, what `box` takes, and what is left then. ManifestMismatch: that would be too many fragments."""
+class Meetings:
+    """How many boxes one check or plan may meet with others. Whoever has published them decides how they are cut, and a
+    reader's thread that meets each with each of 2**16 others would do that for hours.
+    """
+
+    def __init__(self) -> None:
+        self._left = MEETINGS_MAX
+
+    def spend(self, count: int) -> None:
+        """ManifestMismatch: there are no more."""
+        self._left -= count
+        if self._left < 0:
+            raise ManifestMismatch(f"the tensors are cut so that more than {MEETINGS_MAX} pairs of parts would be compared")
+
+
+def taken_out(left: Sequence[Box], box: Box, meetings: Meetings) -> tuple[list[Box], list[Box]]:
+    """Of what is left, what `box` takes, and what is left then. ManifestMismatch: that would be too many fragments, or too
+    many meetings.
+    """
+    meetings.spend(len(left))
     taken: list[Box] = []
     rest: list[Box] = []
     for fragment in left:
@@ -143,13 +162,14 @@ def taken_out(left: Iterable[Box], box: Box) -> tuple[list[Box], list[Box]]:
     return taken, rest
 
 
-def left_over(box: Box, taken: Iterable[Box]) -> list[Box]:
+def left_over(box: Box, taken: Iterable[Box], meetings: Meetings | None = None) -> list[Box]:
     """What is left of `box` without all these, which may overlap. ManifestMismatch: as `taken_out`."""
+    meetings = meetings or Meetings()
     left = [box] if volume(box) else []
     for each in taken:
         if not left:
             break
-        _, left = taken_out(left, each)
+        _, left = taken_out(left, each, meetings)
     return left
 
 
@@ -157,8 +177,11 @@ def _too_many() -> ManifestMismatch:
     return ManifestMismatch(f"a tensor is cut into more than {FRAGMENTS_MAX} fragments; use slices with smaller steps")
 
 
-def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The numbers of two boxes that share an element, if any do. All are of one tensor."""
+def overlapping(boxes: Sequence[Box], meetings: Meetings | None = None) -> tuple[int, int] | None:
+    """The numbers of two boxes that share an element, if any do. All are of one tensor. ManifestMismatch: that would be too
+    many meetings.
+    """
+    meetings = meetings or Meetings()
     if len(boxes) < 2:
         return None
     by = max(range(len(boxes[0])), key=lambda d: len({box[d].start for box in boxes}), default=None)
@@ -167,6 +190,7 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
     open_boxes: list[int] = []  # whose indices of dimension `by` may go on
     for number in sorted((n for n, box in enumerate(boxes) if volume(box)), key=lambda n: boxes[n][by].start):
         start = boxes[number][by].start
+        meetings.spend(len(open_boxes))
         open_boxes = [each for each in open_boxes if boxes[each][by].last >= start]
         for each in open_boxes:
             if meet(boxes[each], boxes[number]) is not None:

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.boxes import Box, left_over, meet, shown, taken_out, volume
+from tensorhub.layouts.boxes import Box, Meetings, left_over, meet, shown, taken_out, volume
 from tensorhub.layouts.catalogue import numbers_in
 from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joined
 from tensorhub.layouts.pieces import within
@@ -187,6 +187,7 @@ class _Planning:
         self._candidates_of: dict[_Likeness, list[_Candidate]] = {}
         self._families: list[Family] = []
         self._unheld: list[Unheld] = []
+        self._meetings = Meetings()
 
     def made(self) -> Plan:
         undecided = []
@@ -291,6 +292,7 @@ class _Planning:
     def _candidates(self, likeness: _Likeness) -> Iterator[_Candidate]:
         _, box, _ = self._reader.geometry[likeness.form]
         for column, (number, form) in enumerate(likeness.held):
+            self._meetings.spend(len(self._of_arrangement[number]))
             for source in self._of_arrangement[number]:
                 _, theirs, _ = self._sources[source].geometry[form]
                 if (common := meet(box, theirs)) is not None:
@@ -302,7 +304,7 @@ class _Planning:
         candidates = self._candidates_of[likeness]
         left = [box]
         for candidate in candidates:
-            taken, left = taken_out(left, candidate.common)
+            taken, left = taken_out(left, candidate.common, self._meetings)
             if sum(map(volume, taken)) < volume(candidate.common):
                 return None
         return [self._part(likeness, candidate, candidate.common) for candidate in candidates]
@@ -318,7 +320,7 @@ class _Planning:
         for candidate in sorted(self._candidates_of[likeness], key=rank):
             if not left:
                 break
-            taken, left = taken_out(left, candidate.common)
+            taken, left = taken_out(left, candidate.common, self._meetings)
             parts += [self._part(likeness, candidate, common) for common in taken]
         return parts
 
@@ -352,7 +354,8 @@ class _Planning:
 
     def _miss(self, stretch: _Stretch) -> None:
         kind, box, _ = self._reader.geometry[stretch.likeness.form]
-        boxes = left_over(box, [candidate.common for candidate in self._candidates_of[stretch.likeness]])
+        commons = [candidate.common for candidate in self._candidates_of[stretch.likeness]]
+        boxes = left_over(box, commons, self._meetings)
         for piece in stretch.pieces:
             name = self._reader.catalogue.names[self._reader.arrangement.tensors[piece]]
             self._unheld += [Unheld(name, each, volume(each) * kind.itemsize) for each in boxes]

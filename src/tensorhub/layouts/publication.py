@@ -13,7 +13,7 @@ from functools import cached_property
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.boxes import Box, left_over, overlapping, shown, volume, whole
+from tensorhub.layouts.boxes import Box, Meetings, left_over, overlapping, shown, volume, whole
 from tensorhub.layouts.catalogue import Catalogue, Kind, merged, numbers_in
 
 FAULTS_MAX = 1000  # that are listed; the error's text shows fewer
@@ -145,6 +145,7 @@ def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str
             if number >= 0:
                 held[number].append(keys[form])
     left_of: dict[tuple[object, ...], list[Box]] = {}
+    meetings = Meetings()
     for name, kind_number, forms in zip(catalogue.names, catalogue.kind_of, held, strict=True):
         kind = catalogue.kinds[kind_number]
         if kind.ranks:
@@ -152,7 +153,7 @@ def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str
         likeness = (kind_number, *forms)
         if likeness not in left_of:
             boxes = [each.geometry[form][1] for key, form in forms for each in of_arrangement[key]]
-            left_of[likeness] = left_over(whole(kind.shape), dict.fromkeys(boxes))
+            left_of[likeness] = left_over(whole(kind.shape), dict.fromkeys(boxes), meetings)
         if left := left_of[likeness]:
             yield _missing(name, kind, left, otherwise)
 
@@ -174,12 +175,13 @@ def _held_twice(each: ShardClass) -> Iterator[str]:
     for tensor, form in zip(arrangement.tensors, arrangement.form_of, strict=True):
         forms_of.setdefault(tensor, []).append(form)
     found: dict[tuple[int, ...], tuple[Box, Box] | None] = {}
+    meetings = Meetings()
     for tensor, forms in forms_of.items():
         if len(forms) < 2:
             continue
         if tuple(forms) not in found:
             boxes = [each.coordinates.geometry[form][1] for form in forms]
-            both = overlapping(boxes)
+            both = overlapping(boxes, meetings)
             found[tuple(forms)] = None if both is None else (boxes[both[0]], boxes[both[1]])
         if (pair := found[tuple(forms)]) is not None:
             name = each.coordinates.catalogue.names[tensor]
