@@ -30,6 +30,7 @@ def test_whatever_has_such_bytes_is_found(seed: int) -> None:
     assert list(found) == sorted(set(found))
     touched = {number for number, strips in enumerate(chunks) if bytes_of(strips) & bytes_of(wanted)}
     assert touched <= set(found)
+    assert Covering.of(chunks).count_max(wanted) >= len(found)
 
 
 def test_of_contiguous_chunks_no_others_are_found() -> None:

@@ -29,6 +29,8 @@ from tensorhub.strips import Strip
 
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 
+REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
+COVERS_MAX = 2**22  # of a selection: chunks of the memory that its chunks touch, in all
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 
 
@@ -119,17 +121,30 @@ class ChunkMemory:
 
     def fault(self, selection: Selection) -> str | None:
         """Why there is no such selection of this memory; None: there is."""
-        return selection.fault([region.nbytes for region in self._regions])
+        sizes = [region.nbytes for region in self._regions]
+        if fault := selection.fault(sizes):
+            return fault
+        if selection.nbytes > REPEATS_MAX * sum(sizes):
+            return f"it has the shard's bytes more than {REPEATS_MAX} times"
+        covering, left = self._own_covering(), COVERS_MAX
+        for chunk in selection.chunks:
+            left -= covering.count_max(chunk)
+            if left < 0:
+                return f"its chunks touch more than {COVERS_MAX} of the shard's: a larger chunk_bytes makes fewer"
+        return None
 
     def covers(self, selection: Selection) -> Callable[[int], tuple[int, ...]]:
         """Of which of this memory's chunks each of a selection has bytes; perhaps of fewer."""
+        covering = self._own_covering()
+        return cache(lambda chunk: covering.chunks(selection.chunks[chunk]))
+
+    def _own_covering(self) -> Covering:
         if self._covering is None and self._strips is not None:
             self._covering = Covering.of(self._strips)
         elif self._covering is None:
             places = ((chunk.region, chunk.offset, chunk.nbytes) for chunk in self._chunks)
             self._covering = Covering(Extent(of, at, at + size, chunk) for chunk, (of, at, size) in enumerate(places))
-        covering = self._covering
-        return cache(lambda chunk: covering.chunks(selection.chunks[chunk]))
+        return self._covering
 
     @property
     def addresses(self) -> tuple[int, ...]:

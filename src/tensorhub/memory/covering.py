@@ -48,15 +48,23 @@ class Covering:
 
     def chunks(self, strips: Iterable[Strip]) -> tuple[int, ...]:
         """Those that have bytes of these strips, and perhaps some that lie between; ascending."""
-        runs = set[tuple[int, int]]()
-        for region, first, end in _extents(strips):
-            runs.add((bisect_right(self._reach, (region, first)), bisect_left(self._starts, (region, end))))
         found = set[int]()
         after = 0
-        for least, most in sorted(runs):
+        for least, most in sorted(self._runs(strips)):
             found.update(map(itemgetter(3), self._extents[max(least, after) : most]))
             after = max(after, most)
         return tuple(sorted(found))
+
+    def count_max(self, strips: Iterable[Strip]) -> int:
+        """How many `chunks` may find at most. It costs one search for each cell, however many that are."""
+        return sum([max(0, most - least) for least, most in self._runs(strips)])
+
+    def _runs(self, strips: Iterable[Strip]) -> set[tuple[int, int]]:
+        """Of the extents, from which one to which."""
+        return {
+            (bisect_right(self._reach, (region, first)), bisect_left(self._starts, (region, end)))
+            for region, first, end in _extents(strips)
+        }
 
 
 def _extents(strips: Iterable[Strip]) -> Iterator[tuple[int, int, int]]:

@@ -222,7 +222,7 @@ async def test_a_selection_that_is_not_of_the_memory_is_refused() -> None:
     assert "not within the shard's memory" in event.detail
 
 
-async def test_memory_of_another_layout_has_no_selections() -> None:
+async def test_memory_of_another_layout_refuses_selections_that_are_not_within_it() -> None:
     its = setting()
     its.reader.open(complete=True)
     other = setting()
@@ -231,7 +231,7 @@ async def test_memory_of_another_layout_has_no_selections() -> None:
         runner.add_source(its.reader.grant(selection=its.names[0]))
         event = await next_event(runner)
     assert isinstance(event, SourceFailed)
-    assert "of another layout" in event.detail
+    assert "not within the shard's memory" in event.detail
 
 
 # ------------------------------------------------------------------------------------------------ what an owner keeps
@@ -301,6 +301,21 @@ def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(monkeypatch
     larger = Selection(tuple([(straight(0, at, 1),) for at in range(11_000)]))
     assert known.find(upload(known, larger)) is not None, "what alone is too large is kept, alone"
     assert known.find(names[-1]) is None
+
+
+def test_few_bytes_do_not_make_a_source_work_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each chunk of a selection a source finds the chunks of its own that it touches, and makes the digest."""
+    memory = setting().a.memory
+    monkeypatch.setattr("tensorhub.memory.chunks.COVERS_MAX", 10 * len(memory.sizes))
+    ends = (Strip(0, 0, 0, 0, 1, ((2, sum(memory.sizes) - 1),), 1),)  # of the first chunk, and of the last one
+    assert memory.fault(Selection((ends,) * 10)) is None
+    assert "touch more than" in (memory.fault(Selection((ends,) * 11)) or "")
+    everything = (straight(0, 0, sum(memory.sizes)),)
+    monkeypatch.setattr("tensorhub.memory.chunks.COVERS_MAX", 2**22)
+    assert memory.fault(Selection((everything,) * 16)) is None
+    assert "more than 16 times" in (memory.fault(Selection((everything,) * 16 + (ends,))) or "")
+    again = (Strip(0, 0, 0, 0, 1, ((17, 0),), sum(memory.sizes)),)  # in one loop that stands still
+    assert "more than 16 times" in (memory.fault(Selection((again,))) or "")
 
 
 def upload(known: Selections, selection: Selection) -> str:
