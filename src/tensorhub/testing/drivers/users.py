@@ -109,7 +109,7 @@ class Users:
             odd = random.random() < 0.04
             group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
             if self._layouts:
-                group.cut = random.choice(self._layouts)
+                group.cut = random.choice([cut for cut in self._layouts if not cut.left_out or self._all_publish()])
                 group.world_size = group.cut.ranks
             before = self.groups[-1] if self.groups and random.random() < 0.2 else None
             for rank in range(group.world_size):
@@ -119,6 +119,10 @@ class Users:
             self.groups.append(group)
             self._timeline.after(random.random(), None, self._turn, group)
         self._timeline.after(REVIVE_S, None, self._revive)
+
+    def _all_publish(self) -> bool:
+        """Whether every group so far does: enough of them must, or hardly anything happens."""
+        return all(group.publishes for group in self.groups)
 
     def _lay_out(self, rows: int) -> None:
         """Groups differ in which part of a tensor of so many rows each rank has."""
