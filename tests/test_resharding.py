@@ -377,6 +377,7 @@ async def test_what_is_not_there_is_said_with_everything_that_is_wrong() -> None
             await weights.replicate()
         text = str(caught.value)
         assert "'q' is float32 (96, 128) at the source and float64 (96, 128) at the reader" in text
+        assert "publish a copy in the reader's dtype" in text
         assert "tensor 'other' is unknown to the source" in text
 
 
@@ -553,8 +554,35 @@ async def test_what_nobody_has_described_cannot_be_put_together() -> None:
             for rank in range(2)
         ]
         await all_of(*(each.publish(1) for each in ranks))
-        with pytest.raises(ManifestMismatch, match="sources="):
+        with pytest.raises(ManifestMismatch, match=r"let the publisher say so with register\(..., sources=...\)"):
             await c.hubs[1].fetch("m", rank=None)
+
+
+async def test_of_the_whole_model_those_tensors_that_are_described_can_be_fetched() -> None:
+    """The publisher has said of `w` what its ranks hold, and not of the buffer `freq`."""
+    async with cluster("trainer", "reader", transports=["tcp"]) as c:
+        full = np.arange(8, dtype=np.float32)
+        ranks = []
+        for rank in range(2):
+            tensors = {"freq": np.zeros(3, np.float32), "w": full[4 * rank : 4 * rank + 4].copy()}
+            sources = {"w": tensorhub.source("w", shape=(8,))[4 * rank : 4 * rank + 4]}
+            ranks.append(await c.hubs[0].register("m", tensors, sources=sources, group="t", rank=rank, world_size=2))
+        await all_of(*(each.publish(1) for each in ranks))
+        fetched = await c.hubs[1].fetch("m", rank=None, names="w")
+        assert fetched.keys() == {"w"}
+        assert np.array_equal(fetched["w"].numpy(), full)
+        for names in (None, ["w", "f*"]):
+            with pytest.raises(ManifestMismatch, match=r"tensor 'freq' is plain and local.*others only \(names=\)"):
+                await c.hubs[1].fetch("m", rank=None, names=names)
+
+
+async def test_all_tensors_are_named_of_which_a_publisher_has_not_said_the_shape() -> None:
+    async with cluster("trainer", transports=["tcp"]) as c:
+        tensors = {name: np.zeros(2, np.float32) for name in "ab"}
+        sources = {name: tensorhub.source(name.upper())[0:2] for name in tensors}
+        weights = await c.hubs[0].register("m", tensors, sources=sources)
+        with pytest.raises(tensorhub.StateError, match=r"each of 'A', 'B' is as a whole; .* source\('A', shape=...\)"):
+            await weights.publish(1)
 
 
 async def test_published_files_feed_tensor_parallel_readers(tmp_path: Path) -> None:

@@ -296,10 +296,10 @@ class Hub(Unpicklable):
 
         `sources`: what tensors are made of, where names or parts differ from what is published: by name, or a function of a
         name, a view (`tensorhub.source("q")[0:2048]`), a list of views, which are concatenated along dimension 0, or a list
-        of pairs `[(tensorhub.at[0:2048], view), ...]`; None from the function: as without an entry. Without one, a tensor is
-        the tensor of its name: its part of a DTensor; the whole one, where `world_size` is 1; else one that is local to the
-        rank, and that only the same rank of an equal layout reads. Whoever publishes says the shapes:
-        `source(name, shape=...)`. `partial`: the group may leave published tensors, and parts of them, unread.
+        of pairs `[(tensorhub.at[0:2048], view), ...]`; `[]`: it is left alone; None from the function: as without an entry.
+        Without one, a tensor is the tensor of its name: its part of a DTensor; the whole one, where `world_size` is 1; else
+        one that is local to the rank, and that only the same rank of an equal layout reads. Whoever publishes says the
+        shapes: `source(name, shape=...)`. `partial`: the group may leave published tensors, and parts of them, unread.
 
         The module or mapping is kept. `publish`, `mutate`, `replicate`, `update` and `prefetch` compare it with what was
         registered, in the caller's thread: when they are called, after `mutate`'s body, and after `before_write`.

@@ -387,8 +387,19 @@ def _tie_differences(source: Mapping[str, TensorSpec], reader: Manifest) -> list
 def check_compatible(source: Manifest, reader: Manifest) -> None:
     """Raise ManifestMismatch, with every difference, unless the reader can hold the source's version."""
     if found := differences(source, reader):
-        text = f"{len(found)} difference(s): {_some(found, '; ')}{_prefix_advice(source, reader)}"
+        theirs, mine = ({tensor.name: tensor.dtype for tensor in manifest.tensors} for manifest in (source, reader))
+        advice = _prefix_advice(source, reader) + dtype_advice(
+            (theirs.get(name, dtype), dtype) for name, dtype in mine.items()
+        )
+        text = f"{len(found)} difference(s): {_some(found, '; ')}{advice}"
         raise ManifestMismatch(text, differences=found)
+
+
+def dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:
+    """What to do where the source and the reader have a tensor in two dtypes."""
+    if all(source == reader for source, reader in pairs):
+        return ""
+    return ". Nothing is converted on the way: let the publisher publish a copy in the reader's dtype (tensorhub.conversion)"
 
 
 def _prefix_advice(source: Manifest, reader: Manifest) -> str:

@@ -29,7 +29,11 @@ class PlannedSource:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one rank of a layout would read of a version, if nobody held it in that layout yet."""
+    """What one rank of a layout would read of a version, if nobody held it in that layout yet.
+
+    `nbytes`, `chunks`, `cells`, `runs`: of all sources together. `excess_nbytes`: what would be read and not kept.
+    `as_dict()`: for JSON.
+    """
 
     version: VersionInfo
     layout_id: str  # in which the version was published

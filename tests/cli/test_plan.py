@@ -79,6 +79,13 @@ def test_each_rank_of_a_layout_in_a_file_as_a_table_and_as_json(published: str, 
     ]
 
 
+def test_a_layout_may_import_what_is_beside_it(published: str, layout: Path) -> None:
+    (layout.parent / "engine.py").write_text("from layout import halves\n")
+    ask = ("plan", "m", "--reader", f"{layout.parent / 'engine.py'}:halves", "--world-size", "2", "--address", published)
+    done = run(*ask)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_bytes_that_no_rank_reads_are_told(published: str, layout: Path) -> None:
     ask = ("plan", "m", "--reader", f"{layout}:left_out", "--world-size", "2", "--address", published)
     done = run(*ask)

@@ -179,7 +179,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
         read(published_by_rows(2), shapes, sources)
     assert [difference[:61] for difference in caught.value.differences] == [
         "sources of 'mine': source('a')[0:7, 0:2] has shape (7, 2), an",
-        "source('norm')[0:9]: slice 0:9 is not within the size there, ",
+        "sources of 'norm': source('norm')[0:9]: slice 0:9 is not with",
         "tensor 'a' is uint8 (12, 4) at the source and uint8 (12, 3) a",
         "tensor 'z' is unknown to the source",
         "tensor 'b' (12 bytes) is read by no rank of the group",

@@ -105,6 +105,7 @@ def _from_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")
+    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

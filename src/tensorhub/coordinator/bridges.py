@@ -76,12 +76,12 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
     mine = f"group {group.name!r} (layout {group.layout!r} over {group.world_size})"
     parts, unsaid = version.holdings.parts, "has plain tensors, and nobody has said which part of the model each rank has"
     if group.layout != ALONE and not group.layout.startswith(OF_ITS_OWN):
-        text = f"{mine} {unsaid}; {theirs} has another layout"
+        text, who = f"{mine} {unsaid}; {theirs} has another layout", "that group"
     elif version.info.world_size > 1 and version.holdings.is_described and not any(parts.values()):
-        text = f"{theirs} {unsaid}; {mine} has another layout"
+        text, who = f"{theirs} {unsaid}; {mine} has another layout", "the publisher"
     else:
         return None
-    text += ": say so with register(..., sources=...), use DTensors, or take equal ranks on both sides"
+    text += f": let {who} say so with register(..., sources=...) or DTensors, or take equal ranks on both sides"
     return ManifestMismatch(text, differences=(text,))
 
 

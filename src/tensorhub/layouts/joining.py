@@ -25,7 +25,7 @@ from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import reading_of
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.layouts.sharding import Sharding
-from tensorhub.manifest import Manifest, id_of, itemsize
+from tensorhub.manifest import Manifest, dtype_advice, id_of, itemsize
 
 GRID = 2  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
 
@@ -170,5 +170,7 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
     if not leaves:  # what is wrong is named, and is not unread as well
         wanted = {*(piece.name for piece in pieces), *faults, *names_in(declared.sources, faults)}
         differences += publication.unread(wanted)
-    refuse(differences, "difference(s) between the published and the registered tensors")
+    published = [(catalogue.find(piece.name, piece.kind), piece.kind.dtype) for piece in pieces]
+    advice = dtype_advice((catalogue.kind(number).dtype, dtype) for number, dtype in published if number is not None)
+    refuse(differences, "difference(s) between the published and the registered tensors", advice)
     raise AssertionError("there are differences")

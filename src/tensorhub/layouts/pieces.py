@@ -231,7 +231,7 @@ def _from_sources(
     tensor: LocalTensor, pairs: Sequence[tuple[Place, View]], views: Sequence[View], shape_of: ShapeOf | None
 ) -> list[Piece]:
     resolved = (
-        [(place.select(tensor.shape), place, view) for place, view in pairs]
+        [(_select(tensor, place, tensor.shape), place, view) for place, view in pairs]
         if pairs
         else _one_after_another(tensor, views, shape_of)
     )
@@ -253,7 +253,7 @@ def _one_after_another(
         return [(Taken(whole(tensor.shape), tuple(range(len(tensor.shape)))), at[...], views[0])]
     found, start = [], 0
     for view in views:
-        shape = view.select(_shape(tensor, view, shape_of)).shape
+        shape = _select(tensor, view, _shape(tensor, view, shape_of)).shape
         if not shape or shape[1:] != tensor.shape[1:]:
             raise RegistrationError(
                 f"sources of {errors.shown(tensor.name)}: {view} has shape {shape}, and the tensor's is {tensor.shape}; in "
@@ -273,7 +273,7 @@ def _one_after_another(
 
 def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of: ShapeOf | None) -> Piece:
     shape = _shape(tensor, view, shape_of)
-    selection = view.select(shape)
+    selection = _select(tensor, view, shape)
     if selection.shape != place.shape:
         raise RegistrationError(
             f"sources of {errors.shown(tensor.name)}: {view} has shape {selection.shape}, and its place {written} has "
@@ -285,6 +285,14 @@ def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of
         strides[dimension] = place.box[its].step * tensor.strides[its]
     kind = Kind(tensor.dtype, shape, tensor.quantization)
     return Piece(view.name, kind, selection.box, tensor.region, offset, tuple(strides))
+
+
+def _select(tensor: LocalTensor, part: Place | View, shape: tuple[int, ...]) -> Taken:
+    """What a part of an entry takes of a tensor of this shape; an error names the tensor whose entry it is."""
+    try:
+        return part.select(shape)
+    except RegistrationError as error:
+        raise RegistrationError(f"sources of {errors.shown(tensor.name)}: {error}") from None
 
 
 def _shape(tensor: LocalTensor, view: View, shape_of: ShapeOf | None) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class Publication:
         faults += [] if partial else self._unread_locals(distinct)
         for reader in distinct:
             faults += self._tie_faults(reader)
-        hint = "" if partial else " (register(..., partial=True) allows to leave tensors unread)"
+        hint = "" if partial else " (register(..., partial=True) on each rank allows to leave some unread)"
         refuse(faults, f"difference(s) between the published and the registered tensors{hint}")
 
     def unread(self, names: Container[str]) -> Iterator[str]:
@@ -117,14 +117,14 @@ class Publication:
                 yield f"{both} share memory at the reader only"
 
 
-def refuse(faults: Iterable[str], what: str) -> None:
-    """ManifestMismatch, if there are any."""
+def refuse(faults: Iterable[str], what: str, advice: str = "") -> None:
+    """ManifestMismatch, if there are any. `advice`: what to do, a sentence behind them."""
     found = list(dict.fromkeys(faults))
     if not found:
         return
     more = len(found) - _SHOWN
     text = "; ".join(found[:_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
-    raise ManifestMismatch(f"{len(found)} {what}: {text}", differences=tuple(found[:FAULTS_MAX]))
+    raise ManifestMismatch(f"{len(found)} {what}: {text}{advice}", differences=tuple(found[:FAULTS_MAX]))
 
 
 # ----------------------------------------------------------------------------------------------------- coverage

@@ -5,6 +5,7 @@ Each tensor has a region of its own; tensors that are tied in the publication sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 
@@ -21,15 +22,18 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
     them, or a pattern names none.
     """
     catalogue = publication.catalogue
-    if catalogue.local_names:
-        names = sorted(catalogue.local_names)
+    local = catalogue.local_names
+    if wanted_locals := local if patterns is None else local & _chosen(patterns, list(catalogue.names)):
+        names = sorted(wanted_locals)
         sentences = tuple([f"tensor {name!r} is plain and local to each of the publisher's ranks" for name in names])
         text = "; ".join(sentences[:NAMES_SHOWN_MAX]) + (", and others" if len(names) > NAMES_SHOWN_MAX else "")
-        advice = "fetch one of the ranks (rank=), or publish with sources= or DTensors"
+        advice = "fetch one of the ranks (rank=), or others only (names=), or publish with sources= or DTensors"
         raise ManifestMismatch(f"the whole model cannot be put together: {text}: {advice}", differences=sentences)
     tensors, sizes = list[TensorSpec](), list[int]()
     region_of: dict[int, int] = {}  # by the first of the tensors that are tied
     for number, name in enumerate(catalogue.names):
+        if name in local:
+            continue
         kind = catalogue.kind(number)
         first = publication.ties.get(number, number)
         region = region_of.setdefault(first, len(sizes))
@@ -53,7 +57,12 @@ def choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorS
     """The tensors that are wanted, in the manifest's order. A pattern that is a tensor's name is no glob."""
     if patterns is None:
         return list(manifest.tensors)
-    names = [tensor.name for tensor in manifest.tensors]
+    names = _chosen(patterns, [tensor.name for tensor in manifest.tensors])
+    return [tensor for tensor in manifest.tensors if tensor.name in names]
+
+
+def _chosen(patterns: tuple[str, ...], names: Sequence[str]) -> set[str]:
+    """Those of these names that the patterns name. ManifestMismatch: one names none."""
     known, chosen = set(names), set[str]()
     for pattern in patterns:
         found = {pattern} if pattern in known else {name for name in names if fnmatchcase(name, pattern)}
@@ -62,4 +71,4 @@ def choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorS
             text = f"names: no tensor is called {pattern!r}; there are {shown or 'none'}"
             raise ManifestMismatch(text, differences=(text,))
         chosen |= found
-    return [tensor for tensor in manifest.tensors if tensor.name in chosen]
+    return chosen

@@ -14,15 +14,20 @@ from tensorhub.worker.calls import PublishCall
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
+NAMES_SHOWN_MAX = 10
+
 
 def check_has_shapes(shard: Shard) -> None:
     """Raise StateError if nobody could tell what its tensors hold: their views do not say of how large a tensor they are."""
     sources = shard.declared.sources if shard.declared is not None else None
     if isinstance(sources, Mapping) and (unknown := without_shape(sources)):
-        name = shown(next(iter(unknown.values())))
+        names = list(dict.fromkeys(unknown.values()))
+        each_of = "each of " if len(names) > 1 else ""
+        more = f" (and {len(names) - NAMES_SHOWN_MAX} more)" if len(names) > NAMES_SHOWN_MAX else ""
         raise StateError(
-            f"{shard.title} cannot be published: sources= does not say how large {name} is as a whole; register it with "
-            f"source({name}, shape=...)"
+            f"{shard.title} cannot be published: sources= does not say how large "
+            f"{each_of}{', '.join(map(shown, names[:NAMES_SHOWN_MAX]))}{more} is as a whole; register it with "
+            f"source({shown(names[0])}, shape=...)"
         )
 
 
