@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import limits, summaries, views
+from tensorhub.coordinator import Connected, limits, summaries, views
 from tensorhub.digests import root_of
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.layouts.published import Published
@@ -16,6 +17,7 @@ from tensorhub.messages import (
     DropSource,
     GetPart,
     GetPublication,
+    Join,
     LeaveGranted,
     ManifestReply,
     Need,
@@ -28,7 +30,7 @@ from tensorhub.messages import (
 )
 from tensorhub.model_summary import LayoutSummary
 from tensorhub.testing import CHUNKS
-from tensorhub.types import Medium, OpKind, Purpose
+from tensorhub.types import Endpoint, Location, Medium, OpKind, Purpose
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root
 
 A, B = Need(0, "half of it", 2, 20), Need(1, "half of it", 3, 30)
@@ -430,3 +432,42 @@ def test_a_version_of_which_nobody_has_said_anything_cannot_be_described() -> No
     (refused,) = reader.take(Refused)
     assert (refused.error.kind, refused.error.retryable) == ("VersionUnavailable", True)
     assert "nobody who is here now has said what is in version 1" in refused.error.message
+
+
+def guest_of(world: World, layout_id: str) -> Rank:
+    """Whoever has the read-only token, and says that he has that layout. He fetches."""
+    guest = Rank(next(world.numbers), "read-only-g", 0, 1, layout_id, (), "here")
+    guest.serves = False
+    world.ranks[guest.name] = world.sessions[guest.session] = guest
+    world.step(Connected(guest.session, "read-only-w", "worker", read_only=True))
+    world.say(guest, Join(guest.name, Location(site="here", host="g"), (Endpoint("tcp", "g"),), 1, 0))
+    own = (layout_id, 1, 0, b"", None, "", (), (), True)
+    where = ("m", guest.group, 0, 0, 1, False, False, Medium.DEVICE, Purpose.USE)
+    world.say(guest, Register(next(world.numbers), guest.name, *where, *own))
+    world.fill([guest], kind=OpKind.FETCH)
+    return guest
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [(Need(0, "of another plan", 7, 20),), (replace(A, chunks=7), B)],
+)
+def test_what_a_guest_says_of_a_layout_holds_for_no_worker(lies: Sequence[Need]) -> None:
+    world, trainers = published()
+    guest = guest_of(world, "own/r0")
+    world.ready(guest, *lies)
+    assert world.part(guest).needs == tuple(lies)
+    readers = filling(world)
+    assert world.sources(readers[0]) == [("t0", A.selection, 0), ("t1", B.selection, 1)]
+    assert world.member(readers[0]).holding.layout.covers  # type: ignore[union-attr]  # the guest has said `partial`
+    finish(world, readers, trainers)
+    (layout,) = [each for each in world.version.others.values() if each.layout_id == "own/r0"]
+    assert not layout.sourceless
+
+
+def test_what_a_guest_says_later_changes_nothing_of_a_workers_selection() -> None:
+    world, trainers = published()
+    readers = filling(world)
+    guest = guest_of(world, "own/r0")
+    world.ready(guest, replace(A, chunks=7), B)
+    finish(world, readers, trainers)

@@ -328,7 +328,7 @@ class Cluster:
         """
         if not origins:
             return version.holdings
-        key = group.layout, id_of(origins)
+        key = group.reads_as, id_of(origins)
         layout = version.others.get(key)
         if layout is None:
             layout = version.others[key] = LayoutHoldings(*key)

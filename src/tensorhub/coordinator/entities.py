@@ -52,6 +52,7 @@ from tensorhub.messages import (
 from tensorhub.scheduler.sources import Standing
 from tensorhub.types import (
     AVAILABLE,
+    READ_ONLY,
     SAME_HOST_TRANSPORTS,
     Endpoint,
     Location,
@@ -191,6 +192,14 @@ class Group:
         """Once every rank has called."""
         assert self.layout_id is not None
         return self.layout_id
+
+    @property
+    def reads_as(self) -> str:
+        """The layout in which it reads what was published in another one. What the first who reads so says of it holds for
+        all others, so guests have layouts of their own: workers do not depend on their word.
+        """
+        layout_id = self.layout_id or ""
+        return READ_ONLY + layout_id if self.name.startswith(READ_ONLY) else layout_id
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
-from tensorhub.types import OpKind
+from tensorhub.types import READ_ONLY, OpKind
 
 ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless only the publisher's word can decide
 NOBODY = "nobody"  # has published it, as far as is known
@@ -50,7 +50,11 @@ class Testimonies:
     def expect(self, part: RankPart) -> None:
         """This rank, which bridges, has said what it needs: it will name roots of that."""
         for need in part.needs or ():
-            self.of_need(part, need)
+            testimony = self.of_need(part, need)
+            if testimony.need != need and not part.member.worker.read_only and not _is_workers(testimony):
+                key = part.layout.origin_id, need.shard, need.selection
+                self._cluster.forget_selection(part.operation.bound, key)  # a guest has said it has other chunks
+                self.of_need(part, need)
         for first in replicas.needed(part):
             self._are_replicas_known(part.operation.bound, first)
             self._compare_replicas(part.operation.bound, first)
@@ -488,6 +492,13 @@ class Testimonies:
         if not testimony.width:
             testimony.width = width_in(version.manifests.get(shard) or manifest)
         return testimony
+
+
+def _is_workers(testimony: Testimony) -> bool:
+    """Whether any worker, and not only guests, has said that need."""
+    others = testimony.version.others.values()
+    workers = [each for each in others if not each.layout_id.startswith(READ_ONLY)]
+    return any(testimony.need in needs for each in workers for needs in each.needs.values())
 
 
 def _all_of(version: Version) -> Iterator[Testimony]:

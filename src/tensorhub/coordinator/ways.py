@@ -74,7 +74,7 @@ def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way
             continue
         origin_id = cluster.describe(version, origin)
         if begun is None or begun.publication == origin_id:
-            yield Way(version.others.get((member.group.layout_id or "", origin_id)), origin)
+            yield Way(version.others.get((member.group.reads_as, origin_id)), origin)
 
 
 def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None:
