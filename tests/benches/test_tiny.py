@@ -25,6 +25,7 @@ def test_each_packed_tensor_is_a_region_and_a_read_less() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_small_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     assert tiny.main(["--rounds", "1", "--mib", "64", "--tensors", "20", "--json", str(file)]) == 0

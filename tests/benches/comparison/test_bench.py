@@ -170,7 +170,7 @@ def test_the_backends_are_listed() -> None:
 
 @pytest.mark.slow
 def test_an_environment_sees_our_packages_and_a_failure_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "PACKAGES", {"bad": ("/nowhere/peer.whl",), "good": ("--version",)})
+    monkeypatch.setattr(environments, "PACKAGES", {"bad": ("/nowhere/peer.whl",), "good": ("pip",)})
     assert "peer.whl" in (environments.install(tmp_path, "bad") or "")
     assert "peer.whl" in (environments.lacking(tmp_path, "bad", ()) or "")
     assert environments.install(tmp_path, "good") is None
