@@ -180,7 +180,7 @@ def test_the_lowest_of_those_that_read_is_asked(monkeypatch: pytest.MonkeyPatch)
     assert late.take(Write)
 
 
-def test_where_a_rank_has_it_already_counts_although_its_group_has_another_layout_now() -> None:
+def test_a_rank_whose_group_has_another_layout_now_says_again_where_it_has_it() -> None:
     world, trainers = published()
     _, readers = reading(world=world)
     covered(world, readers[0], *readers[0].take(CheckCoverage))
@@ -190,6 +190,8 @@ def test_where_a_rank_has_it_already_counts_although_its_group_has_another_layou
     world.fill([late, readers[1]])
     world.ready(late, A, B)
     assert world.part(late).layout is not world.version.others[readers_layout(world, readers[1])]
+    assert not late.take(CheckCoverage)
+    world.ready(readers[1], A, B)
     (asked,) = late.take(CheckCoverage)
     world.say(late, GetPart(9, asked.readers))
     (reply,) = late.take(ManifestReply)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -303,15 +303,6 @@ class Cluster:
             layout.described_as = id_of(layout.description)
             self.note(version)
         return layout.described_as
-
-    def describe_mixed(self, version: Version, layout: LayoutHoldings[Holding], said: Sequence[tuple[bytes, ...]]) -> str:
-        """The same of ranks some of which hold the version in another layout than that in which the others read it now."""
-        description = self._published(layout, said).encode()
-        if description != layout.mixed:
-            self.manifests.release(layout.mixed)
-            layout.mixed = self.manifests.keep(description)
-            self.note(version)
-        return id_of(description)
 
     def _published(self, layout: LayoutHoldings[Holding], said: Iterable[tuple[bytes, ...]]) -> Published:
         shards = tuple([tuple(map(self.manifests.id_of, each)) for each in said])

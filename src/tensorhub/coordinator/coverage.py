@@ -16,8 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Operation, RankPart
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.entities import Operation, RankPart
 from tensorhub.messages import CheckCoverage, Covered
 
 COVERED_KEPT_MAX = 4096
@@ -53,25 +52,11 @@ class Coverage:
         return True
 
     def _readers(self, operation: Operation) -> str | None:
-        """The id of what describes its ranks: where those have it that held it before, and where the others read it to.
-        None: of some rank that is not known.
-        """
-        parts = [operation.parts[rank] for rank in range(operation.group.world_size)]
-        layouts = [self._layout(part) for part in parts]
-        said = [None if each is None else each.parts.get(part.shard) for each, part in zip(layouts, parts, strict=True)]
-        known = [each for each in said if each]
-        if len(known) < len(said):
+        """The id of what describes where its ranks have it, or read it to. None: of some rank that is not known."""
+        layout = next(iter(operation.parts.values())).layout
+        if not all(layout.parts.get(rank) for rank in range(operation.group.world_size)):
             return None
-        layout = parts[0].layout
-        if all(each is layout for each in layouts):
-            return self._cluster.describe(operation.bound, layout)
-        return self._cluster.describe_mixed(operation.bound, layout, known)
-
-    @staticmethod
-    def _layout(part: RankPart) -> LayoutHoldings[Holding] | None:
-        if part.needs_bytes:
-            return part.layout
-        return part.member.holding.layout if part.member.holding is not None else None
+        return self._cluster.describe(operation.bound, layout)
 
     def heard(self, part: RankPart, message: Covered) -> None:
         """The answer of who was asked."""

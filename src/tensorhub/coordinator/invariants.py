@@ -77,7 +77,7 @@ def check_counts(cluster: Cluster) -> None:
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
         for layout in version.layouts:
             kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
-            kept += [layout.description, layout.origins, layout.mixed]
+            kept += [layout.description, layout.origins]
             _demand(layout.parts.keys() <= layout.manifests.keys(), "parts are of known manifests", version)
         needed = selections_needed(version)
         _demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)

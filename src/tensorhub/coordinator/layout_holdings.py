@@ -37,7 +37,6 @@ class LayoutHoldings(Shards[H]):
         self.description: bytes = b""  # of what is held where (`Published`); once a reader of another layout has needed it
         self.described_as = ""  # the id of that; equal parts have equal ones, also where their origins differ
         self.origins: bytes = b""  # its origin's description
-        self.mixed: bytes = b""  # describes the last group some of whose ranks held the version already, in another layout
         self.covers = not origin_id  # whoever holds all of its shards has every byte of the version
         self.abandoned = False  # the last of its sources left on purpose, and none has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
@@ -95,8 +94,8 @@ class LayoutHoldings(Shards[H]):
 
     def unlearn(self) -> list[bytes]:
         """Forget all manifests and parts, and the description, which are returned."""
-        known = [*self.manifests.values(), *chain(*self.parts.values()), self.mixed, self.description, self.origins]
-        self.description, self.described_as, self.origins, self.mixed = b"", "", b"", b""
+        known = [*self.manifests.values(), *chain(*self.parts.values()), self.description, self.origins]
+        self.description, self.described_as, self.origins = b"", "", b""
         self.manifests.clear()
         self.parts.clear()
         self._classes = {}
