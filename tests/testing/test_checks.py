@@ -7,6 +7,7 @@ import pytest
 from tensorhub.coordinator import Received
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.entities import Operation
+from tensorhub.coordinator.fills import LEFT
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState, WorkerState
@@ -87,6 +88,25 @@ def test_a_reader_whose_source_leaves_or_tries_to_need_not_wait(timeout_s: float
     trainer.unpublish(timeout_s)
     cluster.advance(15.0)
     assert asked.has_ended()
+
+
+def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads_that_it_wants_to() -> None:
+    cluster, trainer, reader = published()
+    former = trainer.worker.link
+    assert former is not None
+    trainer.close(abandon=True)
+    while not any(isinstance(said, LeaveRequest) for said in former.up):
+        cluster.do(Choice("do", trainer.name))
+    trainer.worker.disconnect()
+    while trainer in cluster.live_handles():
+        cluster.do(Choice("do", trainer.name))
+    cluster.advance(1.0, run=False)
+    asked = reader.replicate(timeout_s=60.0)  # what is held no more, which only the coordinator does not know
+    while reader.pull is None:
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "notice"))
+    cluster.step(Received(former.session, former.up.popleft()))
+    cluster.run()
+    assert LEFT in str(asked.error)
 
 
 def test_a_version_that_is_held_again_and_counts_as_left_is_noticed() -> None:

@@ -148,9 +148,9 @@ class Guarantees:
     def heard(self, message: FromWorker) -> None:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
         if isinstance(message, LeaveRequest):
-            handle = self._world.handle_of(message.registration)
-            if handle is not None:
-                self._given_up[handle.last_held] = self._world.now
+            handle = self._world.handle_of(message.registration)  # none: it has closed before the coordinator has read that
+            held = handle.last_held if handle is not None else self._fenced.get(message.registration, "")
+            self._given_up[held] = self._world.now
         elif isinstance(message, Fenced | Register):
             content_id = self._fenced.pop(message.registration, "")
             self._given_up[content_id] = self._world.now
