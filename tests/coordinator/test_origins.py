@@ -12,6 +12,7 @@ from tensorhub.digests import root_of
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Registered, Start, Write
+from tensorhub.types import OpKind
 from tests.coordinator.layout_world import Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
@@ -192,6 +193,29 @@ def test_after_a_restart_an_origin_is_one_again_though_nobody_else_comes_back() 
     for trainer in trainers:
         world.ready(trainer, OF_R)
     assert [world.sources(trainer) for trainer in trainers] == [[("r0", "all of it", 0)]] * 2
+
+
+def test_who_reads_only_what_was_published_is_woken_once_that_is_back_too() -> None:
+    """Which ranks held it is known, and it is available in another layout: neither changes then."""
+    world, trainers, (reader,) = held()
+    info = world.version.info
+    copies = world.group("c", [cut(0), cut(1)])
+    world.fill(copies)
+    for copy in copies:
+        world.ready(copy)
+    for copy in copies:
+        world.vote(copy)
+    assert all(outcome.committed for copy in copies for outcome in copy.take(Outcome))
+    world = world.restarted()
+    back(world, reader, held_by(reader, info))
+    world.lose(*(back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers))
+    one_rank = world.arrive("f", 0, 1, "", serves=False)
+    world.fill([one_rank], kind=OpKind.FETCH)
+    first, _ = [back(world, copy, held_by(copy, info, is_publisher=True)) for copy in copies]
+    assert world.version.state is VersionState.AVAILABLE
+    assert not one_rank.take(Start)
+    world.answer_questions(first, held_by(first, info, is_publisher=True))  # now the layout of its group is known
+    assert len(one_rank.take(Start)) == 1
 
 
 def test_after_a_restart_what_describes_no_origin_is_not_believed() -> None:

@@ -214,8 +214,9 @@ class Version(_Moving[VersionState]):
     layout_id: str  # of the group that publishes, once every rank has called
     publisher: OpKey  # the publish that minted it
     retained: bool = False  # its holders were told so
-    # Other layouts in which it has live sources; the published one's, if each class has one, though not each shard.
-    readable_in: list[LayoutKey] = field(default_factory=list)
+    # The layouts of which each class of shards has a source, once it is visible: ids of the layout and of its origin, and
+    # whether each shard has one.
+    readable_in: list[tuple[str, str, bool]] = field(default_factory=list)
     outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
     others: dict[LayoutKey, LayoutHoldings[Holding]] = field(default_factory=dict)  # in which it is held or filled
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.

@@ -199,16 +199,17 @@ class Versions:
 
     def _refresh_others(self, model: Model) -> bool:
         """Forget layouts in which nobody holds anything any more. Whether others can read what they could not, or the other
-        way round.
+        way round: the version's state does not tell that while it can be read in another layout or out of one.
         """
         changed = False
         for version in model.versions.values():
             if version.others:
                 self._cluster.forget_layouts(version)
-            can_read = [key for key, layout in version.others.items() if layout.have_sources()]
-            published = version.holdings
-            if published.sourceless and version.visible and published.is_described and published.has_each_class():
-                can_read.append(("", ""))
+            can_read = [
+                (layout.layout_id, layout.origin_id, layout.have_sources())
+                for layout in (version.layouts if version.visible else ())
+                if layout.have_sources() or (layout.is_described and layout.has_each_class())
+            ]
             if can_read != version.readable_in:
                 version.readable_in, changed = can_read, True
         return changed
