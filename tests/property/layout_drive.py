@@ -46,6 +46,7 @@ class LayoutDrive(WaitDrive):
         self.world_sizes = {layout: self.random.choice((1, 1, 1, 2)) for layout in "pqr"}
         self.replicated = self.random.choice((1, 2, 8))
         self.is_healed = False
+        self.due = set[RankPart]()  # whose calls must have ended when all is healed
         self.reached = Counter[str]()  # what ranks did when it was their turn
         self.manifest = self.random.choice((self.manifest, DIGESTED))
 
@@ -211,31 +212,41 @@ class LayoutDrive(WaitDrive):
     # -- the end
 
     def heal(self) -> None:
-        """From now on everybody is there, does what is its turn, and nothing is wrong. Then every call that can end ends."""
+        """From now on everybody is there, does what is its turn, and nothing is wrong. Then every call that can end ends.
+
+        Copies are still ordered meanwhile: whoever has only just called is not due.
+        """
         self.is_healed = True
         for peer in self.peers:
             if peer.incarnation not in self.core.cluster.lost:
                 self.connect(peer)
         for _ in range(60):
-            for peer in self.online():
-                while peer.to_announce:
-                    self.announces(peer)
-                while peer.asked:
-                    self.answers(peer)
-            while self.unstored:
-                self.store_answers()
-            for peer, part in self.parts():
-                for lease in [lease for lease in part.leases.values() if lease.dropping]:
-                    self.say(peer, ReadFailed(part.operation.key, part.rank, lease.id, "dropped", ""))
-                if part.operation.running and (words := self.words_of(part)):
-                    self.say(peer, words[0])
-            self.owner_answers()
-            self.time_passes()
+            self.everybody_goes_on()
+        self.due = {part for _, part in self.parts()}
+        for _ in range(10):
+            self.everybody_goes_on()
+
+    def everybody_goes_on(self) -> None:
+        """Everybody answers all that it was asked; each rank says one thing; and time passes."""
+        for peer in self.online():
+            while peer.to_announce:
+                self.announces(peer)
+            while peer.asked:
+                self.answers(peer)
+        while self.unstored:
+            self.store_answers()
+        for peer, part in self.parts():
+            for lease in [lease for lease in part.leases.values() if lease.dropping]:
+                self.say(peer, ReadFailed(part.operation.key, part.rank, lease.id, "dropped", ""))
+            if part.operation.running and (words := self.words_of(part)):
+                self.say(peer, words[0])
+        self.owner_answers()
+        self.time_passes()
 
     def asleep(self) -> list[RankPart]:
-        """Those who still wait, although what they read can be read."""
+        """Those of the due who still wait, although what they read can be read."""
         return [
             part
             for _, part in self.parts()
-            if isinstance(part.call, Fill) and part.operation.running and ways.serve(part.operation)
+            if part in self.due and isinstance(part.call, Fill) and part.operation.running and ways.serve(part.operation)
         ]
