@@ -107,7 +107,8 @@ class Testimonies:
             return Blame(_no_room(testimony), part.rank)
         elif not testimony.root or not testimony.is_there:
             self._ask(testimony)
-            if need is not None and bridges.must_enclose(part, need) and not testimony.asked and part.page is None:
+            is_awaited = part.page is not None or self._is_anybody_awaited(testimony)
+            if need is not None and not is_awaited and bridges.must_enclose(part, need):
                 if part.comparisons >= COMPARISONS_MAX:
                     return Blame(_unlike(part.operation, part), part.rank)
                 self._enclose(part, testimony, need)
@@ -370,6 +371,15 @@ class Testimonies:
                 testimony.answered.clear()
         if not testimony.asked:
             self._ask_next(testimony)
+
+    def _is_anybody_awaited(self, testimony: Testimony) -> bool:
+        """Whether somebody may still tell it. A publisher that is out of touch comes back, or is lost; until then nobody
+        else's word counts.
+        """
+        publisher = self._publisher(testimony)
+        if publisher is not None and self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
+            return True
+        return bool(testimony.asked)
 
     def _publisher(self, testimony: Testimony) -> Holding | None:
         """Whose word decides. Of a class, that is the publisher of the first shard that is left, if one is."""
