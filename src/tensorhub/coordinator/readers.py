@@ -260,9 +260,13 @@ class Readers:
 
     def _below(self, holding: Holding) -> dict[Holding, None]:
         """What must not be read to fill this: it is filled from this itself, and they would wait for each other."""
-        below = _filled_by(holding)
-        self._cluster.followed += len(below)
-        return below
+        return self._follow(holding)
+
+    def _follow(self, holding: Holding) -> dict[Holding, None]:
+        """What is filled from it. That may be long, so it counts as work of this step."""
+        found = _filled_by(holding)
+        self._cluster.followed += len(found)
+        return found
 
     def _best(
         self,
@@ -334,7 +338,7 @@ class Readers:
             holding, _ = self._dry.popitem()
             if holding.is_fed:
                 continue
-            dry = [each for each in self._below(holding) if not each.verified]
+            dry = [each for each in self._follow(holding) if not each.verified]
             for each in dry:
                 if each.is_fed:
                     self._become_fed(each, is_so=False)
