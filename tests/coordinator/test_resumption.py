@@ -403,7 +403,7 @@ def test_ranks_that_had_begun_with_different_versions_do_not_go_on_together() ->
     assert content is not None
     two = cluster.coordinator.cluster.models["actor"].versions[2]
     cluster.restart()
-    readers[1].member.running._version = two.info  # type: ignore[union-attr]
+    readers[1].member.running.binding.version = two.info  # type: ignore[union-attr]
     restart(cluster)
     run_but(cluster, "read")
     calls += first

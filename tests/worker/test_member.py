@@ -33,6 +33,7 @@ from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Action
+from tensorhub.worker.filling import Filling
 from tensorhub.worker.states import Phase
 
 
@@ -180,7 +181,10 @@ def test_a_manifest_that_is_none_ends_the_call() -> None:
     asked = reader.replicate()
     while reader.member.running is None or reader.member.running.phase.value != "manifest":
         cluster.do(cluster.choices()[0])
-    reply = ManifestReply(reader.member.running.request, b"nonsense")
+    running = reader.member.running
+    assert isinstance(running, Filling)
+    assert running.binding is not None
+    reply = ManifestReply(running.binding.request, b"nonsense")
     reader.apply(reader.member.receive(reply, cluster.now))
     cluster.run()
     assert isinstance(asked.error, ProtocolError)

@@ -9,7 +9,7 @@ import pytest
 
 from tensorhub.errors import GroupAborted, StateError
 from tensorhub.machine import counting_transitions
-from tensorhub.messages import Compare, ErrorInfo, ManifestReply, Outcome, Revoked, Start
+from tensorhub.messages import Compare, ErrorInfo, GetManifest, ManifestReply, Outcome, Revoked, Start
 from tensorhub.testing.coverage import RARE, transitions
 from tensorhub.types import Medium, OpKind, Purpose
 from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy
@@ -30,7 +30,7 @@ def asks_manifest(rank: Rank, *, write: bool) -> int:
     assert running.key is not None
     rank.do(rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, write, ()), 0))
     assert running.phase == "manifest"
-    return running.request
+    return rank.said(GetManifest)[-1].request
 
 
 def manifest_comes(rank: Rank, request: int) -> None:

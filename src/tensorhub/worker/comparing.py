@@ -15,6 +15,7 @@ from typing import TypeAlias
 from tensorhub import messages
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Manifest
+from tensorhub.types import OpKey
 
 Wrong: TypeAlias = "tuple[int, int | None, messages.Origin | None]"
 """A chunk that is to be read again, the digest that it must have (None: nobody knows), and where it came from."""
@@ -47,3 +48,8 @@ class Comparison:
             if published is not None and len(self.strays) < messages.STRAYS_MAX:
                 number = chunk if self.chunks is None else bisect_left(self.chunks, chunk)
                 self.strays.setdefault(origin, messages.Stray(number, origin))
+
+    def said(self, operation: OpKey, rank: int, following: int, *, rereads: bool) -> messages.Compared:
+        """It was compared up to `following`; `rereads`: what is wrong is read again, and where that came from."""
+        strays = tuple(self.strays.values()) if rereads else ()
+        return messages.Compared(operation, rank, following, strays, rereads, self.selection, self.shard)

@@ -8,31 +8,31 @@ verified, the rank votes.
 A staged fill pulls the new version into staging memory. `before_write` runs when all of it is verified. The old version is
 fenced and overwritten only when the vote has led to a commit.
 
-Responsible for this order, and for what a broken fill leaves behind. Not responsible for the leases that it reads under
-(`leases`), nor for reading bytes (`scheduler.pull`).
+Responsible for this order, and for what a broken fill leaves behind. Not responsible for what is read of the version
+(`binding`), for the leases that it reads under (`leases`), for whether the group reads everything (`coverage`), for what the
+publisher's digests say of it (`comparing`), nor for reading bytes (`scheduler.pull`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
 from tensorhub import messages
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
-from tensorhub.layouts.joining import said_parts
-from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
-from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
+from tensorhub.types import HandleState, Medium, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
+from tensorhub.worker.binding import Binding
 from tensorhub.worker.comparing import Comparison, Wrong
 from tensorhub.worker.coverage import Coverage
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member_context import MemberContext
-from tensorhub.worker.member_memory import Content, MemberMemory
-from tensorhub.worker.planning import Planned, Planning, needs_of
+from tensorhub.worker.member_memory import MemberMemory
+from tensorhub.worker.planning import Planned
 from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
 
 Instruction = (
@@ -55,10 +55,7 @@ class Filling(GroupCall[calls.FillCall]):
     def __init__(self, call: calls.FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
-        self._version: VersionInfo | None = None  # bound
-        self._manifest: Manifest | None = None  # of the bound version, in this rank's layout
-        self._planning: Planning | None = None  # that layout is another one than the published one
-        self._part_ids: tuple[str, ...] = ()  # of what the memory will hold, in the published layout
+        self.binding: Binding | None = None  # what the coordinator has bound it to
         self._coverage: Coverage | None = None  # this rank was asked whether its group reads everything
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
@@ -69,9 +66,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._has_staging = False  # staging memory may be in use, and nobody else is to free it
         self._is_staged = False  # all of it is there
         self._comparison = Comparison()  # of the last list that it was sent
-        self._bound_as: OpKey | None = None  # the operation in which it was bound first
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
-        self._published = b""  # the root of the publisher's digests, as far as the coordinator has said it beforehand
         self._root = b""  # of this rank's own, once all is there
         self._roots: tuple[messages.SelectionRoot, ...] = ()  # the same, of each selection; where it reads selections
         self._hooked = False  # before_write has returned
@@ -92,8 +87,8 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _say_call(self) -> None:
         call, shard, begun = self._call, self._context.shard, self._begun()
-        if begun is not None and self._base is not None and shard.serves:
-            self._context.say(messages.BegunWith(shard.registration, self._base.encode()))
+        if begun is not None and shard.serves:
+            self._context.say(messages.BegunWith(shard.registration, self._bound.base.encode()))
         self._may_hold = self._may_hold or self._memory.state is HandleState.READY
         self._context.say(
             messages.Fill(
@@ -114,30 +109,20 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _begun(self) -> messages.Begun | None:
         """How far it is, for a coordinator that has not bound it."""
-        if self._bound_as is None or self._version is None or self._base is None or self._manifest is None:
+        if self.binding is None or not self.binding.is_known:
             return None
-        written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
-        version = self._version
-        what = version.version, version.content_id, self._base.manifest_id, written
-        publication = "" if self._planning is None else self._planning.publication_id
-        return messages.Begun(self._bound_as, *what, publication)
-
-    @property
-    def _base(self) -> Manifest | None:
-        """Whose regions are filled, once that is known."""
-        return self._planning.base if self._planning is not None else self._manifest
+        return self.binding.begun(written=self._has_staging or self._has_begun)
 
     @property
     def manifest(self) -> Manifest | None:
         """Of the bound version, in this rank's layout; once that is known."""
-        return self._manifest
+        return self.binding.manifest if self.binding is not None and self.binding.is_known else None
 
     @property
-    def _bound(self) -> tuple[VersionInfo, Manifest]:
-        """The version that it is bound to, and its manifest, which is known."""
-        assert self._version is not None
-        assert self._manifest is not None
-        return self._version, self._manifest
+    def _bound(self) -> Binding:
+        """What it is bound to."""
+        assert self.binding is not None
+        return self.binding
 
     def unheard_of(self, error: Exception) -> None:
         """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
@@ -149,7 +134,7 @@ class Filling(GroupCall[calls.FillCall]):
             return
         if self.phase is Phase.MANIFEST:  # nothing depends on what it was bound to
             self.enter(Phase.ASKED)
-            self._version = self._bound_as = self._planning = None
+            self.binding = None
         self._take_key()
         self._is_anew = self.phase is not Phase.ASKED
         self._say_call()
@@ -165,10 +150,8 @@ class Filling(GroupCall[calls.FillCall]):
         match self.phase:
             case Phase.ASKED:
                 self._say_call()
-            case Phase.MANIFEST if self._planning is not None:
-                self._planning.ask_again()
             case Phase.MANIFEST:
-                self._ask_manifest()
+                self._bound.ask_again()
             case Phase.HELD:
                 self._say_ready()
                 if self._coverage is not None:
@@ -186,13 +169,7 @@ class Filling(GroupCall[calls.FillCall]):
         """The coordinator says something about this operation."""
         match message:
             case messages.Start() if self.phase is Phase.ASKED:
-                self._version, self._write_said, self._published = message.version, message.write, message.root
-                self._leases.granted(message.grants)
-                self._bound_as, self._part_ids = message.key, message.part_ids
-                if message.publication:
-                    self._plan(message.publication, message.manifest_id)
-                else:
-                    self._find_manifest(message.manifest_id)
+                self._bind(message)
             case messages.Start(write=True) | messages.Write():
                 if self._is_anew and isinstance(message, messages.Start) and message.publication:
                     self._say_ready()  # else nobody there knows what this rank reads
@@ -234,84 +211,39 @@ class Filling(GroupCall[calls.FillCall]):
             case _:
                 pass
 
-    def _find_manifest(self, manifest_id: str) -> None:
-        manifest = self._context.manifests.get(manifest_id)
-        if manifest is None:
+    def _bind(self, start: messages.Start) -> None:
+        self._write_said = start.write
+        self._leases.granted(start.grants)
+        self.binding = binding = Binding(self._context, start)
+        if not binding.is_known:
             self.enter(Phase.MANIFEST)
-            self._ask_manifest()
-        else:
-            self._manifest_found(manifest)
+        self._go_on_binding(binding.begin)
 
-    def _ask_manifest(self) -> None:
-        assert self._version is not None
-        self.request = self._context.new_request()
-        shard = self._context.shard
-        self._context.say(messages.GetManifest(self.request, shard.model, self._version.content_id, shard.number))
+    def _go_on_binding(self, step: Callable[[], None]) -> None:
+        """After this step it is known what is read of the version, or more has been asked for."""
+        try:
+            step()
+            if not self._bound.is_known:
+                return
+            self._context.manifests.check_fits(self._bound.base)
+        except TensorHubError as error:
+            self.give_up(error)
+        else:
+            self._fits()
 
     def manifest_came(self, reply: messages.ManifestReply) -> None:
         if self._coverage is not None and self._coverage.waits_for(reply.request):
             self._go_on_checking(self._coverage, reply)
-            return
-        if self.phase is not Phase.MANIFEST or not self.waits_for(reply.request):
-            return
-        if self._planning is not None:
-            try:
-                self._planning.came(reply)
-            except TensorHubError as error:
-                self.give_up(error)
-            return
-        try:
-            manifest = self._context.manifests.add(reply.manifest)
-        except TensorHubError as error:
-            self.give_up(error)
-        else:
-            self._manifest_found(manifest)
-
-    def _manifest_found(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        try:
-            self._context.manifests.check_fits(manifest)
-        except TensorHubError as error:
-            self.give_up(error)
-            return
-        self._fits()
-
-    def _plan(self, publication_id: str, manifest_id: str) -> None:
-        """The version is of another layout: find out what is to be read of whom."""
-        self.enter(Phase.MANIFEST)
-        self._planning = Planning(self._context, publication_id, manifest_id)
-        try:
-            reading = self._planning.begin()
-        except TensorHubError as error:
-            self.give_up(error)
-            return
-        if reading is not None:
-            self._reading_found(reading)
-
-    def waits_for(self, request: int) -> bool:
-        if self._coverage is not None and self._coverage.waits_for(request):
-            return True
-        return super().waits_for(request) if self._planning is None else self._planning.waits_for(request)
+        elif self.phase is Phase.MANIFEST and self._bound.waits_for(reply.request):
+            self._go_on_binding(lambda: self._bound.came(reply))
 
     def planned(self, number: int, made: Planned | TensorHubError) -> None:
         """What was asked with PlanReading."""
-        if self.phase is not Phase.MANIFEST or self._planning is None or not self._planning.is_of(number):
-            return
-        if isinstance(made, TensorHubError):
-            self.give_up(made)
-            return
-        self._planning.keep(made)
-        self._reading_found(made.reading)
+        if self.phase is Phase.MANIFEST and self._bound.is_of(number):
+            self._go_on_binding(lambda: self._bound.planned(made))
 
-    def _reading_found(self, reading: ReshardedManifest) -> None:
-        self._manifest, base = reading, self._base
-        assert base is not None
-        try:
-            self._context.manifests.check_fits(base)
-        except TensorHubError as error:
-            self.give_up(error)
-            return
-        self._fits()
+    def waits_for(self, request: int) -> bool:
+        return any(each is not None and each.waits_for(request) for each in (self._coverage, self.binding))
 
     def _fits(self) -> None:
         """What is to be filled is known, and this memory can take it."""
@@ -322,9 +254,8 @@ class Filling(GroupCall[calls.FillCall]):
             self._ready_to_write()
 
     def _run_hook(self) -> None:
-        assert self._version is not None
         self.enter(Phase.HOOK)
-        self._context.act(calls.CallHook(self._version))
+        self._context.act(calls.CallHook(self._bound.version))
 
     def hook_returned(self, error: Exception | None) -> None:
         if self.phase is not Phase.HOOK:
@@ -345,18 +276,14 @@ class Filling(GroupCall[calls.FillCall]):
             self._say_ready()
 
     def _say_ready(self, asked: Sequence[str] = ()) -> None:
-        manifest = self._manifest
-        needs = needs_of(manifest) if isinstance(manifest, ReshardedManifest) else ()
-        said = said_parts(manifest) if manifest is not None and self._context.shard.serves else {}
-        parts = tuple([said[part_id] for part_id in asked if part_id in said])
-        self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank, needs, tuple(said), parts))
+        self._context.say(self._bound.ready_to_write(self.operation, asked))
 
     def _check_coverage(self, readers_id: str) -> None:
         """HELD: nothing is overwritten before it is known."""
-        if self.phase is not Phase.HELD or self._planning is None:
+        if self.phase is not Phase.HELD or not self._bound.publication_id:
             return
         if self._coverage is None or self._coverage.readers_id != readers_id:
-            self._coverage = Coverage(self._context, self._planning.publication_id, readers_id)
+            self._coverage = Coverage(self._context, self._bound.publication_id, readers_id)
             self._go_on_checking(self._coverage)
         elif self._coverage.is_known:
             self._say_covered(self._coverage)
@@ -422,15 +349,8 @@ class Filling(GroupCall[calls.FillCall]):
         self.finish(error=self.error)
 
     def _begin_fill(self) -> None:
-        self._memory.fill(self._content())
+        self._memory.fill(self._bound.content(self.generation))
         self._begin_copying()
-
-    def _content(self) -> Content:
-        """What the memory, or what is staged for it, will hold."""
-        version, manifest = self._bound
-        base = self._base if self._planning is not None else None
-        part_ids = tuple(said_parts(manifest)) or self._part_ids
-        return Content(version, manifest, self.generation, base=base, part_ids=part_ids)
 
     # ------------------------------------------------------------------------------------- what needs no network
 
@@ -441,7 +361,7 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _copy_on(self) -> bool:
         """Copy from host copies that were not copied from yet, if there are any."""
-        version, manifest = self._bound
+        version, manifest = self._bound.version, self._bound.manifest
         if not self._context.shard.serves or len(self._copied) == manifest.chunk_count:
             return False
         found = [c for c in self._context.copies.find(version.content_id, manifest.grid_id) if c not in self._tried]
@@ -468,7 +388,9 @@ class Filling(GroupCall[calls.FillCall]):
             self._context.act(calls.EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
-        self._context.act(calls.StartPull(*self._bound, self.generation, grants, self._copied, self.stages))
+        self._context.act(
+            calls.StartPull(self._bound.version, self._bound.manifest, self.generation, grants, self._copied, self.stages)
+        )
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""
@@ -486,16 +408,16 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _vote(self) -> None:
         self.enter(Phase.VOTED)
-        version, manifest = self._bound
+        bound = self._bound
         if self.stages:
-            self._memory.stage(replace(self._content(), root=self._root, roots=self._roots))
+            self._memory.stage(replace(self._bound.content(self.generation), root=self._root, roots=self._roots))
         else:
             self._memory.verified(self._root, self._roots)
         self._say_vote()
         # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
-        if not self._context.shard.serves and (manifest.digest == "none" or self._root == self._published != b""):
+        if not self._context.shard.serves and (bound.manifest.digest == "none" or self._root == bound.root != b""):
             self._memory.fetched()
-            self.finish(version=version, changed=True)
+            self.finish(version=bound.version, changed=True)
 
     def _say_vote(self) -> None:
         self._context.say(messages.Prepared(self.operation, self._context.shard.rank, self._root, self._roots))
@@ -504,14 +426,13 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _compare(self, message: messages.Compare) -> None:
         """What this rank has voted for has not the digests that were published."""
-        if self.phase is not Phase.VOTED or self._manifest is None:
+        if self.phase is not Phase.VOTED:
             return
         if not message.first:
-            self._comparison = Comparison(message.selection, message.shard, self._manifest)
+            self._comparison = Comparison(message.selection, message.shard, self._bound.manifest)
         if self._comparison.takes(message):
-            list_of = message.first, message.digests, self._comparison.chunks
-            asked = calls.CompareDigests(self._manifest, self.generation, self.stages, *list_of, message.enclose)
-            self._context.act(asked)
+            of, page = self._bound.manifest, (message.first, message.digests, self._comparison.chunks)
+            self._context.act(calls.CompareDigests(of, self.generation, self.stages, *page, message.enclose))
 
     def compared(self, following: int, wrong: Sequence[Wrong]) -> None:
         """Which chunks of that part are to be read again, which digests they must have, and where they were read."""
@@ -524,15 +445,11 @@ class Filling(GroupCall[calls.FillCall]):
             self._say_compared(following)
 
     def _say_compared(self, following: int, *, rereads: bool = False) -> None:
-        of, strays = self._comparison, tuple(self._comparison.strays.values()) if rereads else ()
-        said = messages.Compared(
-            self.operation, self._context.shard.rank, following, strays, rereads, of.selection, of.shard
-        )
-        self._context.say(said)
+        self._context.say(self._comparison.said(self.operation, self._context.shard.rank, following, rereads=rereads))
 
     def _reread(self) -> None:
         """The vote is void: what is wrong is read once more, from wherever it can be had."""
-        version, manifest = self._bound
+        version, manifest = self._bound.version, self._bound.manifest
         self._memory.unvote()
         self.enter(Phase.PULLING)
         self._rereads = True
@@ -570,7 +487,7 @@ class Filling(GroupCall[calls.FillCall]):
     # -------------------------------------------------------------------------------------------------- its end
 
     def _may_be_committed(self) -> bool:
-        return self.phase is Phase.VOTED or self._version is None  # a barrier is not told before its end
+        return self.phase is Phase.VOTED or self.binding is None  # a barrier is not told before its end
 
     def committed(self, version: VersionInfo) -> None:
         content, changed = self._memory.content, True
@@ -601,7 +518,7 @@ class Filling(GroupCall[calls.FillCall]):
         if self.phase is not Phase.APPLYING:
             return
         if whole:
-            self._finish_committed(self._bound[0])
+            self._finish_committed(self._bound.version)
             return
         text = f"{self._context.title}: what was staged did not arrive as it was verified: this machine's memory is at fault"
         error = IntegrityError(text)
@@ -665,7 +582,7 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
-        if self._may_hold and self._version is None and self.error is not None:
+        if self._may_hold and self.binding is None and self.error is not None:
             # What it held may have been its vote, also where it has given that up since: the others may have ended well.
             set_memory(self.error, "in_doubt")
         self.finish(error=self.error)

@@ -112,13 +112,3 @@ class Planning:
         declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
         what = self._published, gathering.found, known, self.base, declared, shard.names
         self._context.act(PlanReading(self._number, *what))
-
-
-def needs_of(reading: ReshardedManifest) -> tuple[messages.Need, ...]:
-    """What is said of it in ReadyToWrite."""
-    return tuple(
-        [
-            messages.Need(part.shard, part.selection.selection_id, len(part.chunks), part.selection.nbytes)
-            for part in reading.parts
-        ]
-    )

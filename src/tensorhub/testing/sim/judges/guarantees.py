@@ -284,17 +284,16 @@ class Guarantees:
 
     def _reads(self, handle: JudgedHandle, running: Filling, manifest: ReshardedManifest) -> None:
         """Once all ranks of a group are to be overwritten: they read every byte together, unless they need not (R7)."""
-        declared, version, size = handle.shard.declared, running._version, handle.shard.world_size
-        if version is None or running.key is None or (declared is not None and declared.partial):
+        declared, bound, size = handle.shard.declared, running.binding, handle.shard.world_size
+        if bound is None or running.key is None or (declared is not None and declared.partial):
             return
         parts = self._parts.setdefault(running.key, {})
         parts[handle.shard.rank] = manifest.parts
         if len(parts) == size and handle.shard.serves:
             read = bytes_read([part for each in self._parts.pop(running.key).values() for part in each])
-            demand(
-                read >= version.nbytes,
-                f"update destroys last: {handle} is to be overwritten, and its group reads {read} bytes of {version.nbytes}",
-            )
+            needed = bound.version.nbytes
+            text = f"update destroys last: {handle} is to be overwritten, and its group reads {read} bytes of {needed}"
+            demand(read >= needed, text)
 
     def writes(self, handle: JudgedHandle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""
