@@ -1,6 +1,6 @@
 """The grids in which an owner's memory is read: the chunks' sizes and digests.
 
-Not responsible for accesses, nor for what is available (`worker.owner`).
+Not responsible for accesses (`owner`), nor for what is available (`books`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,24 @@ class Grid:
         """Its digests are asked for from now on."""
         self.made = [chunk for chunk, digest in enumerate(self.digests) if digest is not None]
         self.undigested = len(self.digests) - len(self.made)
+
+    def keep(self, chunk: int, digest: int) -> int:
+        """This digest was made of that chunk. Returns the one that counts: the first."""
+        known = self.digests[chunk]
+        if known is None:
+            self.digests[chunk] = known = digest
+            if self.made is not None:
+                self.made.append(chunk)
+                self.undigested -= 1
+        return known
+
+    def take_made(self, *, if_all: bool) -> tuple[list[tuple[int, int]], bool]:
+        """See `Owner.take_made`."""
+        if self.made is None or (if_all and self.undigested):
+            return [], False
+        taken, self.made = sorted(self.made), []
+        found = [(chunk, digest) for chunk in taken if (digest := self.digests[chunk]) is not None]
+        return found, not self.undigested
 
     @property
     def is_sound(self) -> bool:

@@ -14,67 +14,30 @@ caller mints each only once). A fence that is given up ends with `reopen`: the b
 that still run harm nobody; they are counted by registration, so that the next fence waits for them, too.
 Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
 
-A memory may be read in several *grids* at a time: its own, and one for each selection, which are chunks of other sizes over
-the same bytes. A chunk of a selection may be read once all chunks of the memory's own grid that it has bytes of are
-available. Everything else is the memory's, and holds for all its grids: generation, accesses, fence.
-
-Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time:
-`runtime.data.serving` wraps this in a condition variable. Every entry point costs at most the size of its request;
-`open` costs one pass over the chunks.
+Responsible for the decision. Not responsible for which chunks of a memory are there, and for their digests (`books`), nor
+for locks, waiting, sockets, digesting or time: `runtime.data.serving` wraps this in a condition variable. Every entry point
+costs at most the size of its request; `open` costs one pass over the chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
+from tensorhub.worker.books import Books
 from tensorhub.worker.grids import Covers, Grid, SelectedGrid
 
-
-@dataclass(slots=True)
-class _OwnedMemory:
-    """One registration. Kept while closed, so that its last generation cannot be opened again."""
-
-    generation: int
-    content_id: ContentId
-    own: Grid
-    available: bytearray  # 1 for each chunk of its own grid that may be read
-    missing: int  # always available.count(0)
-    selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
-    origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
-    enclosed: set[int] = field(default_factory=set)  # chunks that were read with what encloses them
-    serves: bool = True
-    is_open: bool = True
-    accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
-    story: Story = field(default_factory=Story)
-
-    def grid(self, selection: str) -> Grid | None:
-        """That of this selection ("": its own); None: it is not known."""
-        return self.selections.get(selection) if selection else self.own
-
-    def may_read(self, grid: Grid, chunk: int) -> bool:
-        if not isinstance(grid, SelectedGrid):
-            return self.available[chunk] == 1
-        if not self.missing:
-            return True
-        if not grid.ready[chunk]:
-            grid.ready[chunk] = all(self.available[own] for own in grid.covers(chunk))
-        return grid.ready[chunk] == 1
-
-
 _WAIT = Wait()
-_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Owner:
     """What one worker's registered memory holds, and the accesses to it that run now."""
 
     def __init__(self) -> None:
-        self._memories: dict[RegistrationId, _OwnedMemory] = {}
+        self._memories: dict[RegistrationId, Books] = {}
         self._running: dict[int, Access] = {}  # by number
         self._next_access = 0  # above every number given out
 
@@ -107,7 +70,7 @@ class Owner:
         enclosed = set[int]()
         if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.own.sizes):
             digests, origins, enclosed = old.own.digests, old.origins, old.enclosed
-        memory = _OwnedMemory(
+        memory = Books(
             generation=generation,
             content_id=content_id,
             own=Grid(sizes, [None] * len(sizes) if digests is None else list(digests)),
@@ -124,7 +87,7 @@ class Owner:
         memory.story.tell("opened", generation, content_id, "complete" if complete else "filling")
         self._memories[registration] = memory
 
-    def _check_may_open(self, registration: RegistrationId, old: _OwnedMemory, generation: int) -> None:
+    def _check_may_open(self, registration: RegistrationId, old: Books, generation: int) -> None:
         if old.is_open:
             raise IllegalStep(f"{registration} is open already", old.story)
         if old.accesses:
@@ -199,19 +162,7 @@ class Owner:
         memory = self._at(registration, generation)
         if memory is None:
             return False
-        if origin is not None and memory.origins is None:
-            memory.origins = [None] * len(memory.own.sizes)
-        for chunk, digest in arrived:
-            if not memory.available[chunk]:
-                memory.available[chunk] = 1
-                memory.missing -= 1
-                memory.own.digests[chunk] = digest
-                if memory.origins is not None and origin is not None:
-                    memory.origins[chunk] = origin
-                if enclosed:
-                    memory.enclosed.add(chunk)
-                else:
-                    memory.enclosed.discard(chunk)
+        memory.mark_available(arrived, origin, enclosed=enclosed)
         return True
 
     def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
@@ -220,29 +171,13 @@ class Owner:
         if memory is None:
             return frozenset()
         wrong = set(chunks)
-        for chunk in wrong:
-            memory.missing += memory.available[chunk]
-            memory.available[chunk], memory.own.digests[chunk] = 0, None
-            memory.enclosed.discard(chunk)
-        memory.story.tell("revoked", generation, "chunks", len(wrong))
         running = frozenset(
             number
             for number, access in self._running.items()
-            if access.registration == registration and not wrong.isdisjoint(self._touched(memory, access))
+            if access.registration == registration and not wrong.isdisjoint(memory.touched(access))
         )
-        for grid in memory.selections.values():
-            grid.revoke(wrong)
+        memory.revoke(wrong)
         return running
-
-    @staticmethod
-    def _touched(memory: _OwnedMemory, access: Access) -> Iterable[int]:
-        """The chunks of the memory's own grid that an access touches; all of them, where that is not known any more."""
-        if not access.selection:
-            return access.chunks
-        grid = memory.selections.get(access.selection)
-        if grid is None:
-            return range(len(memory.available))
-        return [own for chunk in access.chunks for own in grid.covers(chunk)]
 
     def take_made(
         self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
@@ -251,13 +186,7 @@ class Owner:
         take them only then.
         """
         grid = self._grid(registration, selection)
-        if grid is None or grid.made is None:
-            return [], False
-        if if_all and grid.undigested:
-            return [], False
-        taken, grid.made = sorted(grid.made), []
-        found = [(chunk, digest) for chunk in taken if (digest := grid.digests[chunk]) is not None]
-        return found, not grid.undigested
+        return ([], False) if grid is None else grid.take_made(if_all=if_all)
 
     def is_news(self, registration: RegistrationId, selection: str = "") -> bool:
         """Whether somebody should take what was made: it is the first since the last time, or the last one of all."""
@@ -286,10 +215,7 @@ class Owner:
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
         """The chunks that were read from that registration, or with what encloses them, ascending."""
         memory = self._at(registration, generation)
-        if memory is None:
-            return []
-        theirs = {n for n, each in enumerate(memory.origins or ()) if each is not None and each.registration == origin}
-        return sorted(theirs | memory.enclosed)
+        return [] if memory is None else memory.read_from(origin)
 
     def enclosed(self, registration: RegistrationId, generation: int) -> frozenset[int]:
         """The chunks that were read with what encloses them: their digests are as good as their publisher's."""
@@ -321,40 +247,21 @@ class Owner:
         grid = memory.grid(selection)
         if grid is None:
             return None
-        known = grid.digests[chunk]
-        if known is None:
-            grid.digests[chunk] = known = digest
-            if grid.made is not None:
-                grid.made.append(chunk)
-                grid.undigested -= 1
-        return known
+        return grid.keep(chunk, digest)
 
     def has(
         self, registration: RegistrationId, generation: int, runs_max: int, selection: str = ""
     ) -> tuple[tuple[int, int], ...]:
         """The first (first, count) runs of chunks that may be read under this generation."""
         memory = self._at(registration, generation)
-        if memory is not None and selection:
-            return _runs_of(memory, memory.selections.get(selection), runs_max)
-        runs: list[tuple[int, int]] = []
-        first = memory.available.find(1) if memory is not None else -1
-        while memory is not None and first >= 0 and len(runs) < runs_max:
-            end = memory.available.find(0, first)
-            end = len(memory.available) if end < 0 else end
-            runs.append((first, end - first))
-            first = memory.available.find(1, end)
-        return tuple(runs)
+        return () if memory is None else memory.runs(selection, runs_max)
 
     def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
         """How many chunks there are, and one bit for each, the lowest of the first byte first: whether it may be read under
         this generation. (0, b"") for an older one, and of more chunks than `chunks_max`. One pass over the chunks.
         """
         memory = self._at(registration, generation)
-        count = len(memory.available) if memory is not None else 0
-        if memory is None or not 0 < count <= chunks_max:
-            return 0, b""
-        bits = int(bytes(memory.available).translate(_DIGITS)[::-1], 2)
-        return count, bits.to_bytes((count + 7) // 8, "little")
+        return (0, b"") if memory is None else memory.bits(chunks_max)
 
     def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
         """The digest of a chunk, None if it is not known (or the generation is an older one)."""
@@ -374,17 +281,14 @@ class Owner:
         its digest need not be brought again (R9).
         """
         memory = self._at(registration, generation)
-        if memory is None or not memory.missing:
-            return []
-        known = enumerate(zip(memory.available, memory.own.digests, strict=True))
-        return [(chunk, digest) for chunk, (there, digest) in known if digest is not None and not there]
+        return [] if memory is None else memory.kept()
 
     def is_complete(self, registration: RegistrationId, generation: int) -> bool:
         """Whether every chunk may be read under this generation."""
         memory = self._at(registration, generation)
         return memory is not None and memory.missing == 0
 
-    def _at(self, registration: RegistrationId, generation: int) -> _OwnedMemory | None:
+    def _at(self, registration: RegistrationId, generation: int) -> Books | None:
         memory = self._memories.get(registration)
         return memory if memory is not None and memory.is_open and memory.generation == generation else None
 
@@ -415,7 +319,7 @@ class Owner:
             return Refusal("that selection is not known here, or not any more")
         if not wanted or min(wanted) < 0 or max(wanted) >= len(grid.sizes):
             return Refusal(f"the content has chunks 0 to {len(grid.sizes) - 1}, and others (or none) are asked for")
-        chunks, rest = _readable(memory, grid, wanted, bytes_max)
+        chunks, rest = memory.readable(grid, wanted, bytes_max)
         if not chunks:
             return _WAIT
         number, self._next_access = self._next_access, self._next_access + 1
@@ -461,14 +365,7 @@ class Owner:
         for access in self._running.values():
             counts[access.registration] = counts.get(access.registration, 0) + 1
         for registration, memory in self._memories.items():
-            sound = (
-                memory.accesses == counts.pop(registration, 0)
-                and memory.missing == memory.available.count(0)
-                and len(memory.available) == len(memory.own.sizes)
-                and all(grid.is_sound for grid in (memory.own, *memory.selections.values()))
-                and all(each.agrees(memory.available) for each in memory.selections.values())
-            )
-            if not sound:
+            if memory.accesses != counts.pop(registration, 0) or not memory.is_sound:
                 raise IllegalStep(f"the books of {registration} disagree", memory.story)
         if counts:
             raise IllegalStep(f"accesses run to unknown registrations {sorted(counts)}", Story())
@@ -476,36 +373,3 @@ class Owner:
     def __repr__(self) -> str:
         live = sum(memory.is_open for memory in self._memories.values())
         return f"<Owner {live} open of {len(self._memories)}, {len(self._running)} accesses>"
-
-
-def _runs_of(memory: _OwnedMemory, grid: SelectedGrid | None, runs_max: int) -> tuple[tuple[int, int], ...]:
-    """The first runs of a selection's chunks that may be read."""
-    runs: list[tuple[int, int]] = []
-    for chunk in range(len(grid.sizes)) if grid is not None else ():
-        if grid is None or not memory.may_read(grid, chunk):
-            continue
-        if runs and sum(runs[-1]) == chunk:
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        elif len(runs) == runs_max:
-            break
-        else:
-            runs.append((chunk, 1))
-    return tuple(runs)
-
-
-def _readable(memory: _OwnedMemory, grid: Grid, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
-    """Split `wanted` into what one access takes now, and the rest."""
-    chunks: list[int] = []
-    rest: list[int] = []
-    taken_bytes = 0
-    for position, chunk in enumerate(wanted):
-        nbytes = grid.sizes[chunk]
-        if len(chunks) == CHUNKS_PER_ACCESS_MAX or (chunks and taken_bytes + nbytes > bytes_max):
-            rest.extend(wanted[position:])
-            break
-        if memory.may_read(grid, chunk):
-            chunks.append(chunk)
-            taken_bytes += nbytes
-        else:
-            rest.append(chunk)
-    return chunks, rest

@@ -1,0 +1,163 @@
+"""The books of one memory: which chunks of it may be read, with which digests, and where they were read.
+
+A memory may be read in several *grids* at a time: its own, and one for each selection, which are chunks of other sizes over
+the same bytes. A chunk of a selection may be read once all chunks of the memory's own grid that it has bytes of are
+available. Everything else is the memory's, and holds for all its grids: generation, accesses, fence.
+
+Not responsible for who may read under which generation, nor for accesses and fences (`owner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access
+from tensorhub.machine import Story
+from tensorhub.messages import Origin
+from tensorhub.types import ContentId
+from tensorhub.worker.grids import Grid, SelectedGrid
+
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
+@dataclass(slots=True)
+class Books:
+    """Those of one registration's memory. Kept while it is closed, so that its last generation cannot be opened again."""
+
+    generation: int
+    content_id: ContentId
+    own: Grid
+    available: bytearray  # 1 for each chunk of its own grid that may be read
+    missing: int  # always available.count(0)
+    selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
+    origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
+    enclosed: set[int] = field(default_factory=set)  # chunks that were read with what encloses them
+    serves: bool = True
+    is_open: bool = True
+    accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
+    story: Story = field(default_factory=Story)
+
+    def grid(self, selection: str) -> Grid | None:
+        """That of this selection ("": its own); None: it is not known."""
+        return self.selections.get(selection) if selection else self.own
+
+    # ------------------------------------------------------------------------------------------ what is there
+
+    def mark_available(
+        self, arrived: Iterable[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool = False
+    ) -> None:
+        """See `Owner.mark_available`."""
+        if origin is not None and self.origins is None:
+            self.origins = [None] * len(self.own.sizes)
+        for chunk, digest in arrived:
+            if not self.available[chunk]:
+                self.available[chunk] = 1
+                self.missing -= 1
+                self.own.digests[chunk] = digest
+                if self.origins is not None and origin is not None:
+                    self.origins[chunk] = origin
+                if enclosed:
+                    self.enclosed.add(chunk)
+                else:
+                    self.enclosed.discard(chunk)
+
+    def revoke(self, wrong: set[int]) -> None:
+        """These chunks were not what was published."""
+        for chunk in wrong:
+            self.missing += self.available[chunk]
+            self.available[chunk], self.own.digests[chunk] = 0, None
+            self.enclosed.discard(chunk)
+        self.story.tell("revoked", self.generation, "chunks", len(wrong))
+        for grid in self.selections.values():
+            grid.revoke(wrong)
+
+    def touched(self, access: Access) -> Iterable[int]:
+        """The chunks of the memory's own grid that an access touches; all of them, where that is not known any more."""
+        if not access.selection:
+            return access.chunks
+        grid = self.selections.get(access.selection)
+        if grid is None:
+            return range(len(self.available))
+        return [own for chunk in access.chunks for own in grid.covers(chunk)]
+
+    def read_from(self, origin: str) -> list[int]:
+        """The chunks that were read from that registration, or with what encloses them, ascending."""
+        theirs = {n for n, each in enumerate(self.origins or ()) if each is not None and each.registration == origin}
+        return sorted(theirs | self.enclosed)
+
+    def kept(self) -> list[tuple[int, int]]:
+        """See `Owner.kept`."""
+        if not self.missing:
+            return []
+        known = enumerate(zip(self.available, self.own.digests, strict=True))
+        return [(chunk, digest) for chunk, (there, digest) in known if digest is not None and not there]
+
+    # ---------------------------------------------------------------------------------------- what may be read
+
+    def may_read(self, grid: Grid, chunk: int) -> bool:
+        if not isinstance(grid, SelectedGrid):
+            return self.available[chunk] == 1
+        if not self.missing:
+            return True
+        if not grid.ready[chunk]:
+            grid.ready[chunk] = all(self.available[own] for own in grid.covers(chunk))
+        return grid.ready[chunk] == 1
+
+    def readable(self, grid: Grid, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
+        """Split `wanted` into what one access takes now, and the rest."""
+        chunks: list[int] = []
+        rest: list[int] = []
+        taken_bytes = 0
+        for position, chunk in enumerate(wanted):
+            nbytes = grid.sizes[chunk]
+            if len(chunks) == CHUNKS_PER_ACCESS_MAX or (chunks and taken_bytes + nbytes > bytes_max):
+                rest.extend(wanted[position:])
+                break
+            if self.may_read(grid, chunk):
+                chunks.append(chunk)
+                taken_bytes += nbytes
+            else:
+                rest.append(chunk)
+        return chunks, rest
+
+    def runs(self, selection: str, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """The first (first, count) runs of chunks that may be read, of that selection or ("") of its own grid."""
+        runs: list[tuple[int, int]] = []
+        if not selection:
+            first = self.available.find(1)
+            while first >= 0 and len(runs) < runs_max:
+                end = self.available.find(0, first)
+                end = len(self.available) if end < 0 else end
+                runs.append((first, end - first))
+                first = self.available.find(1, end)
+            return tuple(runs)
+        grid = self.selections.get(selection)
+        for chunk in range(len(grid.sizes)) if grid is not None else ():
+            if grid is None or not self.may_read(grid, chunk):
+                continue
+            if runs and sum(runs[-1]) == chunk:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            elif len(runs) == runs_max:
+                break
+            else:
+                runs.append((chunk, 1))
+        return tuple(runs)
+
+    def bits(self, chunks_max: int) -> tuple[int, bytes]:
+        """See `Owner.there`."""
+        count = len(self.available)
+        if not 0 < count <= chunks_max:
+            return 0, b""
+        bits = int(bytes(self.available).translate(_DIGITS)[::-1], 2)
+        return count, bits.to_bytes((count + 7) // 8, "little")
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether these books agree with themselves."""
+        return (
+            self.missing == self.available.count(0)
+            and len(self.available) == len(self.own.sizes)
+            and all(grid.is_sound for grid in (self.own, *self.selections.values()))
+            and all(each.agrees(self.available) for each in self.selections.values())
+        )
