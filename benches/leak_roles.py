@@ -20,8 +20,9 @@ import tensorhub
 from benches.leak_probe import sample
 from benches.remotes import obey
 from tensorhub.coordinator import cluster, entities, limits, lineage, membership
+from tensorhub.embedded import Coordinator
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Coordinator, Hub
+from tensorhub.hub import Hub
 from tensorhub.runtime.control import store
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.runtime.loop_thread import LoopThread

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 import tensorhub
-from tensorhub.hub import Coordinator, Hub
+from tensorhub.embedded import Coordinator
+from tensorhub.hub import Hub
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker.handle import Handle

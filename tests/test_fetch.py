@@ -15,7 +15,7 @@ import torch
 
 import tensorhub
 from tensorhub import errors, sync
-from tensorhub.hub import Hub, fetch_into
+from tensorhub.hub import Hub
 from tensorhub.manifest import Manifest
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import MappedRegions
@@ -23,6 +23,7 @@ from tensorhub.messages import Outcome, ToRank
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.handle import Handle
+from tensorhub.tools import fetch_into
 from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until, worker_of
 

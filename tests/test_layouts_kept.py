@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.hub import Hub, seed_shard
+from tensorhub.hub import Hub
+from tensorhub.tools import seed_shard
 from tests.rig import OPTIONS, all_of, cluster, until
 from tests.test_resharding import TRAINERS, is_held, new_version, read_from, rollout, trainer
 

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
-from tensorhub.hub import Hub, register_memory
+from tensorhub.hub import Hub
 from tensorhub.memory.files import FileMemory
+from tensorhub.tools import register_memory
 from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, tensors, until, write
 
 pytestmark = pytest.mark.anyio

@@ -9,12 +9,13 @@ import anyio
 import pytest
 import torch
 
-from tensorhub.hub import Hub, fetch_into
+from tensorhub.hub import Hub
 from tensorhub.manifest import Manifest
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import MappedRegions
 from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.runtime.reports import pull_phases
+from tensorhub.tools import fetch_into
 from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, cluster, connect, gated, tensors, until, write

@@ -20,10 +20,11 @@ from safetensors.numpy import load_file, save_file
 
 import tensorhub
 from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
-from tensorhub.hub import Hub, fetch_into, register_memory
+from tensorhub.hub import Hub
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
 from tensorhub.runtime.data import lanes
+from tensorhub.tools import fetch_into, register_memory
 from tensorhub.types import FetchReport, Options, RegistrationId, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, handle_of, until

@@ -21,8 +21,9 @@ import tensorhub
 from benches import byte_patterns
 from benches.commands import obey
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Hub, fetch_into
+from tensorhub.hub import Hub
 from tensorhub.memory.file_target import FileTarget
+from tensorhub.tools import fetch_into
 from tensorhub.types import FetchReport, Location, Options, VersionInfo
 from tensorhub.weights import Weights
 

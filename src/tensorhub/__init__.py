@@ -3,6 +3,7 @@
 This module holds the public names and no logic. Importing it imports no torch.
 """
 
+from tensorhub.embedded import Coordinator, serve
 from tensorhub.errors import (
     AuthenticationFailed,
     CoordinatorUnavailable,
@@ -26,7 +27,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.fetched import Fetched
-from tensorhub.hub import Coordinator, Hub, connect, serve
+from tensorhub.hub import Hub, connect
 from tensorhub.layouts.views import at, source
 from tensorhub.model_summary import ModelSummary
 from tensorhub.protocol.secret import read_only_token

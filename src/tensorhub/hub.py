@@ -1,7 +1,10 @@
-"""The public async API: `serve`, `connect` and the hub. A bridge to the library's own thread, no logic.
+"""The public async API: `connect` and the hub. A bridge to the library's own thread, no logic.
 
 Every call may be made from asyncio or trio, and from several tasks; one call at a time runs on one handle. A call without
 a timeout gets `Options.op_timeout_s`. Errors: see `tensorhub.errors`; each says in `memory` what the caller's tensors are.
+
+Not responsible for an embedded coordinator (`embedded`), for one registration's calls (`weights`), for checks of arguments
+that several calls share (`arguments`), nor for memory that is not a caller's tensors (`tools`).
 """
 
 from __future__ import annotations
@@ -15,31 +18,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
+from tensorhub.arguments import check_latest, check_part, check_ranks, checked_options, checked_sources, is_list
+from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, shown
 from tensorhub.fetched import Fetched
-from tensorhub.layouts.ahead import plan_ahead, plan_whole
-from tensorhub.layouts.entries import Sources
+from tensorhub.layouts.ahead import plan_whole
 from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.allocated import AllocatedMemory, patterns
-from tensorhub.memory.tensors import CallersMemory, FilledMemory, RegisteredMemory
-from tensorhub.memory.unallocated import Described, described
+from tensorhub.memory.tensors import RegisteredMemory
+from tensorhub.memory.unallocated import described
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
-from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
+from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.control.keyring import open_keyring
-from tensorhub.runtime.control.server import CoordinatorServer
-from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
-from tensorhub.runtime.worker.calling import ProgressListener
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
+from tensorhub.tools import check_full, fetch_into, plan_group, register_memory
 from tensorhub.types import (
     LATEST,
-    VERSION_MAX,
-    FetchReport,
     Location,
     ModelInfo,
     Options,
@@ -50,7 +49,6 @@ from tensorhub.types import (
     check_name,
     check_selector,
     check_version,
-    invalid,
     parse_address,
 )
 from tensorhub.watcher import Watcher
@@ -58,110 +56,6 @@ from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
     from torch import nn
-
-WORKERS_OF_PAGE_MAX = 65_536
-
-
-# ------------------------------------------------------------------------------------------------------ coordinator
-
-
-class Coordinator(Unpicklable):
-    """A coordinator embedded in this process, on a thread and loop of its own. Made by `serve`."""
-
-    def __init__(self, server: CoordinatorServer, thread: LoopThread) -> None:
-        self._server = server
-        self._thread = thread
-
-    @property
-    def address(self) -> str:
-        """What `connect` takes: "tcp://host:port"."""
-        return self._server.address
-
-    def __repr__(self) -> str:
-        return f"<Coordinator at {self.address}>"
-
-    async def close(self) -> None:
-        """End it; the end of its block does that too, and so does the interpreter's exit."""
-        self._thread.end_soon(Parting(CLOSE_S, "the coordinator was closed"))
-        await self._thread.ended()
-
-
-def serve(
-    host: str = "127.0.0.1",
-    port: int = 0,
-    *,
-    token: str | bytes | os.PathLike[str] | None = None,
-    state_dir: str | os.PathLike[str] | None = None,
-    options: Options | None = None,
-) -> Opening[Coordinator]:
-    """Run a coordinator: `async with tensorhub.serve() as coordinator`, for the length of the block, or
-    `coordinator = await tensorhub.serve()`, until its `close()` or the interpreter's exit.
-
-    `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token a line: each is
-    accepted, and the file is read again when it changes); None takes TENSORHUB_TOKEN, then a token file, else access is
-    open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this
-    user owns, or root, and that not everybody may write; without one, a coordinator that restarts is a new cluster.
-
-    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
-    file that cannot be used).
-    """
-    secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
-    serves = serving(host, port, secret, state_dir, options)
-    return Opening(lambda: serves(AsyncMode()), "serve")
-
-
-def serving(
-    host: str,
-    port: int,
-    token: Secret | Path,
-    state_dir: str | os.PathLike[str] | None,
-    options: Options | None,
-) -> Callable[[CallerMode], Coroutine[Any, Any, Coordinator]]:
-    """What `serve` is, for either kind of caller, with its arguments checked."""
-    if not isinstance(host, str):
-        raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
-    if type(port) is not int or not 0 <= port <= 65_535:
-        raise invalid(port, int, f"port={shown(port)}: give a port, 0 (any free one) to 65535")
-    if not isinstance(state_dir, str | os.PathLike | None):
-        raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
-    if isinstance(state_dir, str) and (not state_dir or "\0" in state_dir):
-        raise InvalidValue(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
-    checked = _checked(options)
-
-    async def serve(mode: CallerMode) -> Coordinator:
-        secrets = open_keyring(token)
-        check_open_access(secrets[0], host)
-        store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
-        server: list[CoordinatorServer] = []
-
-        async def main(thread: LoopThread) -> None:
-            with contextlib.closing(store):
-                server.append(CoordinatorServer(options=checked, secrets_accepted=secrets, store=store))
-                await server[0].run(host, port, thread.ready)
-
-        thread = LoopThread("tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True)
-        try:
-            await thread.start()
-        except BaseException:
-            store.close()
-            raise
-        return Coordinator(server[0], thread)
-
-    return serve
-
-
-def _is_list(given: object) -> bool:
-    """Whether it is a sequence of things; text and bytes are one thing each."""
-    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
-
-
-def _checked(options: Options | None) -> Options:
-    if not isinstance(options, Options | None):
-        raise InvalidType(f"options={shown(options)}: give tensorhub.Options(...), or None")
-    return options or Options()
-
-
-# -------------------------------------------------------------------------------------------------------------- hub
 
 
 def connect(
@@ -207,7 +101,7 @@ def joining(
     prefetch: bool,
 ) -> Callable[[CallerMode], Coroutine[Any, Any, Hub]]:
     """What `connect` is, for either kind of caller, with its arguments checked."""
-    if not isinstance(address, str) and not _is_list(address):
+    if not isinstance(address, str) and not is_list(address):
         raise InvalidType(f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them')
     addresses = [address] if isinstance(address, str) else list(address)
     for each in addresses:
@@ -220,13 +114,13 @@ def joining(
     for part, place in (("site", here.site), ("rack", here.rack), ("host", here.host)):
         if place != "":
             check_name(part, place)
-    if transports is not None and not _is_list(transports):
+    if transports is not None and not is_list(transports):
         raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"], or None for the best')
     check_flag("prefetch", prefetch)
-    if prefetch and not _checked(options).host_memory_bytes:
+    if prefetch and not checked_options(options).host_memory_bytes:
         raise InvalidValue("prefetch=True needs host memory: set Options.host_memory_bytes")
     called = check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}"
-    checked = _checked(options)
+    checked = checked_options(options)
     make = partial(Worker, addresses, name=called, location=here, transports=transports, options=checked, prefetch=prefetch)
 
     async def join(mode: CallerMode) -> Hub:
@@ -316,7 +210,7 @@ class Hub(Unpicklable):
         """
         check_flag("partial", partial)
         check_ranks(rank, world_size)
-        memory = RegisteredMemory(tensors, _checked_sources(sources))
+        memory = RegisteredMemory(tensors, checked_sources(sources))
         strides = {each.name: each.strides for each in memory.descriptions if each.strides}
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
         return await register_memory(
@@ -394,7 +288,7 @@ class Hub(Unpicklable):
         they hold and the reads that bring them bytes. `after` is a name, or a worker of the page before:
         `after=info.workers[-1]`. Raises VersionUnavailable for an unknown model or version.
         """
-        _check_part(model, version, after, limit)
+        check_part(model, version, after, limit)
         call = partial(self._worker.coordinator.describe, version=version, after=after, workers_max=limit or 0)
         found = await self._thread.call(call, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
@@ -451,7 +345,7 @@ class Hub(Unpicklable):
             raise InvalidValue("names= chooses of the whole model: leave it out, and give the tensors that are to be filled")
         chosen = patterns(names)
         if tensors is not None:
-            declared = described(tensors, rank, world_size, _checked_sources(sources), partial)
+            declared = described(tensors, rank, world_size, checked_sources(sources), partial)
             (found,) = await plan_group(self, model, [declared], selector, timeout)
             return found
         known = await self._thread.call(self._worker.known, model, selector, self._worker.timeout_s(timeout))
@@ -467,9 +361,9 @@ class Hub(Unpicklable):
         holder knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
         Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
         """
-        _check_full(self._worker, "retain")
+        check_full(self._worker, "retain")
         check_name("model", model)
-        _check_latest(latest)
+        check_latest(latest)
         await self._thread.call(self._worker.coordinator.retain, model, latest, self._worker.timeout_s(timeout))
 
     def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
@@ -485,7 +379,7 @@ class Hub(Unpicklable):
 
     @contextlib.asynccontextmanager
     async def _pin(self, model: str, version: int, timeout: float | None) -> AsyncIterator[None]:
-        _check_full(self._worker, "pin")
+        check_full(self._worker, "pin")
         check_name("model", model)
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
@@ -506,7 +400,7 @@ class Hub(Unpicklable):
         Raises VersionConflict (nothing was published, or `to` is above the newest number), OperationTimeout,
         CoordinatorUnavailable.
         """
-        _check_full(self._worker, "rollback")
+        check_full(self._worker, "rollback")
         check_name("model", model)
         check_version(to)
         await self._thread.call(self._worker.coordinator.rollback, model, to, self._worker.timeout_s(timeout))
@@ -541,131 +435,3 @@ class Hub(Unpicklable):
         """Close every handle and leave the cluster; returns when that is done. The end of a block does it too."""
         self._thread.end_soon(Parting(CLOSE_S))
         await self._thread.ended()
-
-
-# ------------------------------------------------- for the library's own tools: memory that is not a caller's tensors
-
-
-async def register_memory(
-    hub: Hub,
-    model: str,
-    memory: CallersMemory,
-    *,
-    group: str | None = None,
-    rank: int = 0,
-    world_size: int = 1,
-    spot: bool = False,
-    declared: Declaration | None = None,
-) -> Weights:
-    """What `Hub.register` is made of, for memory that is not tensors, as a file's; internal, and may change."""
-    _check_full(hub._worker, "register")
-    check_name("model", model)
-    if group is not None:
-        check_name("group", group)
-    elif type(world_size) is int and world_size > 1:
-        raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-    check_ranks(rank, world_size)
-    check_flag("spot", spot)
-    described = hub._worker.describe_memory(memory, declared or Declaration(rank, world_size))
-    make = partial(
-        hub._worker.register,
-        model,
-        memory,
-        described,
-        group=group,
-        rank=rank,
-        world_size=world_size,
-        spot=spot,
-        timeout_s=hub._worker.timeout_s(None),
-    )
-    handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
-    return Weights(handle, memory, hub._worker, hub._thread, keeps=hub)
-
-
-async def fetch_into(
-    hub: Hub,
-    model: str,
-    selector: Selector,
-    memory: FilledMemory,
-    *,
-    rank: int | None = 0,
-    timeout: float | None = None,
-    progress: ProgressListener | None = None,
-) -> tuple[VersionInfo, FetchReport]:
-    """What `Hub.fetch` is made of, for memory that is made elsewhere; internal, and may change.
-
-    `memory.map` is called once the version is known, in the library's thread; the memory is the caller's again when
-    this returns or raises. `progress(bytes verified, bytes wanted)` is called in the library's thread a few times a
-    second and at the end; it must return at once.
-    """
-    check_name("model", model)
-    check_selector(selector)
-    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**20):
-        text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"
-        raise invalid(rank, int, text)
-    timeout_s = hub._worker.timeout_s(timeout)
-    fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
-    return await hub._thread.call(fetch)
-
-
-async def plan_group(
-    hub: Hub, model: str, ranks: Sequence[Described], selector: Selector = LATEST, timeout: float | None = None
-) -> list[ReadPlan]:
-    """What `Hub.plan` is made of, for several ranks of one group; internal, and may change. Of all its ranks, it is checked
-    whether they read everything.
-    """
-    readers = [(hub._worker.describe_reader(descriptions, declared), declared) for descriptions, declared in ranks]
-    known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
-    return plan_ahead(known, readers)
-
-
-async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
-    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
-
-    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
-    `Weights.prefetch`.
-    """
-    _check_full(hub._worker, "seed")
-    timeout_s = hub._worker.timeout_s(timeout)
-    return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
-
-
-def check_ranks(rank: int, world_size: int) -> None:
-    """Raise StateError unless there can be such a rank."""
-    strange = [each for each in (rank, world_size) if type(each) is not int]
-    if strange or not 0 <= rank < world_size <= 2**20:
-        text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
-        raise invalid(next(iter(strange), rank), int, text)
-
-
-def _checked_sources(sources: Sources | None) -> Sources | None:
-    if sources is None or callable(sources) or isinstance(sources, Mapping):
-        return sources
-    raise InvalidType(f"sources={shown(sources)}: give a mapping of names to views, or a function of a name")
-
-
-def _check_full(worker: CallersWorker, call: str) -> None:
-    """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
-    if worker.read_only:
-        raise read_only_refusal(call)
-
-
-def _check_part(model: object, version: object, after: object, limit: object) -> None:
-    if model is not None:
-        check_name("model", model)
-    elif (version, after, limit) != (None, None, None):
-        raise InvalidValue("version=, after= and limit= choose a part of one model: give the model, too")
-    if version is not None:
-        check_version(version)
-    if after is not None:
-        check_name("worker", after.name if isinstance(after, WorkerView) else after)
-    if limit is not None and (
-        not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= WORKERS_OF_PAGE_MAX
-    ):
-        text = f"limit={shown(limit)}: give the number of workers on a page, 1 to {WORKERS_OF_PAGE_MAX}"
-        raise invalid(limit, int, text)
-
-
-def _check_latest(latest: object) -> None:
-    if not isinstance(latest, int) or isinstance(latest, bool) or not 0 <= latest <= VERSION_MAX:
-        raise invalid(latest, int, f"latest={shown(latest)}: give the number of versions to keep, 0 or more")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from tensorhub import conversion as _conversion, hub as _async
+from tensorhub import conversion as _conversion, embedded as _embedded, hub as _async
 from tensorhub.fetched import Fetched
 from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Unpicklable, close_after, wrong_use
@@ -48,7 +48,7 @@ def serve(
     `tensorhub.serve`.
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
-    return Coordinator(_finish(_async.serving(host, port, secret, state_dir, options)(BlockingMode())))
+    return Coordinator(_finish(_embedded.serving(host, port, secret, state_dir, options)(BlockingMode())))
 
 
 def connect(
@@ -72,7 +72,7 @@ def connect(
 class Coordinator(Unpicklable):
     """A coordinator embedded in this process; see `tensorhub.Coordinator`. Made by `serve`. `with` closes it at the end."""
 
-    def __init__(self, coordinator: _async.Coordinator) -> None:
+    def __init__(self, coordinator: _embedded.Coordinator) -> None:
         self._coordinator = coordinator
 
     def __repr__(self) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tensorhub.hub import Hub, register_memory
+from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
+from tensorhub.tools import register_memory
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
 

@@ -10,10 +10,11 @@ import torch
 
 import tensorhub
 from tensorhub.cuda.device import Device
-from tensorhub.hub import Hub, register_memory
+from tensorhub.hub import Hub
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.views import View
 from tensorhub.memory.tensors import RegisteredMemory
+from tensorhub.tools import register_memory
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
 

@@ -14,9 +14,10 @@ from tensorhub.cuda import cupy_device
 from tensorhub.cuda.cupy_device import failures
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StateError, VersionUnavailable
-from tensorhub.hub import Hub, register_memory
+from tensorhub.hub import Hub
 from tensorhub.memory import describing
 from tensorhub.memory.tensors import RegisteredMemory
+from tensorhub.tools import register_memory
 from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
 from tensorhub.transport.shm import segments as shm
 from tensorhub.weights import Weights

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import OperationTimeout
-from tensorhub.hub import Hub, register_memory
+from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
+from tensorhub.tools import register_memory
 from tensorhub.transport import staging as staging_module
 from tensorhub.transport.staging import PIECE_BYTES, Staging, cut_up
 from tensorhub.types import Options

@@ -13,8 +13,8 @@ import anyio.to_thread
 import typer
 
 from tensorhub.cli import common
-from tensorhub.hub import fetch_into
 from tensorhub.memory.file_target import FileTarget
+from tensorhub.tools import fetch_into
 from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check_selector
 
 

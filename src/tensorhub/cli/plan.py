@@ -15,9 +15,9 @@ from rich.console import Console, Group
 
 from tensorhub.cli import common
 from tensorhub.cli.sheets import Sheet
-from tensorhub.hub import plan_group
 from tensorhub.memory.unallocated import Described, described
 from tensorhub.read_plan import PlannedSource, ReadPlan
+from tensorhub.tools import plan_group
 from tensorhub.types import check_name, check_selector
 
 WORKERS_SHOWN_MAX = 3  # of one source

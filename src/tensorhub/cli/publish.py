@@ -15,8 +15,8 @@ import typer
 import tensorhub
 from tensorhub.cli import common
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
-from tensorhub.hub import register_memory
 from tensorhub.memory.files import FileMemory
+from tensorhub.tools import register_memory
 from tensorhub.types import VERSION_MAX, VersionInfo, check_name
 
 POLL_S = 0.25  # how often the files are looked at

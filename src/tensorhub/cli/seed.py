@@ -15,7 +15,7 @@ import typer
 import tensorhub
 from tensorhub.cli import common
 from tensorhub.errors import LeaseLost, TensorHubError, VersionUnavailable
-from tensorhub.hub import seed_shard
+from tensorhub.tools import seed_shard
 from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name, printable
 
 RETRY_S = 1.0  # before a version that could not be read is asked for again

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.live import Live
 
 import tensorhub
+from tensorhub.arguments import WORKERS_OF_PAGE_MAX
 from tensorhub.cli import common
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
-from tensorhub.hub import WORKERS_OF_PAGE_MAX
 from tensorhub.model_summary import ModelSummary
 from tensorhub.types import VERSION_MAX, ModelInfo, check_name
 

@@ -165,8 +165,8 @@ def half_prefetch_adopted_as_whole() -> Iterator[None]:
     copied = Filling.copied
 
     def broken(self: Filling, chunks: frozenset[int]) -> None:
-        if chunks and self._manifest is not None:
-            chunks = frozenset(range(self._manifest.chunk_count))
+        if chunks and self.manifest is not None:
+            chunks = frozenset(range(self.manifest.chunk_count))
         copied(self, chunks)
 
     with replaced(Filling, "copied", broken):

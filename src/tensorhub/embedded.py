@@ -1,0 +1,108 @@
+"""A coordinator in this process: `serve`, part of the public async API. A bridge to a thread of its own, no logic.
+
+Not responsible for what a coordinator does (`coordinator`, `runtime.control`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tensorhub.arguments import checked_options
+from tensorhub.errors import InvalidType, InvalidValue, shown
+from tensorhub.opening import Opening, Unpicklable
+from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
+from tensorhub.runtime.control.keyring import open_keyring
+from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
+from tensorhub.runtime.ending import CLOSE_S, Parting
+from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
+from tensorhub.types import Options, invalid
+
+
+class Coordinator(Unpicklable):
+    """A coordinator embedded in this process, on a thread and loop of its own. Made by `serve`."""
+
+    def __init__(self, server: CoordinatorServer, thread: LoopThread) -> None:
+        self._server = server
+        self._thread = thread
+
+    @property
+    def address(self) -> str:
+        """What `connect` takes: "tcp://host:port"."""
+        return self._server.address
+
+    def __repr__(self) -> str:
+        return f"<Coordinator at {self.address}>"
+
+    async def close(self) -> None:
+        """End it; the end of its block does that too, and so does the interpreter's exit."""
+        self._thread.end_soon(Parting(CLOSE_S, "the coordinator was closed"))
+        await self._thread.ended()
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | bytes | os.PathLike[str] | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    options: Options | None = None,
+) -> Opening[Coordinator]:
+    """Run a coordinator: `async with tensorhub.serve() as coordinator`, for the length of the block, or
+    `coordinator = await tensorhub.serve()`, until its `close()` or the interpreter's exit.
+
+    `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token a line: each is
+    accepted, and the file is read again when it changes); None takes TENSORHUB_TOKEN, then a token file, else access is
+    open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this
+    user owns, or root, and that not everybody may write; without one, a coordinator that restarts is a new cluster.
+
+    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
+    file that cannot be used).
+    """
+    secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
+    serves = serving(host, port, secret, state_dir, options)
+    return Opening(lambda: serves(AsyncMode()), "serve")
+
+
+def serving(
+    host: str,
+    port: int,
+    token: Secret | Path,
+    state_dir: str | os.PathLike[str] | None,
+    options: Options | None,
+) -> Callable[[CallerMode], Coroutine[Any, Any, Coordinator]]:
+    """What `serve` is, for either kind of caller, with its arguments checked."""
+    if not isinstance(host, str):
+        raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
+    if type(port) is not int or not 0 <= port <= 65_535:
+        raise invalid(port, int, f"port={shown(port)}: give a port, 0 (any free one) to 65535")
+    if not isinstance(state_dir, str | os.PathLike | None):
+        raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
+    if isinstance(state_dir, str) and (not state_dir or "\0" in state_dir):
+        raise InvalidValue(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
+    checked = checked_options(options)
+
+    async def serve(mode: CallerMode) -> Coordinator:
+        secrets = open_keyring(token)
+        check_open_access(secrets[0], host)
+        store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
+        server: list[CoordinatorServer] = []
+
+        async def main(thread: LoopThread) -> None:
+            with contextlib.closing(store):
+                server.append(CoordinatorServer(options=checked, secrets_accepted=secrets, store=store))
+                await server[0].run(host, port, thread.ready)
+
+        thread = LoopThread("tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True)
+        try:
+            await thread.start()
+        except BaseException:
+            store.close()
+            raise
+        return Coordinator(server[0], thread)
+
+    return serve

@@ -1,0 +1,123 @@
+"""What a hub's calls are made of, for the library's own tools: memory that is not a caller's tensors, as a file's.
+
+Internal, and may change. Not responsible for callers' tensors, nor for what is documented (`hub`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from tensorhub.arguments import check_ranks
+from tensorhub.errors import InvalidValue, read_only_refusal, shown
+from tensorhub.layouts.ahead import plan_ahead
+from tensorhub.layouts.joining import Declaration
+from tensorhub.memory.tensors import CallersMemory, FilledMemory
+from tensorhub.memory.unallocated import Described
+from tensorhub.read_plan import ReadPlan
+from tensorhub.runtime.worker import ports
+from tensorhub.runtime.worker.calling import ProgressListener
+from tensorhub.runtime.worker.registering import CallersWorker
+from tensorhub.types import LATEST, FetchReport, Selector, VersionInfo, check_flag, check_name, check_selector, invalid
+from tensorhub.weights import Weights
+
+
+class Joined(Protocol):
+    """See `tensorhub.Hub`."""
+
+    @property
+    def _worker(self) -> CallersWorker: ...
+
+    @property
+    def _thread(self) -> ports.ThreadPort: ...
+
+
+async def register_memory(
+    hub: Joined,
+    model: str,
+    memory: CallersMemory,
+    *,
+    group: str | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    spot: bool = False,
+    declared: Declaration | None = None,
+) -> Weights:
+    """What `Hub.register` is made of, for memory that is not tensors, as a file's; internal, and may change."""
+    check_full(hub._worker, "register")
+    check_name("model", model)
+    if group is not None:
+        check_name("group", group)
+    elif type(world_size) is int and world_size > 1:
+        raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
+    check_ranks(rank, world_size)
+    check_flag("spot", spot)
+    described = hub._worker.describe_memory(memory, declared or Declaration(rank, world_size))
+    make = partial(
+        hub._worker.register,
+        model,
+        memory,
+        described,
+        group=group,
+        rank=rank,
+        world_size=world_size,
+        spot=spot,
+        timeout_s=hub._worker.timeout_s(None),
+    )
+    handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
+    return Weights(handle, memory, hub._worker, hub._thread, keeps=hub)
+
+
+async def fetch_into(
+    hub: Joined,
+    model: str,
+    selector: Selector,
+    memory: FilledMemory,
+    *,
+    rank: int | None = 0,
+    timeout: float | None = None,
+    progress: ProgressListener | None = None,
+) -> tuple[VersionInfo, FetchReport]:
+    """What `Hub.fetch` is made of, for memory that is made elsewhere; internal, and may change.
+
+    `memory.map` is called once the version is known, in the library's thread; the memory is the caller's again when
+    this returns or raises. `progress(bytes verified, bytes wanted)` is called in the library's thread a few times a
+    second and at the end; it must return at once.
+    """
+    check_name("model", model)
+    check_selector(selector)
+    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**20):
+        text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"
+        raise invalid(rank, int, text)
+    timeout_s = hub._worker.timeout_s(timeout)
+    fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
+    return await hub._thread.call(fetch)
+
+
+async def plan_group(
+    hub: Joined, model: str, ranks: Sequence[Described], selector: Selector = LATEST, timeout: float | None = None
+) -> list[ReadPlan]:
+    """What `Hub.plan` is made of, for several ranks of one group; internal, and may change. Of all its ranks, it is checked
+    whether they read everything.
+    """
+    readers = [(hub._worker.describe_reader(descriptions, declared), declared) for descriptions, declared in ranks]
+    known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
+    return plan_ahead(known, readers)
+
+
+async def seed_shard(hub: Joined, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
+    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
+
+    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
+    `Weights.prefetch`.
+    """
+    check_full(hub._worker, "seed")
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
+
+
+def check_full(worker: CallersWorker, call: str) -> None:
+    """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
+    if worker.read_only:
+        raise read_only_refusal(call)
