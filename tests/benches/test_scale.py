@@ -8,7 +8,7 @@ import pytest
 from benches.scale import server
 from benches.scale.core import Core, Row, Steps, bursts, main, measure, slope
 from benches.scale.thin import REPORTS
-from tensorhub.coordinator import readers
+from tensorhub.coordinator import feeding
 from tensorhub.coordinator.entities import Holding
 
 
@@ -41,7 +41,7 @@ def test_bursts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[int] = []
-    filled_by = readers._filled_by
+    filled_by = feeding._filled_by
 
     def counted(holding: Holding) -> dict[Holding, None]:
         found = filled_by(holding)
@@ -53,7 +53,7 @@ def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monke
     core.begin_version(1)
     depths = [worker.holding.depth for worker in core.coordinator.cluster.members.values() if worker.holding is not None]
     assert max(depths) == 32
-    monkeypatch.setattr(readers, "_filled_by", counted)
+    monkeypatch.setattr(feeding, "_filled_by", counted)
     core.lose()
     assert sum(found > 1 for found in followed) <= 16
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, RankPart, Version
-from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.shards import Shards
+from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.errors import (
     GroupAborted,
     ManifestMismatch,
@@ -32,10 +32,10 @@ def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: p
     """What makes sure of a source before the first byte changes is what is granted."""
     chosen: list[RankPart] = []
     counted: Counter[tuple[int, Holding]] = Counter()
-    choose, count = Readers.choose, Shards.count
+    choose, count = SourceChoice.choose, Shards.count
 
     def choose_once(
-        self: Readers, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
+        self: SourceChoice, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
     ) -> Holding | None:
         chosen.append(part)
         return choose(self, part, version, need, other_than=other_than)
@@ -45,7 +45,7 @@ def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: p
         count(self)
 
     cluster, trainer, reader = trainer_and_reader()
-    monkeypatch.setattr(Readers, "choose", choose_once)
+    monkeypatch.setattr(SourceChoice, "choose", choose_once)
     monkeypatch.setattr(Shards, "count", count_once)
     reader.replicate()
     cluster.run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator.entities import Version
-from tensorhub.coordinator.readers import PATCHES_MAX
+from tensorhub.coordinator.source_choice import PATCHES_MAX
 from tensorhub.coordinator.states import LeaseState, VersionState
 from tensorhub.errors import VersionUnavailable
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster

@@ -35,8 +35,10 @@ from tensorhub.coordinator.events import (
     Silent,
     Tick,
 )
+from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.membership import Membership
@@ -45,6 +47,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
@@ -83,18 +86,23 @@ class Coordinator(Stateful[CoordinatorState]):
         self.cluster.now = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
-        self._readers = Readers(self.cluster)
-        self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
+        self._feeding = Feeding(self.cluster)
+        self._choice = SourceChoice(self.cluster, self._feeding)
+        self._readers = Readers(self.cluster, self._feeding, self._choice)
+        self._holdings = Holdings(self.cluster, self._feeding, self._readers)
+        self._withdrawals = Withdrawals(self.cluster, self._readers, self._holdings, self._retentions)
         self._handovers = Handovers(self.cluster, self._retentions)
-        self._corruption_checks = CorruptionChecks(self.cluster, self._readers)
-        self._testimonies = Testimonies(self.cluster, self._readers, self._corruption_checks)
+        self._corruption_checks = CorruptionChecks(self.cluster, self._readers, self._holdings)
+        self._testimonies = Testimonies(self.cluster, self._readers, self._holdings, self._corruption_checks)
         self._availability = Availability(self.cluster)
-        publishes = Publishes(self.cluster, self._versions, self._readers, self._testimonies)
+        publishes = Publishes(self.cluster, self._versions, self._holdings, self._testimonies)
         manifest_questions, coverage = ManifestQuestions(self.cluster), Coverage(self.cluster)
         fills = Fills(
             self.cluster,
             self._versions,
             self._readers,
+            self._choice,
+            self._holdings,
             self._retentions,
             self._testimonies,
             self._availability,
@@ -115,11 +123,11 @@ class Coordinator(Stateful[CoordinatorState]):
             fills,
             coverage,
         )
-        self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
+        self._lineages = Lineages(self.cluster, self._versions, self._holdings, self._operations)
         self._membership = Membership(
             self.cluster,
             self._retentions,
-            self._readers,
+            self._holdings,
             self._withdrawals,
             self._handovers,
             self._operations,
@@ -357,7 +365,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.LeaveRequest():
                 self._withdrawals.ask(worker, message)
             case messages.Fenced():
-                self._readers.withdrawn(worker, message)
+                self._holdings.withdrawn(worker, message)
             case messages.ReaderCut():
                 self._readers.confirm_cut(worker, message)
             case messages.Rollback():
@@ -393,7 +401,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 if not operation.decided:
                     cluster.note(operation)
                     self._operations.settle(operation)
-            self._readers.settle()
+            self._feeding.settle()
             cluster.count()
             if cluster.changed_models:
                 name, wakes = next(iter(cluster.changed_models.items()))

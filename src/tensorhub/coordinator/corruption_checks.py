@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.messages import DigestAgain, DigestedAgain, Need, Origin, Revoked, Stray
 from tensorhub.types import READ_ONLY
@@ -29,6 +30,7 @@ class CorruptionChecks:
 
     _cluster: Cluster
     _readers: Readers
+    _holdings: Holdings
 
     def ask(self, part: RankPart, holding: Holding, chunk: int, need: Need | None = None) -> None:
         """This reader got that chunk of this holding without its digest, or with another one than was published. `need`: of
@@ -67,7 +69,7 @@ class CorruptionChecks:
         member = worker.members.get(answer.registration)
         holding = member.holding if member is not None else None
         if holding is not None and not answer.inquiry and answer.changed and answer.generation == holding.generation:
-            self._readers.quarantine(holding)
+            self._holdings.quarantine(holding)
         if holding is None or not answer.inquiry:
             return
         inquiry = next((each for each in holding.inquiries.values() if each.ident == answer.inquiry), None)
@@ -75,7 +77,7 @@ class CorruptionChecks:
             return
         inquiry.ident = ""
         if answer.changed:
-            self._readers.quarantine(holding)
+            self._holdings.quarantine(holding)
         elif answer.changed is not None:
             self._judge(holding, inquiry, answer)
 
@@ -110,7 +112,7 @@ class CorruptionChecks:
         condemned[owner.worker.incarnation] = None
         if len(condemned) > limits.INQUIRIES_MAX:
             del condemned[next(iter(condemned))]
-        self._readers.quarantine(holding)
+        self._holdings.quarantine(holding)
         reason = "its bytes have other digests than were published"
         self._cluster.tell(owner, Revoked(owner.registration, holding.version.info.content_id, reason))
         if owner.group.operation is not None:

@@ -18,9 +18,11 @@ from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Version
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
@@ -52,6 +54,8 @@ class Fills:
     _cluster: Cluster
     _versions: Versions
     _readers: Readers
+    _choice: SourceChoice
+    _holdings: Holdings
     _retentions: Retentions
     _testimonies: Testimonies
     _availability: Availability
@@ -91,7 +95,7 @@ class Fills:
         found = dict[int, list[Source]]()
         for part in operation.parts.values():
             if part.needs_bytes and not part.has_written:
-                sources = self._readers.sources(part) if ways.serve(operation) else []
+                sources = self._choice.sources(part) if ways.serve(operation) else []
                 if not (bridges.are_enough(sources, part.needs or ()) if part.bridges else sources):
                     return None
                 found[part.rank] = sources
@@ -177,7 +181,7 @@ class Fills:
             return False
         for part in operation.parts.values():
             if part.needs_bytes and part.member.holding is not None:
-                self._readers.overwrite(part.member.holding)
+                self._holdings.overwrite(part.member.holding)
         return True
 
     def entry(self, operation: Operation) -> Decision | None:
@@ -199,8 +203,8 @@ class Fills:
             return  # every rank that filled it is gone
         for part in operation.parts.values():
             if not part.needs_bytes and part.member.holding is not None:
-                self._readers.move_holding(part.member.holding, replica)
-        self._readers.make_ready(replica, "committed")
+                self._holdings.move(part.member.holding, replica)
+        self._holdings.make_ready(replica, "committed")
 
     def _begin_staged(self, operation: Operation) -> None:
         """What its ranks have staged counts from now on, under the generations that they open once they have copied it."""
@@ -210,7 +214,7 @@ class Fills:
         for part in there:
             if part.holding is not None:
                 part.holding.chunks_verified = part.chunks
-                self._readers.completed(part.holding)
+                self._holdings.completed(part.holding)
 
     def abort(self, operation: Operation) -> None:
         """Nobody reads any more; what was written to is torn."""
@@ -218,10 +222,10 @@ class Fills:
         for part in operation.parts.values():
             self._readers.release_all(part, "operation aborted")
             if part.holding is not None and not part.holding.leaving:
-                self._readers.tear(part.holding)
+                self._holdings.tear(part.holding)
         if replica is not None and replica.state is ReplicaState.FILLING:
             self._cluster.become(replica, ReplicaState.TORN, "operation aborted")
-            self._readers.settle_replica(replica)
+            self._holdings.settle_replica(replica)
 
     # -- binding
 
@@ -280,7 +284,7 @@ class Fills:
     def has_no_room(self, operation: Operation, version: Version) -> bool:
         """Whether a guest has to wait for a place at that version's sources; it is told nothing before it has one."""
         waits = operation.is_of_guests and version.has_live_source() and ways.as_published(version, operation)
-        return waits and any(self._readers.choose(part, version) is None for part in operation.parts.values())
+        return waits and any(self._choice.choose(part, version) is None for part in operation.parts.values())
 
     def _misfit(self, operation: Operation, version: Version) -> Blame | None:
         """Why this group's ranks cannot take that version's shards, if they cannot."""
@@ -303,7 +307,7 @@ class Fills:
         if way is None:
             return None
         for part in operation.parts.values():
-            offered = self._readers.offered_in_vain(part, version, way)
+            offered = self._choice.offered_in_vain(part, version, way)
             if offered:
                 mine = ", ".join(endpoint.transport for endpoint in part.member.worker.endpoints) or "none"
                 text = f"rank {part.rank} has {mine}, and version {version.number} is offered over {', '.join(offered)} only"
@@ -395,17 +399,17 @@ class Fills:
 
     def _begin_replica(self, operation: Operation, parts: list[RankPart]) -> None:
         version = operation.bound
-        replica = self._readers.new_or_torn_replica(version, parts[0].member)
+        replica = self._holdings.new_or_torn_replica(version, parts[0].member)
         if replica.state is ReplicaState.TORN:
             self._cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         for part in parts:
             old = part.member.holding
             if part.needs_bytes:
                 if old is not None:
-                    self._readers.overwrite(old)
+                    self._holdings.overwrite(old)
                 assert isinstance(part.call, Fill)
                 part.holding = Holding(replica, part.member, part.call.generation, False, False, part.layout)
-                self._readers.add_holding(part.holding)
+                self._holdings.add(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
         """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from tensorhub.coordinator import actions
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Model, PendingWrite
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.operations import Operations
-from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import CoordinatorUnavailable, TensorHubError, VersionConflict
 from tensorhub.messages import Rollback
@@ -27,7 +27,7 @@ class Lineages:
 
     _cluster: Cluster
     _versions: Versions
-    _readers: Readers
+    _holdings: Holdings
     _operations: Operations
 
     def ask(self, session: int | None, message: Rollback) -> None:
@@ -87,7 +87,7 @@ class Lineages:
         reason = f"{model.name!r} was rolled back to {message.to}"
         for version in [v for v in model.versions.values() if v.number > message.to]:
             for holding in [h for layout in version.layouts for holdings in layout.values() for h in holdings]:
-                self._readers.order_out(holding, reason)
+                self._holdings.order_out(holding, reason)
             for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
                 self._cluster.remove_pin(model, pin.pin)
             self._versions.retire(version, model, reason)

@@ -14,9 +14,9 @@ from tensorhub.coordinator.actions import DOOR
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
 from tensorhub.coordinator.handovers import Handovers
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions, held_ids
 from tensorhub.coordinator.operations import Operations
-from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
 from tensorhub.coordinator.testimonies import Testimonies
@@ -50,7 +50,7 @@ class Membership:
 
     _cluster: Cluster
     _retentions: Retentions
-    _readers: Readers
+    _holdings: Holdings
     _withdrawals: Withdrawals
     _handovers: Handovers
     _operations: Operations
@@ -528,14 +528,14 @@ class Membership:
         cluster.learn(version, layout, member.shard, held.manifest, bridges.as_known(member, version, parts))
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
-            replica = self._readers.new_replica(version, member)
+            replica = self._holdings.new_replica(version, member)
         holding = Holding(replica, member, held.generation, True, True, layout)
         holding.chunks_verified = member.chunks
-        self._readers.add_holding(holding)
+        self._holdings.add(holding)
         if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
             self._testimonies.publisher_is_back(holding)
         if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
-            self._readers.make_ready(replica, "announced again by every rank")
+            self._holdings.make_ready(replica, "announced again by every rank")
         return True
 
     def deregister(self, worker: Worker, message: Deregister) -> None:
@@ -551,7 +551,7 @@ class Membership:
         self._operations.member_gone(member, why)
         self._withdrawals.member_gone(member)
         for holding in member.holdings:
-            self._readers.lose(holding)
+            self._holdings.lose(holding)
         cluster.note(member, group, member.worker)
         if cluster.members.pop(member.registration, None) is not None:
             cluster.keep_begun(member, b"")
@@ -600,7 +600,7 @@ class Membership:
     def _dissolve(self, group: Group) -> None:
         """Its last rank has gone: the next registration under its name begins a new group."""
         for replica in list(group.replicas):
-            self._readers.settle_replica(replica)
+            self._holdings.settle_replica(replica)
         group.model.groups.pop(group.name, None)
         group.model.serving.pop(group.name, None)
         group.model.steady.pop(group.name, None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tensorhub.coordinator.actions import Publication
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart
-from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
@@ -25,7 +25,7 @@ class Publishes:
 
     _cluster: Cluster
     _versions: Versions
-    _readers: Readers
+    _holdings: Holdings
     _testimonies: Testimonies
 
     def called(self, part: RankPart) -> Blame | None:
@@ -81,7 +81,7 @@ class Publishes:
     def commit(self, operation: Operation) -> None:
         """The memory of the ranks, but for those lost meanwhile, becomes the first replica. The version is visible now."""
         cluster, version = self._cluster, operation.bound
-        replica = self._readers.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
+        replica = self._holdings.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
         for part in operation.parts.values():
             cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
         for part in operation.parts.values():
@@ -89,9 +89,9 @@ class Publishes:
                 assert isinstance(part.call, Publish)
                 holding = Holding(replica, part.member, part.call.generation, True, True, version.holdings)
                 holding.chunks_verified = part.member.chunks
-                self._readers.add_holding(holding)
+                self._holdings.add(holding)
                 self._testimonies.of(version, part.shard).publisher = holding
-        self._readers.make_ready(replica, "committed")
+        self._holdings.make_ready(replica, "committed")
         self._versions.show(version, operation.group.model)
 
     def abort(self, operation: Operation) -> None:

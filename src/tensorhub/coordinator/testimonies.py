@@ -23,6 +23,7 @@ from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
@@ -42,6 +43,7 @@ class Testimonies:
 
     _cluster: Cluster
     _readers: Readers
+    _holdings: Holdings
     _corruption_checks: CorruptionChecks
     _recording: dict[int, Version] = field(default_factory=dict, init=False)  # whose roots are on their way to the store
 
@@ -74,7 +76,7 @@ class Testimonies:
             self._of(part, each).answered.discard(part.member.registration)  # it has more to tell now
         if part.holding is not None:
             part.holding.chunks_verified = part.chunks
-            self._readers.verified(part.holding, is_so=True)
+            self._holdings.verified(part.holding, is_so=True)
         self._readers.release_all(part, "verified")
         self._cluster.changed(part.operation)
 
@@ -141,7 +143,7 @@ class Testimonies:
             part.claim, part.page, part.rereads = None, None, need
             part.comparisons += 1
             if part.holding is not None:
-                self._readers.verified(part.holding, is_so=False)
+                self._holdings.verified(part.holding, is_so=False)
             self._cluster.wants_source(part.operation)
         elif not testimony.root:  # all that it has of that was read with what encloses it
             part.page = None
@@ -166,7 +168,7 @@ class Testimonies:
         self._record(part.operation.bound)
         part.voted, part.claim, part.page = True, None, None
         if part.holding is not None:
-            self._readers.completed(part.holding)
+            self._holdings.completed(part.holding)
         self._cluster.note(part.member)
         self._cluster.changed(part.operation)
 

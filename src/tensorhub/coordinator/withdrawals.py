@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, Withdrawal, Worker
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
@@ -23,6 +24,7 @@ class Withdrawals:
 
     _cluster: Cluster
     _readers: Readers
+    _holdings: Holdings
     _retentions: Retentions
 
     def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
@@ -44,7 +46,7 @@ class Withdrawals:
                     if lease.state is LeaseState.FENCING:
                         self._readers.tell_to_cut(lease)  # the first time may have been lost
                 continue
-            self._readers.confirm_withdrawn(member, holding.generation)
+            self._holdings.confirm_withdrawn(member, holding.generation)
         return filling is not None or member.holding is not None
 
     def ask(self, worker: Worker, message: LeaveRequest) -> None:
@@ -124,7 +126,7 @@ class Withdrawals:
         left_s = max(0.0, withdrawal.deadline - cluster.now)  # half of it is for the owner's fence
         withdrawal.deadline = cluster.now + min(cluster.options.drain_grace_s, left_s / 2)
         cluster.timers.set("withdrawal", holding.member.registration, withdrawal.deadline)
-        self._readers.leave(holding, "withdrawn")
+        self._holdings.leave(holding, "withdrawn")
         for lease in list(holding.readers.values()):
             self._readers.move(lease)
 

@@ -26,6 +26,7 @@ from tensorhub.coordinator.entities import (
     Worker,
 )
 from tensorhub.coordinator.handovers import Handovers
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.readers import Readers
@@ -234,7 +235,7 @@ def readers_not_reconsidered() -> Iterator[None]:
         with replaced(version, "bound", {}), replaced(version, "guests_bound", {}):
             before(self, holding, why, **named)
 
-    with around(Readers, "leave", leave):
+    with around(Holdings, "leave", leave):
         yield
 
 

@@ -26,10 +26,11 @@ from tensorhub.coordinator.entities import (
     Worker,
 )
 from tensorhub.coordinator.fills import Fills
+from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.operations import Operations
-from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Publish
@@ -306,11 +307,11 @@ def fill_survives_rollback() -> Iterator[None]:
 
 @bug("R2: a rollback strikes the later versions from the coordinator's books, and does not tell their holders")
 def rollback_does_not_order_out() -> Iterator[None]:
-    def broken(self: Readers, holding: Holding, reason: str) -> None:
+    def broken(self: Holdings, holding: Holding, reason: str) -> None:
         self.leave(holding, reason)
-        self.cut_readers(holding, reason, moved=False)
+        self._readers.cut_readers(holding, reason, moved=False)
 
-    with replaced(Readers, "order_out", broken):
+    with replaced(Holdings, "order_out", broken):
         yield
 
 
@@ -423,13 +424,13 @@ def resumed_with_another_content() -> Iterator[None]:
 
 @bug("R4: who has been granted its leave counts as a holder until its fence is confirmed, so that two can go")
 def draining_holder_counts() -> Iterator[None]:
-    leave = Readers.leave
+    leave = Holdings.leave
 
-    def broken(self: Readers, holding: Holding, why: str, **kwargs: Any) -> None:
+    def broken(self: Holdings, holding: Holding, why: str, **kwargs: Any) -> None:
         if why != "withdrawn":
             leave(self, holding, why, **kwargs)
 
-    with replaced(Readers, "leave", broken):
+    with replaced(Holdings, "leave", broken):
         yield
 
 
@@ -554,7 +555,7 @@ def one_rank_makes_a_replica() -> Iterator[None]:
     faults=(Fault.SLOW, Fault.CANCEL, Fault.HASTE),
 )
 def wait_cycle() -> Iterator[None]:
-    with replaced(Readers, "_below", lambda self, holding: {}):
+    with replaced(SourceChoice, "_below", lambda self, holding: {}):
         yield
 
 
@@ -563,10 +564,10 @@ def wait_cycle() -> Iterator[None]:
     faults=(Fault.OVERWRITE, Fault.DEVICE, Fault.CORRUPT),
 )
 def quarantine_forgotten() -> Iterator[None]:
-    def broken(self: Readers, holding: Holding) -> None:
-        self.cut_readers(holding, "the source's bytes have changed", moved=True)
+    def broken(self: Holdings, holding: Holding) -> None:
+        self._readers.cut_readers(holding, "the source's bytes have changed", moved=True)
 
-    with replaced(Readers, "quarantine", broken):
+    with replaced(Holdings, "quarantine", broken):
         yield
 
 
@@ -591,12 +592,12 @@ def spoiled_memory_announced() -> Iterator[None]:
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
 def crash_taken_for_a_leave() -> Iterator[None]:
-    leave = Readers.leave
+    leave = Holdings.leave
 
-    def broken(self: Readers, holding: Holding, why: str, *, on_purpose: bool = True) -> None:
+    def broken(self: Holdings, holding: Holding, why: str, *, on_purpose: bool = True) -> None:
         leave(self, holding, why, on_purpose=on_purpose or why == "worker lost")
 
-    with replaced(Readers, "leave", broken):
+    with replaced(Holdings, "leave", broken):
         yield
 
 
@@ -661,12 +662,12 @@ def lost_incarnation_comes_back() -> Iterator[None]:
     faults=(Fault.CRASH, Fault.CANCEL, Fault.SLOW),
 )
 def fence_of_another_generation() -> Iterator[None]:
-    confirm = Readers.confirm_withdrawn
+    confirm = Holdings.confirm_withdrawn
 
-    def broken(self: Readers, member: Member, generation: int) -> None:
+    def broken(self: Holdings, member: Member, generation: int) -> None:
         confirm(self, member, generation if member.holding is None else member.holding.generation)
 
-    with replaced(Readers, "confirm_withdrawn", broken):
+    with replaced(Holdings, "confirm_withdrawn", broken):
         yield
 
 

@@ -1,0 +1,207 @@
+"""From whom a reader reads best: which holdings it may read, and which of them brings it everything first.
+
+Responsible for that choice alone: it changes nothing. Not responsible for leases (`readers`), for which needs a reader has
+(`bridges`), nor for estimates and orders (`scheduler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tensorhub.coordinator import bridges, replicas
+from tensorhub.coordinator.bridges import Source
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, RankPart, Version, Worker
+from tensorhub.coordinator.feeding import Feeding
+from tensorhub.coordinator.holders import Holders
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.ways import Way
+from tensorhub.messages import Need
+from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.links import distance
+from tensorhub.types import SAME_HOST_TRANSPORTS
+
+PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
+
+
+@dataclass(eq=False, repr=False)
+class SourceChoice:
+    """Of the sources that there are now."""
+
+    _cluster: Cluster
+    _feeding: Feeding
+
+    def sources(
+        self, part: RankPart, needs: Sequence[Need] | None = None, *, other_than: Holding | None = None
+    ) -> list[Source]:
+        """From whom it reads best; if it bridges, as far as it needs that (None: all). Empty: there is no candidate now."""
+        version = part.operation.bound
+        if part.bridges:
+            wanted = part.needs or () if needs is None else needs
+            return bridges.choose(part, wanted, lambda need: self.choose(part, version, need, other_than=other_than))
+        holding = self.choose(part, version, other_than=other_than)
+        return [] if holding is None else [(None, holding)]
+
+    def choose(
+        self, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
+    ) -> Holding | None:
+        """The source from which it would have everything first, or None if there is none now. What has failed it comes after
+        all that have failed less.
+
+        The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
+        publisher, which is the oldest, is chosen last, so that its unpublish is short.
+        """
+        below: dict[Holding, None] | None = None
+        holders, others = _holders(part, version, need)
+        encloses = need is not None and bridges.must_enclose(part, need)
+        # Others cannot say all their digests.
+        only_whole = encloses and any(there.complete for there in (*holders, *others))
+
+        def refuses(holding: Holding) -> bool:
+            nonlocal below
+            if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
+                return True
+            if (need is not None and holding.is_no_origin) or (only_whole and not holding.complete):
+                return True
+            if holding.complete or need is not None or part.holding is None or not part.holding.readers:
+                return False
+            if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._feeding.dry):
+                return False  # each is filled from one other: what is filled from this reader is no more fed than it is
+            below = self._below(part.holding) if below is None else below
+            return holding in below
+
+        untried: Callable[[Holding], bool] = lambda h: h.member.worker.incarnation in part.failures or refuses(h)  # noqa: E731
+        best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
+        best = best or [h for there in others if (h := self._best(part, there, untried, need)) is not None]
+        found = best[0] if best else None
+        if len(best) > 1:
+            rates = self._cluster.links.rates(self._cluster.now)
+            found = min(best, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
+        if found is not None and need is not None and encloses:
+            publishers = [h for h in bridges.publishers_of(part, need) if not untried(h) and not _is_nearer(found, h, part)]
+            if publishers and found not in publishers:
+                rates = self._cluster.links.rates(self._cluster.now)
+                found = min(publishers, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
+        if found is None and part.failures:
+            workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
+            theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
+            failed = [
+                h for h in theirs if any(h in there for there in (*holders, *others)) and not (h.is_stranded or refuses(h))
+            ]
+            rates = self._cluster.links.rates(self._cluster.now)
+            order = lambda h: (  # noqa: E731
+                part.failures[h.member.worker.incarnation],
+                _estimate(h, part, _wanted(h.peers, need), rates),
+            )
+            found = min(failed, key=order, default=None)
+        return found
+
+    def partial_holdings(
+        self, part: RankPart, version: Version, there: Holders[Holding], need: Need | None = None
+    ) -> list[Holding]:
+        """Partial copies that it may read and does not read yet. Every reader reads from the next one in the list, so that a
+        chunk that one of them has comes to all of them; the others are the best ones.
+        """
+        if part.is_abandoned:
+            return []  # its last holder left on purpose: nobody waits for it (R12)
+        mine = part.holding if need is None else None
+        read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need == need]
+        neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
+        found = [neighbour] if neighbour is not None and neighbour not in read else []
+        rates = self._cluster.links.rates(self._cluster.now)
+        while len(read) + len(found) < PATCHES_MAX:
+            passed = [neighbour, mine, *read, *found]
+            refuses = lambda h, passed=passed: h in passed or not self._reachable(h, part)  # noqa: E731
+            best = [self._best(part, there, refuses, need, stranded=stranded) for stranded in (False, True)]
+            candidates = [h for h in best if h is not None]
+            if not candidates:
+                break
+            found.append(min(candidates, key=lambda h: _estimate(h, part, _wanted(there, need), rates)))
+        return found
+
+    def _best(
+        self,
+        part: RankPart,
+        there: Holders[Holding],
+        refuses: Callable[[Holding], bool],
+        need: Need | None = None,
+        *,
+        stranded: bool = False,
+    ) -> Holding | None:
+        """That one of these from which it would have everything first."""
+        reader, rates = part.member.worker, self._cluster.links.rates(self._cluster.now)
+        return there.best(reader.location, reader.transports, _wanted(there, need), rates, refuses, stranded=stranded)
+
+    def _below(self, holding: Holding) -> dict[Holding, None]:
+        """What must not be read to fill this: it is filled from this itself, and they would wait for each other."""
+        return self._feeding.follow(holding)
+
+    def _reachable(self, holding: Holding, part: RankPart) -> bool:
+        reader, source = part.member.worker, holding.member.worker
+        if not holding.takes_readers or source.state is not WorkerState.LIVE:
+            return False
+        if part.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
+            return False
+        return bool(reader.reaches(source)) and self._has_room(holding, reader)
+
+    @staticmethod
+    def _has_room(holding: Holding, worker: Worker) -> bool:
+        """Whether this worker may read there, if need be in another guest's place."""
+        guests = holding.guests
+        is_full = worker.read_only and guests.is_used_up
+        return not is_full or guests.at_whose_expense(worker.origin, worker) is not None
+
+    @staticmethod
+    def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
+        """The transports of this shard's sources, if there are sources, and the reader has none of those."""
+        (layout, origin), reader = way, part.member.worker
+        if part.member.holding is not None and part.member.holding.version is version:
+            return []
+        own = [layout[part.shard]] if layout is not None and part.shard in layout else []
+        offers = [own]
+        if origin is not None:  # it needs one for each class then
+            offers = [[*own, *(origin[shard] for shard in each)] for each in origin.classes.values()]
+        for each in offers:
+            theirs = set[str]()
+            for source in (holding.member for there in each for holding in there if holding.is_source):
+                if source is not part.member and reader.reaches(source.worker):
+                    break  # of very many sources mostly the first
+                theirs |= source.worker.transports
+            else:
+                return sorted(theirs)
+        return []
+
+
+def _holders(part: RankPart, version: Version, need: Need | None) -> tuple[list[Holders[Holding]], list[Holders[Holding]]]:
+    """Those of whom it reads this, of its own shard in its own layout or of the shards of a class; and those of other shards
+    of that class, which it reads if it must.
+    """
+    if need is None or part.origin is None:
+        layout = part.layout if part.bridges else version.holdings
+        return [layout.of(part.shard)], []
+    good = replicas.proven(version, part.origin, need.shard)
+    rest = [shard for shard in part.origin.classes[need.shard] if shard not in good]
+    return [part.origin.of(shard) for shard in good], [part.origin.of(shard) for shard in rest]
+
+
+def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
+    """What a reader of that shard reads. (The grid is the publisher's; others count their own, and a copy none.)"""
+    if need is not None:
+        return Wanted(need.nbytes, need.nbytes / need.chunks)
+    return Wanted(there.nbytes, there.nbytes / max(1, there.chunks))
+
+
+def _estimate(holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float]) -> tuple[float, int]:
+    """When it would have everything from there; the newest comes first of equals."""
+    reader, worker = part.member.worker, holding.member.worker
+    # Who copies out of its memory shares nothing of it with its other readers.
+    readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
+    apart = distance(reader.location, worker.location)
+    return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
+
+
+def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:
+    """Whether the first is nearer to that reader."""
+    mine, theirs = (distance(part.member.worker.location, each.member.worker.location) for each in (one, other))
+    return mine < theirs
