@@ -35,7 +35,7 @@ from tensorhub.messages import (
 from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind, VersionInfo
-from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
+from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published, wide
 
 
@@ -111,7 +111,7 @@ def test_a_rank_says_again_what_it_holds_once_its_group_s_layout_is_known() -> N
     info = world.version.info
     world = world.restarted()
     first = back(world, readers[0], held_by(readers[0], info))
-    assert [answer.keep for answer in first.take(Registered)] == [True]
+    assert not first.take(Registered)  # it could leave with what must stay, since nothing is known of that yet
     assert not world.version.others
     second = back(world, readers[1], held_by(readers[1], info))
     (again,) = first.take(RegisterAgain)
@@ -121,6 +121,32 @@ def test_a_rank_says_again_what_it_holds_once_its_group_s_layout_is_known() -> N
     assert [answer.keep for answer in (*first.take(Registered), *second.take(Registered))] == [True, True]
     (layout,) = world.version.others.values()
     assert layout.have_sources()
+
+
+def test_a_rank_is_registered_without_its_mates_once_nobody_is_expected_back() -> None:
+    world, trainers = published()
+    readers = filling(world, ranks=2)
+    finish(world, readers, trainers)
+    info = world.version.info
+    world = world.restarted()
+    first = back(world, readers[0], held_by(readers[0], info))
+    world.pass_time(LEASE_S / 2)
+    assert not first.take(Registered)
+    world.pass_time(LEASE_S)
+    assert [answer.keep for answer in first.take(Registered)] == [True]
+    back(world, readers[1], held_by(readers[1], info))
+    assert first.take(RegisterAgain)
+
+
+def test_a_rank_that_holds_nothing_any_more_need_not_wait_for_its_mates() -> None:
+    world, trainers = published()
+    readers = filling(world, ranks=2)
+    finish(world, readers, trainers)
+    info = world.version.info
+    world = world.restarted()
+    first = back(world, readers[0], held_by(readers[0], info))
+    world.register(first)
+    assert [answer.keep for answer in first.take(Registered)] == [True]
 
 
 def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:

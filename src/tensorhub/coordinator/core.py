@@ -265,6 +265,7 @@ class Coordinator(Stateful[CoordinatorState]):
             return
         self.become(CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed")
         self._retentions.recovery_over()
+        self._membership.recovery_over()
         for model in self.cluster.models.values():
             self.cluster.touch(model)
 

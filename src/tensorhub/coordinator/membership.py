@@ -373,9 +373,8 @@ class Membership:
     def _register_again(self, member: Member, message: Register, held_parts: tuple[bytes, ...]) -> None:
         """A rank that was there before says again what it holds. A fill that is under way goes on."""
         group, held = member.group, message.held
-        member.said_in = member.worker.session
+        member.said_in, member.unheard, member.dropped = member.worker.session, 0, False
         self._cluster.note(member)
-        member.dropped = False
         part = member.part
         filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
@@ -390,10 +389,21 @@ class Membership:
         self._manifest_questions.came(message.manifest_id, *message.part_ids)
         if message.held is not None:
             self._manifest_questions.came(message.held.manifest_id, *held_ids(message))
-        group, held = member.group, message.held
+        held = message.held
         retained = self._retentions.tell_with(member, held.content_id) if held is not None and keep else None
-        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
+        if not (member.unheard and self._cluster.is_recovering):  # else it could be let go although that must stay
+            self._confirm(member, message.request, keep, retained)
+
+    def _confirm(self, member: Member, request: int, keep: bool = True, retained: int | None = None) -> None:
+        group = member.group
+        answer = Registered(request, member.registration, group.epoch, group.sequence, keep, retained)
         self._cluster.tell(member, answer)
+
+    def recovery_over(self) -> None:
+        """Whose mates are not back is waited for no longer. What such a rank holds counts once they are."""
+        for member in self._cluster.members.values():
+            if member.unheard:
+                self._confirm(member, member.unheard)
 
     def _registration_error(self, message: Register) -> TensorHubError | None:
         if message.rank >= message.world_size:

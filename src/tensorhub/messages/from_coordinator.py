@@ -70,8 +70,8 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class RegisterAgain:
-    """Answer to a Register that names a manifest which was not known; or, after Registered, to one that said
-    what is held when nobody knew the group's layout yet. The rank says it again, as things are then.
+    """Answer to a Register that names a manifest which was not known; or to one that said what is held when nobody knew the
+    group's layout yet. The rank says it again, as things are then.
 
     `whole`: with the manifests themselves, which are not known yet. `part_ids`: with these parts, for the same reason.
     """
