@@ -82,6 +82,32 @@ def test_everything_holds_for_long() -> None:
     run(2000, steps=60)
 
 
+def test_who_is_cut_off_again_at_the_moment_of_a_fence_had_decided_on_it_before() -> None:
+    """Its lease was over, and over its newest connection nobody has heard it."""
+    machine = CoreMachine()
+    machine.set_up(1, 0, spot=False)
+    machine.retain(0, 2, None)
+    machine.behind(0, 15.0, None)
+    machine.duplicate(0, 1)
+    machine.overwrite(0, 8.0)
+    machine.close(0, abandon=False, timeout_s=60.0, then=1.0)
+    machine.coordinator(kept=False, then=4.0)
+    machine.fetch(0, 0, "latest", 60.0, 8.0)
+    machine.coordinator(kept=False, then=4.0)
+    machine.teardown()
+
+
+def test_what_was_announced_before_its_owner_found_it_changed_may_be_said_after_that() -> None:
+    machine = CoreMachine()
+    machine.set_up(1, 2, spot=False)
+    machine.retain(0, 2, [])
+    machine.overwrite(4, [])
+    machine.unpublish(0, 60.0, [])
+    machine.time_passes(4.0, None)
+    machine.cut(4, [323, 610, 132, 110])
+    machine.teardown()
+
+
 # ------------------------------------------------------------------------------------------- that it finds what is wrong
 
 

@@ -18,7 +18,7 @@ from tensorhub.coordinator import Digested
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
-from tensorhub.messages import DigestAgain, Prepared, Publish, TellDigests
+from tensorhub.messages import DigestAgain, Held, Prepared, Publish, Register, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
@@ -266,10 +266,18 @@ class HandleShell:
     # -- what its shell does
 
     def apply(self, actions: list[calls.Action]) -> None:
-        """Queue what the member wants done."""
-        running = self.member.running
+        """Queue what the member wants done. What it has decided is judged now, however late it is carried out."""
+        running, guarantees = self.member.running, self.cluster.guarantees
         if running is not None and self.last_call is not None and running.key is not None:
             self.last_call.key = running.key
+        for action in actions:
+            match action:
+                case calls.Fence():
+                    guarantees.fencing(self, action.generation)
+                case calls.Say(Register(held=Held(voted=False, content_id=content_id))):
+                    guarantees.announced(self, content_id)
+                case _:
+                    pass
         self.interpreter.add(actions)
         self.cluster.driver.handle_moved(self)
 
@@ -501,7 +509,6 @@ class HandleShell:
         owner.close(self.id)
         if self.fencing_since is None:
             self.fencing_since = now
-            self.cluster.guarantees.fencing(self, action.generation)
             self.cluster.data.chunks_offered(self)  # or rather, never will be
             self.cluster.driver.fence_begun(self, action)
         grace_until = self.fencing_since + self.cluster.driver.fence_grace_s

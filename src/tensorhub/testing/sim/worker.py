@@ -277,9 +277,6 @@ class SimWorker:
         if self.link is not None and (self.link.welcomed or isinstance(message, messages.Join)):
             if isinstance(message, messages.Register) and message.held is not None and not message.held.voted:
                 self._said_held[message.request] = message.held.content_id
-                asker = self.router.asker(message.request)
-                if asker is not None:
-                    self.cluster.guarantees.announced(asker, message.held.content_id)
             self.cluster.guarantees.history.says(self, message)
             self.link.up.append(message)
             self.cluster.control.said_up(self, self.link)

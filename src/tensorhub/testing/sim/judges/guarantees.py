@@ -231,11 +231,11 @@ class Guarantees:
             )
 
     def announced(self, handle: JudgedHandle, content_id: str) -> None:
-        """It says to the coordinator that it holds that."""
+        """It is about to say to the coordinator that it holds that."""
         demand(handle.changed != content_id, f"digests: {handle} is announced, and it knows that its bytes have changed")
 
     def fencing(self, handle: JudgedHandle, generation: int) -> None:
-        """A fence begins."""
+        """A fence is decided on."""
         content, record = handle.member.content, handle.last_call
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
         if content is None or record is None or record.done or not held:
