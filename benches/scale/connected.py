@@ -134,7 +134,11 @@ class Connected:
         cluster = self._cluster
         async with cluster.dialling:
             connection = self._socket = StampedSocket()
-            connection.connect((cluster.host, cluster.port))
+            try:
+                connection.connect((cluster.host, cluster.port))
+            except OSError:
+                connection.close()  # not some time: all dial, many times a second, as long as nobody listens
+                raise
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.stamp()
             connection.setblocking(False)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+
 import anyio
 import pytest
 
 from benches.scale import server
+from benches.scale.connected import Cluster, Connected
 from benches.scale.core import Core, Row, Steps, bursts, main, measure, slope
-from benches.scale.thin import REPORTS
+from benches.scale.thin import REPORTS, ThinWorker
 from tensorhub.coordinator import feeding
 from tensorhub.coordinator.entities import Holding
+from tensorhub.types import Options
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -64,6 +68,23 @@ def test_the_slope_is_that_of_the_logarithms() -> None:
 
     assert slope([row(n, n * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(0.0)
     assert slope([row(n, n**2 * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(1.0)
+
+
+def test_a_worker_that_dials_in_vain_keeps_no_socket() -> None:
+    """Until a coordinator has started again all workers dial, many times a second."""
+
+    async def dial(port: int) -> Connected:
+        cluster = Cluster(Options(), 1, 1000)
+        cluster.host, cluster.port = "127.0.0.1", port
+        worker = Connected(ThinWorker(0, "g0", 0, 1, b""), cluster)
+        with pytest.raises(ConnectionRefusedError):
+            await worker._session()
+        return worker
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        worker = anyio.run(dial, silent.getsockname()[1])
+    assert worker._socket.fileno() == -1
 
 
 @pytest.mark.slow
