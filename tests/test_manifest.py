@@ -12,23 +12,18 @@ import msgpack
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.compatibility import differences
+from tensorhub.dtypes import ITEMSIZE, QUANTIZED, ZERO_POINT_MAX, ZERO_POINT_MIN, itemsize
+from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.manifest import (
     CHUNKS_MAX,
     ENCODED_BYTES_MAX,
-    ITEMSIZE,
-    QUANTIZED,
-    ZERO_POINT_MAX,
-    ZERO_POINT_MIN,
     Chunk,
     Manifest,
     RegionSpec,
     TensorDescription,
     TensorSpec,
     build_manifest,
-    check_compatible,
-    differences,
-    itemsize,
 )
 
 KIB, GIB = 2**10, 2**30
@@ -100,20 +95,6 @@ def test_a_chunk_is_named_by_the_tensors_that_it_has_bytes_of() -> None:
     ]
     manifest = build_manifest(tensors, 4096, "none")
     assert [manifest.tensors_in(chunk) for chunk in range(6)] == [("a",)] * 3 + [("b", "t")] * 3
-
-
-def test_every_dtype_of_torch_has_the_itemsize_that_torch_says() -> None:
-    torch = pytest.importorskip("torch")
-    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    assert len(dtypes) > 20
-    assert {str(dtype): dtype.itemsize for dtype in dtypes} == {
-        str(dtype): ITEMSIZE.get(str(dtype).removeprefix("torch.")) for dtype in dtypes
-    }
-
-
-def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(ManifestMismatch, match="float3"):
-        itemsize("float3")
 
 
 # ------------------------------------------------------------------------------------------------------- grid
@@ -347,74 +328,6 @@ def test_parts_of_the_encoding_are_refused_by_name() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- comparing
-
-
-def test_what_makes_a_difference() -> None:
-    source = manifest(
-        spec("gone", "uint8"),
-        spec("dtype", "bfloat16", 2, region=1),
-        spec("shape", "uint8", 4, 4, region=2),
-        TensorSpec("slice", "uint8", (8,), ((0, 4),), 3, 0),
-        replace(spec("scale", "qint8", 2, region=6), quantization=(0.5, 0)),
-        spec("one", "uint8", 2, region=4),
-        spec("two", "uint8", 2, region=5),
-        layout_id="tp2",
-    )
-    reader = manifest(
-        spec("new", "uint8"),
-        spec("dtype", "float16", 2, region=1),
-        spec("shape", "uint8", 2, 8, region=2),
-        TensorSpec("slice", "uint8", (8,), ((4, 8),), 3, 0),
-        replace(spec("scale", "qint8", 2, region=5), quantization=(0.5, -3)),
-        spec("one", "uint8", 2, region=4),
-        spec("two", "uint8", 2, region=4),
-    )
-    found = differences(source, reader)
-    assert found == (
-        "the layout is 'tp2' at the source and '' at the reader",
-        "tensor 'gone' is missing at the reader",
-        "tensor 'new' is unknown to the source",
-        "tensor 'dtype' is bfloat16 at the source and float16 at the reader",
-        "tensor 'shape' has shape (4, 4) at the source and (2, 8) at the reader",
-        "of tensor 'slice', the shard holds [0:4] at the source and [4:8] at the reader",
-        "tensor 'scale' has (scale, zero point) (0.5, 0) at the source and (0.5, -3) at the reader",
-        "tensors 'one' and 'two' share memory at the reader only",
-    )
-    with pytest.raises(ManifestMismatch, match=r"8 difference\(s\): the layout.*tensorhub.conversion") as caught:
-        check_compatible(source, reader)
-    assert caught.value.differences == found
-
-
-def test_a_message_lists_ten_differences_and_counts_the_rest() -> None:
-    source = manifest(*[spec(f"t{i}", "uint8", region=i) for i in range(12)])
-    with pytest.raises(ManifestMismatch, match=r"12 .*'t9' is missing at the reader \(and 2 more\)") as caught:
-        check_compatible(source, manifest())
-    assert "t10" not in str(caught.value)
-    assert len(caught.value.differences) == 12
-
-
-def test_what_makes_none() -> None:
-    source = manifest(spec("a", "uint8", 2), spec("b", "uint8", 3, region=1), spec("e", "uint8", 0, region=2))
-    reader = Manifest(
-        (spec("e", "uint8", 0), spec("b", "uint8", 3, offset=8), spec("a", "uint8", 2)),
-        (RegionSpec(11),),
-        8192,
-        "none",
-        "",
-    )
-    check_compatible(source, reader)
-    check_compatible(reader, source)
-
-
-def test_a_source_may_tie_what_its_reader_keeps_apart() -> None:
-    tied = manifest(spec("a", "uint8", 2), spec("b", "uint8", 2), spec("c", "uint8", 2, region=1))
-    apart = manifest(*[spec(name, "uint8", 2, region=i) for i, name in enumerate("abc")])
-    other = manifest(spec("a", "uint8", 2), spec("b", "uint8", 2, region=1), spec("c", "uint8", 2, region=1))
-    check_compatible(tied, apart)
-    assert differences(apart, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
-    assert differences(tied, other) == ("tensors 'b' and 'c' share memory at the reader only",)
-    packed = manifest(*[spec(name, "uint8", 2, offset=2 * i) for i, name in enumerate("abc")])
-    assert differences(packed, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
 
 
 def test_quantizations_are_of_whole_tensors_and_carried_exactly() -> None:

@@ -227,3 +227,9 @@ def _family(base: type[TensorHubError]) -> dict[str, type[TensorHubError]]:
 
 
 BY_NAME: Mapping[str, type[TensorHubError]] = _family(TensorHubError)  # the wire form of an error names its class
+
+
+def some(sentences: list[str] | tuple[str, ...], separator: str) -> str:
+    """The first ten of these, and how many more there are."""
+    more = len(sentences) - 10
+    return separator.join(sentences[:10]) + (f" (and {more} more)" if more > 0 else "")

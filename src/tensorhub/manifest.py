@@ -1,8 +1,8 @@
 """What a version is: its tensors, the regions that hold their bytes, and the grid of chunks that is read.
 
-Responsible for the manifest as a value: building it from described memory, comparing a source's with a reader's, and its one
-encoding, which is also its identity. Not responsible for where the bytes are: a region has no address here, and each holder
-keeps it wherever it likes.
+Responsible for the manifest as a value: building it from described memory, and its one encoding, which is also its identity.
+Not responsible for comparing a source's with a reader's (`compatibility`), for what a dtype is (`dtypes`), nor for where the
+bytes are: a region has no address here, and each holder keeps it wherever it likes.
 
 The publisher fixes the manifest (R8). The chunk grid follows from the manifest alone. So chunk numbers and digests mean the
 same to everybody who reads the version, whatever their own settings are.
@@ -12,60 +12,31 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise, repeat
-from math import inf, prod
+from math import prod
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgpack
 
-from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.dtypes import INT_MAX, ITEMSIZE, ZERO_POINT_MIN, Quantization, itemsize, quantization_fault, shape_fault
+from tensorhub.errors import ProtocolError, RegistrationError, some
 from tensorhub.strips import Strip, straight
 from tensorhub.unpacking import unpacker
 
 Digest = Literal["xxh3-64", "sha-256", "none"]
 
 FORMAT = 2
-INT_MAX = 2**63 - 1
 CHUNK_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 2**30
 CHUNKS_MAX = 2**24
 TENSORS_MAX = 2**20
 DIMENSIONS_MAX = 64  # what torch itself can iterate over
 NAME_MAX = 512
-WRAPPERS_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile's, DDP's, FSDP's
 ENCODED_BYTES_MAX = 48 * 2**20  # what a message can carry
-
-# Bytes per element, by torch's names, counted as torch counts those with several values per byte ("bits4x2").
-ITEMSIZE: Mapping[str, int] = {
-    name: size
-    for size, names in {
-        1: "bool int8 uint8 qint8 quint8 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 float4_e2m1fn_x2 "
-        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
-        "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
-        2: "float16 bfloat16 int16 uint16 bits16",
-        4: "float32 int32 uint32 qint32 complex32",
-        8: "float64 int64 uint64 complex64",
-        16: "complex128",
-    }.items()
-    for name in names.split()
-}
-QUANTIZED = frozenset({"qint8", "quint8", "qint32"})  # a scale and a zero point are a part of such a tensor
-ZERO_POINT_MIN, ZERO_POINT_MAX = -(2**31), 2**31 - 1
-
-Quantization = tuple[float, int]  # scale, zero point: of all elements of a tensor
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes per element of a torch dtype ("bfloat16", without "torch."); ManifestMismatch if unknown."""
-    try:
-        return ITEMSIZE[dtype]
-    except KeyError:
-        raise ManifestMismatch(f"dtype {dtype!r} is unknown to this version of TensorHub") from None
-
 
 # ----------------------------------------------------------------------------------------------------- values
 
@@ -321,102 +292,10 @@ def _refuse_overlaps(regions: list[TensorDescription]) -> None:
             last = region
     if overlaps:
         raise RegistrationError(
-            f"tensors overlap without being the same bytes: {_some(overlaps, ', ')}. "
+            f"tensors overlap without being the same bytes: {some(overlaps, ', ')}. "
             "Register the larger one alone, or copy one of the two (`.clone()`). Of columns of one tensor, register that "
             "one, and say with sources= what is where in it (`tensorhub.at[:, 0:512]`)."
         )
-
-
-# -------------------------------------------------------------------------------------------------- comparing
-
-
-def differences(source: Manifest, reader: Manifest) -> tuple[str, ...]:
-    """Why the reader's tensors cannot hold the source's version, a sentence each; none if they can.
-
-    Chunk size, digest, order, region numbers, offsets and metadata are the publisher's affair and make no difference.
-    """
-    found = []
-    if source.layout_id != reader.layout_id:
-        layouts = f"{source.layout_id!r} at the source and {reader.layout_id!r} at the reader"
-        found.append(f"the layout is {layouts}")
-    theirs = {tensor.name: tensor for tensor in source.tensors}
-    mine = {tensor.name: tensor for tensor in reader.tensors}
-    found += [f"tensor {name!r} is missing at the reader" for name in theirs if name not in mine]
-    found += [f"tensor {name!r} is unknown to the source" for name in mine if name not in theirs]
-    for name, tensor in theirs.items():
-        if name in mine:
-            found += _tensor_differences(tensor, mine[name])
-    return (*found, *_tie_differences(theirs, reader))
-
-
-def _tensor_differences(source: TensorSpec, reader: TensorSpec) -> list[str]:
-    found = []
-    if source.dtype != reader.dtype:
-        dtypes = f"{source.dtype} at the source and {reader.dtype} at the reader"
-        found.append(f"tensor {source.name!r} is {dtypes}")
-    elif source.quantization != reader.quantization:
-        quantizations = f"{source.quantization} at the source and {reader.quantization} at the reader"
-        found.append(f"tensor {source.name!r} has (scale, zero point) {quantizations}")
-    if source.global_shape != reader.global_shape:
-        shapes = f"{source.global_shape} at the source and {reader.global_shape} at the reader"
-        found.append(f"tensor {source.name!r} has shape {shapes}")
-    elif source.slices != reader.slices:
-        slices = f"{_brackets(source)} at the source and {_brackets(reader)} at the reader"
-        found.append(f"of tensor {source.name!r}, the shard holds {slices}")
-    return found
-
-
-def _brackets(tensor: TensorSpec) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in tensor.slices)}]"
-
-
-def _tie_differences(source: Mapping[str, TensorSpec], reader: Manifest) -> list[str]:
-    """R13: what shares memory at the reader only would be overwritten there with two tensors' bytes."""
-    found = []
-    first_at: dict[tuple[int, int], TensorSpec] = {}
-    for tensor in reader.tensors:
-        if tensor.name not in source or not tensor.nbytes:
-            continue
-        first = first_at.setdefault((tensor.region, tensor.offset), tensor)
-        one, other = source[first.name], source[tensor.name]
-        if (one.region, one.offset) != (other.region, other.offset):
-            found.append(f"tensors {first.name!r} and {tensor.name!r} share memory at the reader only")
-    return found
-
-
-def check_compatible(source: Manifest, reader: Manifest) -> None:
-    """Raise ManifestMismatch, with every difference, unless the reader can hold the source's version."""
-    if found := differences(source, reader):
-        theirs, mine = ({tensor.name: tensor.dtype for tensor in manifest.tensors} for manifest in (source, reader))
-        advice = _prefix_advice(source, reader) + dtype_advice(
-            (theirs.get(name, dtype), dtype) for name, dtype in mine.items()
-        )
-        text = f"{len(found)} difference(s): {_some(found, '; ')}{advice}"
-        raise ManifestMismatch(text, differences=found)
-
-
-def dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:
-    """What to do where the source and the reader have a tensor in two dtypes."""
-    if all(source == reader for source, reader in pairs):
-        return ""
-    return ". Nothing is converted on the way: let the publisher publish a copy in the reader's dtype (tensorhub.conversion)"
-
-
-def _prefix_advice(source: Manifest, reader: Manifest) -> str:
-    """What to do where one side's names are the other's behind a wrapper's prefix."""
-    theirs, mine = ({tensor.name for tensor in manifest.tensors} for manifest in (source, reader))
-    for prefix in WRAPPERS_PREFIXES:
-        for side, names, others in (("source", theirs, mine), ("reader", mine, theirs)):
-            if names == {prefix + name for name in others}:
-                return (
-                    f". All names begin with {prefix!r} at the {side}, as a wrapper's do: register the module that it wraps"
-                )
-    return ""
-
-
-def _some(sentences: list[str] | tuple[str, ...], separator: str) -> str:
-    more = len(sentences) - 10
-    return separator.join(sentences[:10]) + (f" (and {more} more)" if more > 0 else "")
 
 
 # --------------------------------------------------------------------------------------------------- encoding
@@ -574,27 +453,6 @@ def name_fault(name: object) -> str | None:
         return f"a name is a string of 1 to {NAME_MAX} characters"
     if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
         return "the name holds half a character (a lone surrogate), which UTF-8 cannot carry"
-    return None
-
-
-def shape_fault(shape: Sequence[int], dtype: str) -> str | None:
-    """Why torch has no tensor of these sizes, from 0 to 2**63 - 1, and this known dtype; None if it has."""
-    if prod([size or 1 for size in shape]) * ITEMSIZE[dtype] > INT_MAX:  # also without an element: its strides overflow
-        return f"its shape {tuple(shape)} takes 2**63 bytes or more, where a size of 0 counts as 1"
-    return None
-
-
-def quantization_fault(dtype: str, quantization: Quantization | None) -> str | None:
-    """Why a tensor of this dtype cannot have this scale and zero point; None if it can."""
-    if (quantization is not None) != (dtype in QUANTIZED):
-        return f"a scale and a zero point belong to {', '.join(sorted(QUANTIZED))}, and to no other dtype (this is {dtype})"
-    if quantization is None:
-        return None
-    scale, zero_point = quantization
-    if not (type(scale) is float and 0 < scale < inf):
-        return f"its scale {scale!r} is not a positive, finite number"
-    if not (type(zero_point) is int and ZERO_POINT_MIN <= zero_point <= ZERO_POINT_MAX):
-        return f"its zero point {zero_point!r} is not within {ZERO_POINT_MIN} to {ZERO_POINT_MAX}"
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgpack
 
+from tensorhub.compatibility import check_compatible
 from tensorhub.coordinator import (
     Coordinator,
     Decision,
@@ -26,18 +27,11 @@ from tensorhub.coordinator import (
     Retention,
     Rollback,
 )
+from tensorhub.dtypes import ITEMSIZE
 from tensorhub.errors import AuthenticationFailed, ManifestMismatch, ProtocolError, StateError
 from tensorhub.layouts import Published, Selection
 from tensorhub.layouts.columns import pack_all
-from tensorhub.manifest import (
-    CHUNK_BYTES_MAX,
-    CHUNKS_MAX,
-    ITEMSIZE,
-    Manifest,
-    TensorDescription,
-    build_manifest,
-    check_compatible,
-)
+from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Manifest, TensorDescription, build_manifest
 from tensorhub.memory.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_name_fault, find_files
 from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save, save_file
 
-from tensorhub.manifest import ITEMSIZE
+from tensorhub.dtypes import ITEMSIZE
 from tensorhub.memory.safetensors import FILE_NAMES, Entry, Header, make_header, parse_header, read_header
 
 ITS_LIBRARY_LACKS = {"float8_e8m0fnu"}  # torch's side of it; the format has it

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import msgpack
 
+from tensorhub.dtypes import INT_MAX
 from tensorhub.errors import ProtocolError
-from tensorhub.manifest import INT_MAX
 from tensorhub.unpacking import unpacker
 
 Column: TypeAlias = "array[int]"

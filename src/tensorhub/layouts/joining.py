@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import msgpack
 
+from tensorhub.compatibility import dtype_advice
+from tensorhub.dtypes import itemsize
 from tensorhub.errors import ManifestMismatch, ProtocolError
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue
@@ -25,7 +27,7 @@ from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import reading_of
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.layouts.sharding import Sharding
-from tensorhub.manifest import Manifest, dtype_advice, id_of, itemsize
+from tensorhub.manifest import Manifest, id_of
 
 GRID = 2  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
 

@@ -16,7 +16,8 @@ from math import prod
 from operator import attrgetter
 from pathlib import Path
 
-from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, ITEMSIZE, TENSORS_MAX, name_fault, shape_fault
+from tensorhub.dtypes import INT_MAX, ITEMSIZE, shape_fault
+from tensorhub.manifest import DIMENSIONS_MAX, TENSORS_MAX, name_fault
 from tensorhub.memory.json_pieces import Pieces
 
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit

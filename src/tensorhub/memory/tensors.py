@@ -22,10 +22,11 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.dtypes import ITEMSIZE, Quantization
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
-from tensorhub.manifest import ITEMSIZE, Manifest, Quantization, TensorDescription, TensorSpec
+from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.describing import (
     describe,
     device_of,

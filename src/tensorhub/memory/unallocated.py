@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tensorhub.dtypes import ITEMSIZE
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.joining import Declaration
-from tensorhub.manifest import ITEMSIZE, TensorDescription
+from tensorhub.manifest import TensorDescription
 from tensorhub.memory.describing import describe, description_of, dtype_of, is_torch, local_of, shardings_of, stride_fault
 from tensorhub.memory.resolving import resolve
 
