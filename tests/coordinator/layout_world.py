@@ -247,11 +247,20 @@ class World:
         group = self.core.cluster.models["m"].groups[rank.group]
         return OpKey("m", rank.group, group.epoch, group.sequence)
 
-    def publish(self, ranks: Sequence[Rank], version: int) -> None:
+    def publish(self, ranks: Sequence[Rank], version: int, *, is_whole: bool = True) -> None:
+        """`is_whole`: who is asked says so."""
         key = self.key(ranks[0])
         for rank in ranks:
             rank.generation += 1
             self.say(rank, Publish(key, rank.rank, rank.name, version, rank.generation, 1000.0))
+        if is_whole:
+            self.answer_checks(ranks)
+
+    def answer_checks(self, ranks: Iterable[Rank]) -> None:
+        """Who is asked whether a group reads, or publishes, everything says so."""
+        for each in ranks:
+            for asked in each.take(CheckCoverage):
+                self.say(each, Covered(asked.key, asked.rank, asked.readers))
 
     def fill(
         self, ranks: Sequence[Rank], selector: int | str = "latest", kind: OpKind = OpKind.UPDATE, *, staged: bool = False
@@ -270,9 +279,7 @@ class World:
         for again in rank.take(ReadyAgain):
             blobs = {id_of(blob): blob for blob in lies}
             self.say_ready(rank, needs, lies, [blobs[ident] for ident in again.part_ids])
-        for each in self.ranks.values() if self.covers else ():
-            for asked in each.take(CheckCoverage):
-                self.say(each, Covered(asked.key, asked.rank, asked.readers))
+        self.answer_checks(self.ranks.values() if self.covers else ())
 
     def say_ready(self, rank: Rank, needs: Sequence[Need], lies: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> None:
         ids = tuple(map(id_of, lies))

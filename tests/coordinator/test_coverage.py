@@ -18,6 +18,7 @@ from tensorhub.messages import (
     ManifestReply,
     Outcome,
     Refused,
+    Resolve,
     Start,
     Write,
 )
@@ -261,3 +262,85 @@ def test_a_published_layout_is_not_asked_about() -> None:
         assert copy.take(Start)
         assert not copy.take(CheckCoverage)
         assert world.part(copy).reading
+
+
+# ---------------------------------------------------------------------------------------------- what is published
+
+
+HOLE = ManifestMismatch("1 fault(s)", differences=("of 'w' ...",))
+
+
+def publishing(*, is_whole: bool = False) -> tuple[World, list[Rank]]:
+    world = World()
+    trainers = world.group("t", [(f"own/t{rank}", (b"names", b"where", b"of %d" % rank)) for rank in range(2)])
+    world.publish(trainers, 1, is_whole=is_whole)
+    return world, trainers
+
+
+def is_visible(world: World) -> bool:
+    return world.version.visible
+
+
+def outcomes(rank: Rank) -> list[ErrorInfo | None]:
+    return [each.error for each in rank.take(Outcome)]
+
+
+def test_the_lowest_rank_is_asked_what_is_published_and_nobody_reads_it_before() -> None:
+    world, trainers = publishing()
+    (asked,) = trainers[0].take(CheckCoverage)
+    assert not trainers[1].take(CheckCoverage)
+    assert world.core.cluster.manifests.find(asked.readers) is not None  # so that it can be asked for
+    assert not outcomes(trainers[0])
+    assert not is_visible(world)
+    covered(world, trainers[0], asked)
+    assert is_visible(world)
+    assert [outcomes(each) for each in trainers] == [[None], [None]]
+
+
+def test_a_hole_ends_the_publish_on_all_ranks_and_leaves_the_number_unused() -> None:
+    world, trainers = publishing()
+    (asked,) = trainers[0].take(CheckCoverage)
+    world.say(trainers[0], Abandon(asked.key, 0, ErrorInfo.of(HOLE)))
+    for each in trainers:
+        (error,) = outcomes(each)
+        assert error is not None
+        assert isinstance(error.error(), ManifestMismatch)
+    assert world.core.cluster.manifests.find(asked.readers) is None
+    world.publish(trainers, 1)
+    assert world.version.visible
+
+
+def test_equal_parts_are_checked_once_and_plain_ones_never() -> None:
+    world, trainers = publishing(is_whole=True)
+    for each in trainers:
+        world.leave(each)
+        world.fenced(each)
+    world.publish(trainers, 2, is_whole=False)
+    assert not trainers[0].take(CheckCoverage)
+    assert world.version.number == 2
+    assert world.version.visible
+    plain = world.group("p", [("world/2", ()), ("world/2", ())])
+    world.publish(plain, 3, is_whole=False)
+    assert not plain[0].take(CheckCoverage)
+    assert world.version.number == 3
+    assert world.version.visible
+
+
+def test_who_does_not_check_what_is_published_is_named() -> None:
+    world, trainers = publishing()
+    world.pass_time(1001.0)
+    for each in trainers:
+        (error,) = outcomes(each)
+        assert error is not None
+        assert "rank(s) [0] did not check in time" in str(error.error())
+
+
+def test_a_publisher_that_may_have_missed_the_question_is_asked_again() -> None:
+    world, trainers = publishing()
+    (asked,) = trainers[0].take(CheckCoverage)
+    for each in trainers:
+        world.say(each, Resolve(asked.key, each.rank))
+    assert trainers[0].take(CheckCoverage) == [asked]
+    assert not trainers[1].take(CheckCoverage)
+    covered(world, trainers[0], asked)
+    assert world.version.visible

@@ -27,7 +27,7 @@ from tensorhub.hub import Hub
 from tensorhub.runtime.worker import handle
 from tensorhub.types import FetchReport, Options
 from tensorhub.weights import Weights
-from tensorhub.worker.calls import CheckReaders
+from tensorhub.worker.calls import CheckRanks
 from tests.processes import matrices
 from tests.rig import Gate, gated, handle_of, worker_of
 
@@ -92,7 +92,7 @@ class Actor:
         """From now on this process checks for ever whether its group reads everything."""
         self._checks = threading.Event()
 
-        def check(action: CheckReaders) -> None:
+        def check(action: CheckRanks) -> None:
             self._checks.set()
             threading.Event().wait()
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from tensorhub.coordinator import Connected, Event, ways
+from tensorhub.coordinator import Connected, Event, Received, ways
 from tensorhub.coordinator.entities import RankPart
 from tensorhub.coordinator.invariants import check_counts
 from tensorhub.digests import root_of
@@ -67,7 +67,12 @@ class LayoutDrive(WaitDrive):
         super().run(steps)
 
     def step(self, event: Event) -> None:
+        """A publisher checks at once what it was asked to: else few would have anything to read."""
         super().step(event)
+        for peer, part in self.parts():
+            waits = isinstance(part.call, Publish) and part.checks and not part.operation.covers
+            if waits and peer.session is not None:
+                super().step(Received(peer.session, Covered(part.operation.key, part.rank, part.checks)))
         check_counts(self.core.cluster)
 
     # -- peers

@@ -51,7 +51,7 @@ from tensorhub.types import OpKey, OpKind, VersionInfo
 from tensorhub.worker import known_parts
 from tensorhub.worker.calls import (
     Action,
-    CheckReaders,
+    CheckRanks,
     CompareDigests,
     FillCall,
     OpenGeneration,
@@ -320,8 +320,8 @@ def asked_whether_all_is_read(*others: Shard) -> tuple[Reader, str]:
 
 
 def checked(reader: Reader) -> None:
-    action = reader.wants(CheckReaders)
-    reader.do(reader.member.readers_checked(action.number, check(action), 0))
+    action = reader.wants(CheckRanks)
+    reader.do(reader.member.ranks_checked(action.number, check(action), 0))
 
 
 def test_where_it_will_lie_is_said_and_its_parts_when_they_are_asked_for() -> None:
@@ -350,13 +350,13 @@ def test_where_it_will_lie_is_said_and_its_parts_when_they_are_asked_for() -> No
 
 def test_the_rank_that_is_asked_says_that_all_is_read() -> None:
     reader, described = asked_whether_all_is_read(columns(1))
-    assert not [each for each in reader.actions if isinstance(each, CheckReaders)]
+    assert not [each for each in reader.actions if isinstance(each, CheckRanks)]
     reader.answer()
     checked(reader)
     assert reader.said(Covered) == [Covered(reader.key, 0, described)]
     reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))  # it may not have been heard
     assert len(reader.said(Covered)) == 2
-    assert len([each for each in reader.actions if isinstance(each, CheckReaders)]) == 1
+    assert len([each for each in reader.actions if isinstance(each, CheckRanks)]) == 1
 
 
 def test_the_rank_that_is_asked_gives_up_with_all_that_is_unread() -> None:
@@ -401,7 +401,7 @@ def test_what_does_not_describe_readers_ends_the_call(kind: str) -> None:
     reader.blobs[id_of(blob)] = blob
     reader.do(reader.member.receive(CheckCoverage(reader.key, 0, id_of(blob)), 0))
     reader.answer()
-    if [each for each in reader.actions if isinstance(each, CheckReaders)]:
+    if [each for each in reader.actions if isinstance(each, CheckRanks)]:
         checked(reader)
     (given_up,) = reader.said(Abandon)
     assert isinstance(given_up.error.error(), ProtocolError)
@@ -420,8 +420,8 @@ def test_who_has_begun_to_write_is_asked_for_nothing_more() -> None:
     reader, described = asked_whether_all_is_read(columns(1))
     reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
     reader.answer()
-    for action in [each for each in reader.actions if isinstance(each, CheckReaders)]:
-        reader.do(reader.member.readers_checked(action.number, check(action), 0))
+    for action in [each for each in reader.actions if isinstance(each, CheckRanks)]:
+        reader.do(reader.member.ranks_checked(action.number, check(action), 0))
     reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))
     assert not reader.said(Covered)
 

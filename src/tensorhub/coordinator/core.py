@@ -95,8 +95,8 @@ class Coordinator(Stateful[CoordinatorState]):
         self._corruption_checks = CorruptionChecks(self.cluster, self._readers, self._holdings)
         self._testimonies = Testimonies(self.cluster, self._readers, self._holdings, self._corruption_checks)
         self._availability = Availability(self.cluster)
-        publishes = Publishes(self.cluster, self._versions, self._holdings, self._testimonies)
         manifest_questions, coverage = ManifestQuestions(self.cluster), Coverage(self.cluster)
+        publishes = Publishes(self.cluster, self._versions, self._holdings, self._testimonies, coverage)
         fills = Fills(
             self.cluster,
             self._versions,

@@ -4,6 +4,9 @@ No rank can tell that alone, and the coordinator does not look into what the ran
 read to (`ReadyToWrite.part_ids`), the lowest of those that read is told what describes them all. It checks that, and says
 Covered, or ends the call for all of them with everything that is unread. Nothing is overwritten before (R7).
 
+What ranks publish is checked in the same way, once all have called: each byte is somebody's, and no rank has one twice. A
+publication of plain tensors need not be checked.
+
 What was found once is remembered: by what describes the origin and the readers, both of which are named by their content. So
 an equal group later, or a later version of equal layouts, need not be checked again.
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Operation, RankPart
 from tensorhub.messages import CheckCoverage, Covered
+from tensorhub.types import OpKind
 
 COVERED_KEPT_MAX = 4096
 
@@ -39,17 +43,36 @@ class Coverage:
             readers = self._readers(operation)
             if readers is None:
                 return False
-            pair = next(iter(operation.parts.values())).layout.origin_id, readers
+            origin_id = next(iter(operation.parts.values())).layout.origin_id
             lowest = min((part for part in operation.parts.values() if part.needs_bytes), key=_rank)
-            if lowest.checks == pair[1]:
-                return False  # it answers, or says again that it is ready
-            if pair not in self._known:
-                lowest.checks = pair[1]
-                self._cluster.tell(lowest.member, CheckCoverage(operation.key, lowest.rank, pair[1]))
-                return False
+            self._ask(operation, lowest, (origin_id, readers))
+            return operation.covers
+        return True
+
+    def is_whole(self, operation: Operation) -> bool:
+        """The same of a publish, in which all ranks have called: whether they are known to publish one whole version."""
+        holdings = operation.bound.holdings
+        if not operation.covers and any(holdings.parts.values()):
+            published = self._cluster.describe(operation.bound, holdings)
+            self._ask(operation, operation.parts[0], (published, published))
+            return operation.covers
+        return True
+
+    def _ask(self, operation: Operation, one: RankPart, pair: tuple[str, str]) -> None:
+        """Let that rank check it, unless that is known, or it was asked already: it answers, or asks what it has missed."""
+        if one.checks == pair[1]:
+            return
+        if pair in self._known:
             self._remember(pair)
             operation.covers = True
-        return True
+            return
+        one.checks = pair[1]
+        self.ask_again(one)
+
+    def ask_again(self, part: RankPart) -> None:
+        """It may have missed what it was asked."""
+        if part.checks and not part.operation.covers:
+            self._cluster.tell(part.member, CheckCoverage(part.operation.key, part.rank, part.checks))
 
     def _readers(self, operation: Operation) -> str | None:
         """The id of what describes where its ranks have it, or read it to. None: of some rank that is not known."""
@@ -61,7 +84,8 @@ class Coverage:
     def heard(self, part: RankPart, message: Covered) -> None:
         """The answer of who was asked."""
         if part.checks == message.readers != "":
-            self._remember((part.layout.origin_id, message.readers))
+            publishes = part.operation.kind is OpKind.PUBLISH
+            self._remember((message.readers if publishes else part.layout.origin_id, message.readers))
             part.operation.covers = True
             self._cluster.changed(part.operation)
 

@@ -107,6 +107,10 @@ class Deadlines:
         if unsure:
             text = f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests its publisher has made"
             return Blame(OperationTimeout(text))
+        asked = sorted(part.rank for part in parts if part.checks) if operation.kind is OpKind.PUBLISH else []
+        if asked:
+            text = f"{what}: rank(s) {asked} did not check in time whether the ranks publish one whole version"
+            return Blame(OperationTimeout(text))
         starving = [part for part in parts if part.needs_source]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"

@@ -232,7 +232,9 @@ class Operations:
             self._decisions.answer(member, key)
             return
         part = operation.parts.get(member.rank)
-        if part is not None:
+        if part is not None and operation.kind is OpKind.PUBLISH:
+            self._coverage.ask_again(part)
+        elif part is not None:
             self._fills.restate(part)
 
     def member_gone(self, member: Member, why: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator.actions import Publication
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import OperationState
@@ -27,6 +28,7 @@ class Publishes:
     _versions: Versions
     _holdings: Holdings
     _testimonies: Testimonies
+    _coverage: Coverage
 
     def called(self, part: RankPart) -> Blame | None:
         """The rank's memory is open under a new generation: that is its vote."""
@@ -58,11 +60,13 @@ class Publishes:
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
         self._cluster.note(version)
+        for part in operation.parts.values():
+            self._cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
         return None
 
     def may_commit(self, operation: Operation) -> bool:
-        """Its ranks hold nothing else."""
-        return True
+        """Its ranks hold nothing else. Together they hold every byte."""
+        return self._coverage.is_whole(operation)
 
     def entry(self, operation: Operation) -> Publication:
         """What `latest` means is always recorded first."""
@@ -82,8 +86,6 @@ class Publishes:
         """The memory of the ranks, but for those lost meanwhile, becomes the first replica. The version is visible now."""
         cluster, version = self._cluster, operation.bound
         replica = self._holdings.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
-        for part in operation.parts.values():
-            cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
         for part in operation.parts.values():
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)

@@ -138,7 +138,8 @@ class ReadyAgain:
 @dataclass(frozen=True, slots=True)
 class CheckCoverage:
     """Do the ranks of this rank's group read every byte of what is published, together? `readers`: the id of what describes
-    them (GetPart), as Start names what describes the publishers. Answered by Covered, or by Abandon, with what is unread.
+    them (GetPart), as Start names what describes the publishers. In a publish: do they publish every byte? Answered by
+    Covered, or by Abandon, with what is unread, or with what is wrong with what they publish.
     """
 
     key: OpKey

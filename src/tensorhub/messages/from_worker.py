@@ -166,7 +166,7 @@ class ReadyToWrite:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Answer to CheckCoverage, which has named these `readers`: they read every byte."""
+    """Answer to CheckCoverage, which has named these `readers`: they read, or publish, every byte."""
 
     key: OpKey
     rank: Rank

@@ -156,9 +156,10 @@ class PlanReading:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckReaders:
-    """Check whether these readers read all of the publication (`worker.coverage.check`), and call `Member.readers_checked`
-    with the number and what is wrong. `published`, `parts` and `publication`: as in PlanReading.
+class CheckRanks:
+    """Check whether these readers read all of the publication; or whether that is one, if it is its own reader. Then call
+    `Member.ranks_checked` with the number and what is wrong (`worker.coverage.check`). `published`, `parts` and
+    `publication`: as in PlanReading.
     """
 
     number: int
@@ -293,7 +294,7 @@ Action = (
     | Fence
     | CallHook
     | PlanReading
-    | CheckReaders
+    | CheckRanks
     | CopyLocally
     | CompareDigests
     | StartPull

@@ -56,7 +56,7 @@ class Filling(GroupCall[calls.FillCall]):
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self.binding: Binding | None = None  # what the coordinator has bound it to
-        self._coverage: Coverage | None = None  # this rank was asked whether its group reads everything
+        self.coverage = Coverage(context, self)
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
@@ -154,8 +154,7 @@ class Filling(GroupCall[calls.FillCall]):
                 self._bound.ask_again()
             case Phase.HELD:
                 self._say_ready()
-                if self._coverage is not None:
-                    self._coverage.ask_again()
+                self.coverage.ask_again()
             case Phase.PULLING if self._rereads:
                 self._say_rereads()
             case Phase.VOTED:
@@ -183,7 +182,8 @@ class Filling(GroupCall[calls.FillCall]):
                 if self.phase is Phase.HELD or self._has_begun:
                     self._say_ready(message.part_ids)
             case messages.CheckCoverage():
-                self._check_coverage(message.readers)
+                if self.may_check and self._bound.publication_id:
+                    self.coverage.asked(self._bound.publication_id, message.readers)
             case messages.AddSource():
                 if self.phase in UNVOTED:
                     self._leases.add(message.grant)
@@ -232,9 +232,7 @@ class Filling(GroupCall[calls.FillCall]):
             self._fits()
 
     def manifest_came(self, reply: messages.ManifestReply) -> None:
-        if self._coverage is not None and self._coverage.waits_for(reply.request):
-            self._go_on_checking(self._coverage, reply)
-        elif self.phase is Phase.MANIFEST and self._bound.waits_for(reply.request):
+        if self.phase is Phase.MANIFEST and self._bound.waits_for(reply.request):
             self._go_on_binding(lambda: self._bound.came(reply))
 
     def planned(self, number: int, made: Planned | TensorHubError) -> None:
@@ -243,7 +241,7 @@ class Filling(GroupCall[calls.FillCall]):
             self._go_on_binding(lambda: self._bound.planned(made))
 
     def waits_for(self, request: int) -> bool:
-        return any(each is not None and each.waits_for(request) for each in (self._coverage, self.binding))
+        return any(each is not None and each.waits_for(request) for each in (self.coverage, self.binding))
 
     def _fits(self) -> None:
         """What is to be filled is known, and this memory can take it."""
@@ -278,38 +276,10 @@ class Filling(GroupCall[calls.FillCall]):
     def _say_ready(self, asked: Sequence[str] = ()) -> None:
         self._context.say(self._bound.ready_to_write(self.operation, asked))
 
-    def _check_coverage(self, readers_id: str) -> None:
-        """HELD: nothing is overwritten before it is known."""
-        if self.phase is not Phase.HELD or not self._bound.publication_id:
-            return
-        if self._coverage is None or self._coverage.readers_id != readers_id:
-            self._coverage = Coverage(self._context, self._bound.publication_id, readers_id)
-            self._go_on_checking(self._coverage)
-        elif self._coverage.is_known:
-            self._say_covered(self._coverage)
-
-    def _go_on_checking(self, coverage: Coverage, reply: messages.ManifestReply | None = None) -> None:
-        try:
-            if reply is None:
-                coverage.begin()
-            else:
-                coverage.came(reply)
-        except TensorHubError as error:
-            self.give_up(error)
-
-    def readers_checked(self, number: int, error: TensorHubError | None) -> None:
-        """What was asked with CheckReaders."""
-        coverage = self._coverage
-        if self.phase is not Phase.HELD or coverage is None or not coverage.is_of(number):
-            return
-        if error is not None:
-            self.give_up(error)
-            return
-        coverage.is_known = True
-        self._say_covered(coverage)
-
-    def _say_covered(self, coverage: Coverage) -> None:
-        self._context.say(messages.Covered(self.operation, self._context.shard.rank, coverage.readers_id))
+    @property
+    def may_check(self) -> bool:
+        """Nothing is overwritten before what was checked is known."""
+        return self.phase is Phase.HELD
 
     @property
     def _has_begun(self) -> bool:

@@ -289,11 +289,11 @@ class Member:
             self.running.planned(number, made)
         return self._context.take_actions()
 
-    def readers_checked(self, number: int, error: TensorHubError | None, now: float) -> list[calls.Action]:
-        """What was asked with the CheckReaders of that number."""
+    def ranks_checked(self, number: int, error: TensorHubError | None, now: float) -> list[calls.Action]:
+        """What was asked with the CheckRanks of that number."""
         self._context.enter(now)
-        if isinstance(self.running, Filling):
-            self.running.readers_checked(number, error)
+        if isinstance(self.running, Filling | Publishing) and self.running.may_check:
+            self.running.coverage.checked(number, error)
         return self._context.take_actions()
 
     def pull_done(self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()) -> list[calls.Action]:
@@ -422,8 +422,13 @@ class Member:
                 elif isinstance(message, messages.LeaveGranted) and self.state is HandleState.READY:
                     self._memory.restate()  # that wish was given up, unheard: what is held stays
             case messages.ManifestReply():
-                if isinstance(call, Filling):
+                if isinstance(call, Filling | Publishing) and call.may_check and call.coverage.waits_for(message.request):
+                    call.coverage.came(message)
+                elif isinstance(call, Filling):
                     call.manifest_came(message)
+            case messages.CheckCoverage() if isinstance(call, Publishing):
+                if message.key == call.key and call.may_check:
+                    call.coverage.asked(message.readers, message.readers)
             case (
                 messages.Start()
                 | messages.ReadyAgain()

@@ -11,6 +11,9 @@ from tensorhub.messages import Publish
 from tensorhub.types import VersionInfo
 from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.calls import PublishCall
+from tensorhub.worker.coverage import Coverage
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
@@ -32,10 +35,14 @@ def check_has_shapes(shard: Shard) -> None:
 
 
 class Publishing(GroupCall[PublishCall]):
-    """Votes when it starts."""
+    """Votes when it starts. Then it may be asked to check what all ranks publish together."""
 
     machine, table, what = "publish", PUBLISH_TABLE, "publish"
     unbound = Phase.VOTED
+
+    def __init__(self, call: PublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(call, context, memory, timeout_s)
+        self.coverage = Coverage(context, self)
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -60,6 +67,15 @@ class Publishing(GroupCall[PublishCall]):
     def _say_phase_again(self) -> None:
         if self.phase is Phase.VOTED:
             self._say_call()
+            self.coverage.ask_again()
+
+    @property
+    def may_check(self) -> bool:
+        """Nobody reads it before what was checked is known."""
+        return self.phase is Phase.VOTED
+
+    def waits_for(self, request: int) -> bool:
+        return super().waits_for(request) or self.coverage.waits_for(request)
 
     def _may_be_committed(self) -> bool:
         return True

@@ -258,8 +258,8 @@ class Handle(CallersHandle):
                 self._call.hook(action.version)
             case calls.PlanReading():
                 self._tasks.start_soon(self._plan, action)
-            case calls.CheckReaders():
-                self._tasks.start_soon(self._check_readers, action)
+            case calls.CheckRanks():
+                self._tasks.start_soon(self._check_ranks, action)
             case calls.CompareDigests():
                 await self._filler.compare(action)
             case calls.StartPull() | calls.CopyLocally():
@@ -303,15 +303,17 @@ class Handle(CallersHandle):
             made = StateError(f"{self.member.shard.title}: what to read could not be planned: {text_of(error)}")
         self.apply(self.member.planned(action.number, made, clock.now()))
 
-    async def _check_readers(self, action: calls.CheckReaders) -> None:
+    async def _check_ranks(self, action: calls.CheckRanks) -> None:
         """As `_plan`."""
         error: TensorHubError | None
         try:
             error = await anyio.to_thread.run_sync(check, action)
         except Exception as failure:
-            log.exception("readers_not_checked", registration=self._registration)
-            error = StateError(f"{self.member.shard.title}: what is read could not be checked: {text_of(failure)}")
-        self.apply(self.member.readers_checked(action.number, error, clock.now()))
+            log.exception("ranks_not_checked", registration=self._registration)
+            error = StateError(
+                f"{self.member.shard.title}: what its ranks read or publish could not be checked: {text_of(failure)}"
+            )
+        self.apply(self.member.ranks_checked(action.number, error, clock.now()))
 
     def _planned(self, action: calls.PlanReading) -> Planned | TensorHubError:
         started, made = time.perf_counter(), plan(action)

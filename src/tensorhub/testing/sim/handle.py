@@ -361,8 +361,8 @@ class HandleShell:
                 self.cluster.callers.hook_called(self)
             case calls.PlanReading():
                 self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
-            case calls.CheckReaders():
-                self.apply(self.member.readers_checked(action.number, check(action), self.cluster.now))
+            case calls.CheckRanks():
+                self.apply(self.member.ranks_checked(action.number, check(action), self.cluster.now))
             case calls.StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action))
                 if self.pull.over:
