@@ -157,7 +157,7 @@ def _is_plain(name: str) -> bool:
 
 SIZES = (0, 1, 7, 64, 64, 4096, 2**40)  # of regions
 RUNS_WALKED_MAX = 4096
-PER_SELECTION = 2**28  # bytes for what a few bytes can say: 2**18 strips, which follow a rule
+PER_SELECTION = 2**26  # bytes for what a few bytes can say: 2**18 strips, which follow a rule
 PER_PUBLICATION = 2**29  # the same for 2**20 shards
 
 
@@ -169,11 +169,14 @@ def selections(data: bytes) -> None:
     blob = source.rest() if source.flag() else _selection_said(source)
     try:
         with bounded(blob, per_byte=600, most=PER_SELECTION):
+            parts = Selection.parts_said(blob)
             selection = Selection.decode(blob)
     except ProtocolError as error:
         assert len(str(error)) < 1500
         return
-    assert selection.encode() == blob
+    assert selection.encode() == blob == Selection(tuple(selection.chunks), selection.of).encode()
+    assert selection.sizes == Selection(tuple(selection.chunks)).sizes
+    assert parts >= sum([strip.length + 1 for chunk in selection.chunks for strip in chunk])
     assert all(0 < size <= CHUNK_BYTES_MAX for size in selection.sizes)
     if len(selection.chunks) > COMPUTED_CHUNKS_MAX:
         return

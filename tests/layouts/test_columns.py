@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import ProtocolError
-from tensorhub.layouts.columns import column, pack, unpack
+from tensorhub.layouts.columns import column, count_and_sum, pack, unpack
 
 INT_MAX = 2**63 - 1
 numbers = st.one_of(st.integers(0, 5), st.integers(0, INT_MAX))
@@ -67,6 +67,13 @@ def run(first: int, step: int, count: int) -> bytes:
         (b"\0" + run(2**63, 0, 1), "begins above"),
         (b"\0" + run(5, -1, 7), "ends beyond"),
         (b"\0" + run(2**62, 2**62, 3), "ends beyond"),
+        (b"\0", "not the one encoding"),
+        (b"\2" + bytes(8), "not the one encoding"),
+        (b"\1" + bytes(100), "not the one encoding"),
+        (b"\0" + run(0, 1, 3), "not the one encoding"),
+        (b"\0" + run(0, 1, 50) + run(50, 1, 50), "not the one encoding"),
+        (b"\0" + run(0, 1, 1) + run(7, 0, 99), "not the one encoding"),
+        (b"\0" + run(0, 1, 99) + run(7, 3, 1), "not the one encoding"),
     ],
 )
 def test_what_is_no_column_is_refused(data: bytes, fault: str) -> None:
@@ -74,13 +81,18 @@ def test_what_is_no_column_is_refused(data: bytes, fault: str) -> None:
         unpack("c", data, 100)
 
 
-@given(st.binary(max_size=60))
-def test_any_bytes_are_a_column_or_refused(data: bytes) -> None:
+runs_said = st.lists(st.builds(run, st.integers(0, 9), st.integers(-2, 3), st.integers(0, 90)), max_size=3)
+
+
+@given(st.binary(max_size=60) | runs_said.map(lambda runs: b"\0" + b"".join(runs)))
+def test_any_bytes_are_the_one_encoding_of_a_column_or_refused(data: bytes) -> None:
     try:
         found = unpack("c", data, 1000)
     except ProtocolError:
         return
     assert len(found) <= 1000
+    assert pack(found) == data
+    assert count_and_sum("c", data) == (len(found), sum(found))
 
 
 def test_a_hostile_run_costs_no_more_than_what_was_expected() -> None:

@@ -136,7 +136,7 @@ class Arrangement:
         for kind, _, its in made.forms:
             fits = not its or len(made.stride_sets[its - 1]) == len(catalogue.kinds[kind].shape)
             expect(fits, what, "strides have other dimensions than their tensor")
-        expect(made.encode() == blob, what, "this is not the one encoding of what it says")
+        made.__dict__["_encoded"] = blob  # the columns are the one encoding of what they say
         return made
 
 
@@ -181,7 +181,7 @@ class Coordinates:
         made = cls(arrangement, tuple([tuple([next(spans) for _ in range(count)]) for count in dimensions]))
         if fault := made.fault():
             raise ProtocolError(f"bad coordinates: {fault}")
-        expect(made.encode() == blob, what, "this is not the one encoding of what they say")
+        made.__dict__["_encoded"] = blob
         return made
 
     # ------------------------------------------------------------------------------------------------ what it says

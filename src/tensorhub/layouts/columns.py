@@ -5,8 +5,8 @@ A column is an array of numbers from 0 to 2**63 - 1. It is encoded as whichever 
     raw     a byte that says how many bytes a number takes (1, 2, 4 or 8: the fewest that all fit), then the numbers
     runs    a byte 0, then for each run its first number, its step and its length, 8 bytes each
 
-Responsible for that, and for reading hostile columns at no more cost than the numbers that were expected. Not
-responsible for what the numbers mean.
+Responsible for that, for reading nothing but the one encoding, and for hostile columns: how many numbers one says, and their
+sum, can be known before memory is taken. Not responsible for what the numbers mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, TypeAlias
 
 import msgpack
@@ -28,6 +28,7 @@ Column: TypeAlias = "array[int]"
 
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _RUN = struct.Struct("<QqQ")
+NOT_THE_ONE = "this is not the one encoding of what it says"
 
 
 def column(numbers: Iterable[int]) -> Column:
@@ -86,24 +87,53 @@ def unpack(what: str, data: bytes, count_max: int) -> Column:
     expect(width in _CODES, what, "its numbers have no known width")
     expect((len(data) - 1) % width == 0, what, "it is not whole numbers")
     expect((len(data) - 1) // width <= count_max, what, f"it has more than {count_max} numbers")
-    numbers = array(_CODES[width])
+    numbers = _raw(data)
+    most = max(numbers, default=0)
+    expect(most <= INT_MAX, what, "a number is above 2**63 - 1")
+    is_shortest = _width([most]) == width and not _runs(numbers, (1 + width * len(numbers)) // _RUN.size)
+    expect(is_shortest, what, NOT_THE_ONE)
+    return numbers
+
+
+def _raw(data: bytes) -> Column:
+    numbers = array(_CODES[data[0]])
     numbers.frombytes(memoryview(data)[1:])
-    expect(width < 8 or max(numbers, default=0) <= INT_MAX, what, "a number is above 2**63 - 1")
     return _little(numbers)
 
 
 def _unpack_runs(what: str, data: bytes, count_max: int) -> Column:
     expect((len(data) - 1) % _RUN.size == 0, what, "it is not whole runs")
     runs = list(_RUN.iter_unpack(memoryview(data)[1:]))
-    expect(sum(count for _, _, count in runs) <= count_max, what, f"it has more than {count_max} numbers")
+    in_all = sum([count for _, _, count in runs])
+    expect(in_all <= count_max, what, f"it has more than {count_max} numbers")
     for first, step, count in runs:
         expect(count > 0 and 0 <= first <= INT_MAX, what, "a run is empty, or begins above 2**63 - 1")
         expect(0 <= first + step * (count - 1) <= INT_MAX, what, "a run ends beyond 0 or 2**63 - 1")
-    most = max((max(first, first + step * (count - 1)) for first, step, count in runs), default=0)
-    numbers = array(_CODES[_width([most])])
+    width = _width([max(first, first + step * (count - 1)) for first, step, count in runs])
+    expect(0 < len(runs) < (1 + width * in_all) // _RUN.size and _are_longest(runs), what, NOT_THE_ONE)
+    numbers = array(_CODES[width])
     for first, step, count in runs:
         numbers.extend(range(first, first + step * count, step) if step else repeat(first, count))
     return numbers
+
+
+def _are_longest(runs: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether `_runs` would find the same."""
+    _, step, count = runs[-1]
+    goes_on = (after[0] == first + step * count or count == 1 for (first, step, count), after in pairwise(runs))
+    return (count > 1 or not step) and not any(goes_on)
+
+
+def count_and_sum(what: str, data: bytes) -> tuple[int, int]:
+    """Of the numbers that it says, at no more cost than its bytes. Whether they may be so is left to `unpack`."""
+    width = data[0] if data else -1
+    expect(width in (0, *_CODES) and (len(data) - 1) % (width or _RUN.size) == 0, what, "it is no column")
+    if width:
+        numbers = _raw(data)
+        return len(numbers), sum(numbers)
+    runs = list(_RUN.iter_unpack(memoryview(data)[1:]))
+    found = [(2 * first + step * (count - 1)) * count // 2 for first, step, count in runs]
+    return sum([count for _, _, count in runs]), sum(found)
 
 
 def expect(holds: bool, what: str, otherwise: str) -> None:
@@ -124,8 +154,16 @@ def unpack_all(
     what: str, form: int, strings: int, columns: Sequence[str], blob: bytes, *, bytes_max: int, count_max: int
 ) -> tuple[list[str], list[Column]]:
     """What `pack_all` has packed: the strings and the columns, of at most `count_max` numbers each. ProtocolError, saying
-    what is wrong, for anything else; whether it is the one encoding of what it says is left to the caller.
+    what is wrong, for anything else, other encodings of the same included.
     """
+    texts, packed = split_all(what, form, strings, columns, blob, bytes_max=bytes_max)
+    return texts, [unpack(f"{what}: column {name!r}", data, count_max) for name, data in zip(columns, packed, strict=True)]
+
+
+def split_all(
+    what: str, form: int, strings: int, columns: Sequence[str], blob: bytes, *, bytes_max: int
+) -> tuple[list[str], list[bytes]]:
+    """The same with each column as it was packed."""
     expect(len(blob) <= bytes_max, what, f"it is longer than {bytes_max} bytes")
     try:
         parts = unpacker(blob)
@@ -139,7 +177,5 @@ def unpack_all(
     kinds = [int, *[str] * strings, *[bytes] * len(columns)]
     expect([type(part) for part in found] == kinds, what, "parts are of wrong types")
     expect(found[0] == form, what, f"form {found[0]} is unknown to this version of TensorHub")
-    numbers = [
-        unpack(f"{what}: column {name!r}", data, count_max) for name, data in zip(columns, found[1 + strings :], strict=True)
-    ]
-    return found[1 : 1 + strings], numbers
+    expect(msgpack.packb(found) == blob, what, NOT_THE_ONE)
+    return found[1 : 1 + strings], found[1 + strings :]

@@ -21,16 +21,18 @@ allow. Not responsible for what is read from whom (`plan`), nor for moving bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
-from typing import NamedTuple
+from itertools import accumulate, islice
+from math import prod
+from operator import mul, sub
+from typing import Any, NamedTuple
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.cells import Cell, Family, Loops, Step
-from tensorhub.layouts.columns import Column, expect, pack_all, unpack_all
+from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack_all, split_all, unpack_all
 from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import ID_MAX
@@ -39,6 +41,7 @@ from tensorhub.messages.reading import SELECTION_BYTES_MAX
 from tensorhub.strips import Around, Strip, beyond, shortest
 
 FORM = 1
+_WHAT = "selection"
 STRIPS_MAX = 2**18  # of one selection; each chunk has one at least
 CELLS_MAX = 2**21  # of one selection, in all its strips
 CHUNK_CELLS_MAX = 2**14  # what a source does for each cell of a chunk, it does at once
@@ -57,6 +60,45 @@ _COLUMNS = (
 )
 
 
+class _Chunks(Sequence[tuple[Strip, ...]]):
+    """The chunks that columns tell of, each made when it is asked for: as tuples they would take far more memory."""
+
+    def __init__(self, found: Sequence[Column]) -> None:
+        self._counts, *self._per_strip, self._runs, self._times, self._apart = found
+        self._first = column(accumulate(self._counts, initial=0))
+        self._first_loop = column(accumulate(self._per_strip[-1], initial=0))
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, chunk: Any) -> Any:
+        if isinstance(chunk, slice):
+            return tuple([self[each] for each in range(*chunk.indices(len(self)))])
+        if not 0 <= chunk < len(self):
+            raise IndexError(f"there is no chunk {chunk} of {len(self)}")
+        return tuple(map(self._strip, range(self._first[chunk], self._first[chunk + 1])))
+
+    def _strip(self, number: int) -> Strip:
+        region, offset, region_step, offset_step, length, loops = [each[number] for each in self._per_strip]
+        first = self._first_loop[number]
+        around = tuple([(self._times[loop], self._apart[loop]) for loop in range(first, first + loops)])
+        return Strip(region, offset, _signed(region_step), _signed(offset_step), length, around, self._runs[number])
+
+    def __iter__(self) -> Iterator[tuple[Strip, ...]]:
+        regions, offsets, region_steps, offset_steps, lengths, loop_counts = self._per_strip
+        loops = zip(self._times, self._apart, strict=True)
+        around = (tuple(islice(loops, count)) for count in loop_counts)
+        steps = map(_signed, region_steps), map(_signed, offset_steps)
+        strips = map(Strip, regions, offsets, *steps, lengths, around, self._runs)
+        return (tuple(islice(strips, count)) for count in self._counts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True)
 class Selection:
     """What a reader of another layout takes of one published shard. `chunks[i]`: the strips of chunk i, in the order of the
@@ -65,7 +107,7 @@ class Selection:
     `of`: the id of that shard's coordinates. Without it, what one reader takes of two shards would often have one id.
     """
 
-    chunks: tuple[tuple[Strip, ...], ...]
+    chunks: Sequence[tuple[Strip, ...]]
     of: str = ""
 
     @cached_property
@@ -105,24 +147,22 @@ class Selection:
     @classmethod
     def decode(cls, blob: bytes) -> Selection:
         """The selection that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
-        what = "selection"
         count_max = 4 * STRIPS_MAX  # loops are the most
-        (of,), found = unpack_all(what, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
-        expect(len(of) <= ID_MAX and of.isprintable(), what, "it is of a shard that has no such name")
-        made = cls(tuple(_chunks(what, found)), of)
-        if fault := made._fault():
-            raise ProtocolError(f"bad selection: {fault}")
-        expect(made.encode() == blob, what, "this is not the one encoding of what it says")
+        (of,), found = unpack_all(_WHAT, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
+        expect(len(of) <= ID_MAX and of.isprintable(), _WHAT, "it is of a shard that has no such name")
+        sizes = tuple(_checked_sizes(found))
+        made = cls(_Chunks(found), of)
+        made.__dict__.update(_encoded=blob, sizes=sizes)
         return made
 
-    def _fault(self) -> str | None:
-        """The first thing that makes this no selection, of whatever memory."""
-        for number, chunk in enumerate(self.chunks):
-            if not 0 < self.sizes[number] <= CHUNK_BYTES_MAX:
-                return f"chunk {number} is empty, or longer than {CHUNK_BYTES_MAX} bytes"
-            if sum([strip.length for strip in chunk]) > CHUNK_CELLS_MAX or sum([strip.runs for strip in chunk]) > RUNS_MAX:
-                return f"chunk {number} has more than {CHUNK_CELLS_MAX} cells, or more than {RUNS_MAX} runs"
-        return None
+    @staticmethod
+    def parts_said(blob: bytes) -> int:
+        """How many strips, cells and loops it says, before memory is taken: what `decode` and `fault` cost grows with them.
+        ProtocolError: it says nothing of the kind.
+        """
+        _, packed = split_all(_WHAT, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX)
+        counts = {name: count_and_sum(_WHAT, data) for name, data in zip(_COLUMNS, packed, strict=True)}
+        return max([count for count, _ in counts.values()]) + counts["lengths"][1] + counts["times"][0]
 
     def fault(self, region_sizes: Sequence[int]) -> str | None:
         """The first thing that is not within regions of these sizes. Nothing is expanded."""
@@ -314,21 +354,36 @@ def _signed(number: int) -> int:
     return number // 2 if number % 2 == 0 else -(number // 2) - 1
 
 
-def _chunks(what: str, found: Sequence[Column]) -> Iterator[tuple[Strip, ...]]:
-    """The chunks that these columns tell of, with every count checked, and not yet where they lie."""
+def _checked_sizes(found: Sequence[Column]) -> list[int]:
+    """Bytes of the chunks that these columns tell of. ProtocolError: they are none, of whatever memory."""
     counts, regions, offsets, region_steps, offset_steps, lengths, loop_counts, runs, times, apart = found
     per_strip = (regions, offsets, region_steps, offset_steps, lengths, loop_counts, runs)
-    expect(len({len(each) for each in per_strip}) == 1, what, "the columns tell of different strips")
-    expect(len(regions) <= STRIPS_MAX, what, f"it has more than {STRIPS_MAX} strips")
-    expect(min(counts, default=1) > 0 and sum(counts) == len(regions), what, "the chunks' strips do not add up")
-    expect(len(times) == len(apart) == sum(loop_counts), what, "the loops do not add up")
-    expect(max(loop_counts, default=0) <= DIMENSIONS_MAX, what, f"a strip has more than {DIMENSIONS_MAX} loops")
-    expect(min(min(lengths, default=1), min(runs, default=1)) > 0, what, "a strip is empty")
-    expect(min(times, default=2) > 1, what, "a loop goes round less than twice")
-    expect(sum(lengths) <= CELLS_MAX, what, f"it has more than {CELLS_MAX} cells")
+    expect(len({len(each) for each in per_strip}) == 1, _WHAT, "the columns tell of different strips")
+    expect(len(regions) <= STRIPS_MAX, _WHAT, f"it has more than {STRIPS_MAX} strips")
+    expect(min(counts, default=1) > 0 and sum(counts) == len(regions), _WHAT, "the chunks' strips do not add up")
+    expect(len(times) == len(apart) == sum(loop_counts), _WHAT, "the loops do not add up")
+    expect(max(loop_counts, default=0) <= DIMENSIONS_MAX, _WHAT, f"a strip has more than {DIMENSIONS_MAX} loops")
+    expect(min(min(lengths, default=1), min(runs, default=1)) > 0, _WHAT, "a strip is empty")
+    expect(min(times, default=2) > 1, _WHAT, "a loop goes round less than twice")
+    expect(sum(lengths) <= CELLS_MAX, _WHAT, f"it has more than {CELLS_MAX} cells")
     steps = zip(lengths, region_steps, offset_steps, strict=True)
-    expect(not any(length == 1 and (r or o) for length, r, o in steps), what, "a strip of one cell has a step")
-    loops = zip(times, apart, strict=True)
-    its_loops = (tuple(islice(loops, count)) for count in loop_counts)
-    strips = map(Strip, regions, offsets, map(_signed, region_steps), map(_signed, offset_steps), lengths, its_loops, runs)
-    return (tuple(islice(strips, count)) for count in counts)
+    expect(not any(length == 1 and (r or o) for length, r, o in steps), _WHAT, "a strip of one cell has a step")
+    rest = iter(times)
+    runs_of = list(map(mul, lengths, [prod(islice(rest, count)) for count in loop_counts])) if times else lengths
+    sizes = _summed(counts, map(mul, runs_of, runs))
+    for what, found_max, most in (
+        ("bytes", sizes, CHUNK_BYTES_MAX),
+        ("cells", _summed(counts, lengths), CHUNK_CELLS_MAX),
+        ("runs", _summed(counts, runs_of), RUNS_MAX),
+    ):
+        if max(found_max, default=0) > most:
+            number = next(number for number, each in enumerate(found_max) if each > most)
+            raise ProtocolError(f"bad selection: chunk {number} has more than {most} {what}")
+    return sizes
+
+
+def _summed(counts: Iterable[int], each: Iterable[int]) -> list[int]:
+    """The sums of so many numbers at a time."""
+    sums = list(accumulate(each, initial=0))
+    ends = [sums[end] for end in accumulate(counts)]
+    return list(map(sub, ends, [0, *ends]))

@@ -7,9 +7,8 @@ another layout has, is made of strips: then the memory `is_strided`, and has no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import cache
 from typing import TypeAlias
 
 import xxhash
@@ -22,7 +21,7 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
-from tensorhub.memory.covering import Covering, Extent
+from tensorhub.memory.covering import Covered, Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks, runs
 from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
 from tensorhub.strips import Strip
@@ -30,6 +29,7 @@ from tensorhub.strips import Strip
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 
 REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
+PARTS_MIN, PART_BYTES = 2**14, 64  # a selection may say so many parts, and one more for so many bytes of a shard
 COVERS_MAX = 2**22  # of a selection: chunks of the memory that its chunks touch, in all
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 
@@ -109,7 +109,7 @@ class ChunkMemory:
         return made
 
     def selected(self, selection: Selection) -> ChunkMemory:
-        """The same memory with the chunks of a selection, which must be without fault here (see `fault`)."""
+        """The same memory with the chunks of a selection, which must be one of this memory (see `covers`)."""
         return self._other((), selection.chunks, selection.sizes)
 
     def part(self, chunks: Sequence[int]) -> ChunkMemory:
@@ -119,24 +119,22 @@ class ChunkMemory:
             return self._other([self._chunks[chunk] for chunk in chunks], None, sizes)
         return self._other((), [self._strips[chunk] for chunk in chunks], sizes)
 
-    def fault(self, selection: Selection) -> str | None:
-        """Why there is no such selection of this memory; None: there is."""
+    @property
+    def parts_max(self) -> int:
+        """How many parts a selection of it may say (`Selection.parts_said`): nobody lays so few bytes out in more."""
+        return PARTS_MIN + sum([region.nbytes for region in self._regions]) // PART_BYTES
+
+    def covers(self, selection: Selection) -> Covered | str:
+        """Of which of this memory's chunks each of a selection has bytes; perhaps of fewer. Or why there is no such
+        selection of this memory.
+        """
         sizes = [region.nbytes for region in self._regions]
         if fault := selection.fault(sizes):
             return fault
         if selection.nbytes > REPEATS_MAX * sum(sizes):
             return f"it has the shard's bytes more than {REPEATS_MAX} times"
-        covering, left = self._own_covering(), COVERS_MAX
-        for chunk in selection.chunks:
-            left -= covering.count_max(chunk)
-            if left < 0:
-                return f"its chunks touch more than {COVERS_MAX} of the shard's: a larger chunk_bytes makes fewer"
-        return None
-
-    def covers(self, selection: Selection) -> Callable[[int], tuple[int, ...]]:
-        """Of which of this memory's chunks each of a selection has bytes; perhaps of fewer."""
-        covering = self._own_covering()
-        return cache(lambda chunk: covering.chunks(selection.chunks[chunk]))
+        found = self._own_covering().covered(selection.chunks, COVERS_MAX)
+        return found or f"its chunks touch more than {COVERS_MAX} of the shard's: a larger chunk_bytes makes fewer"
 
     def _own_covering(self) -> Covering:
         if self._covering is None and self._strips is not None:

@@ -6,10 +6,10 @@ never less. Responsible for finding that in the time of a search for each cell, 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 from tensorhub.strips import Strip
@@ -22,6 +22,24 @@ class Extent(NamedTuple):
     first: int
     end: int
     chunk: int
+
+
+class Covered:
+    """Of each chunk, the chunks of a memory that have bytes of it, and perhaps some that lie between; ascending. They are
+    kept as ranges of its extents: there are no more of those than cells, however many chunks lie within.
+    """
+
+    def __init__(self, extents: Sequence[Extent], ranges: Sequence[int], first: Sequence[int]) -> None:
+        """Of chunk n: from `ranges[first[n]]` on, where each range begins and ends."""
+        self._extents, self._ranges, self._first = extents, ranges, first
+
+    def __len__(self) -> int:
+        return len(self._first) - 1
+
+    def __call__(self, chunk: int) -> tuple[int, ...]:
+        places = iter(self._ranges[self._first[chunk] : self._first[chunk + 1]])
+        found = {extent.chunk for least, end in zip(places, places, strict=True) for extent in self._extents[least:end]}
+        return tuple(sorted(found))
 
 
 class Covering:
@@ -46,18 +64,26 @@ class Covering:
     def __repr__(self) -> str:
         return f"<Covering: {len(self._extents)} extents>"
 
-    def chunks(self, strips: Iterable[Strip]) -> tuple[int, ...]:
-        """Those that have bytes of these strips, and perhaps some that lie between; ascending."""
-        found = set[int]()
-        after = 0
-        for least, most in sorted(self._runs(strips)):
-            found.update(map(itemgetter(3), self._extents[max(least, after) : most]))
-            after = max(after, most)
-        return tuple(sorted(found))
-
-    def count_max(self, strips: Iterable[Strip]) -> int:
-        """How many `chunks` may find at most. It costs one search for each cell, however many that are."""
-        return sum([max(0, most - least) for least, most in self._runs(strips)])
+    def covered(self, chunks: Iterable[Iterable[Strip]], count_max: int) -> Covered | None:
+        """Of each of these chunks, which have bytes of it. None: more than `count_max` in all. It costs one search for each
+        cell, however many that are.
+        """
+        ranges, first = array("I"), array("I", [0])
+        for strips in chunks:
+            after = 0
+            for least, end in sorted(self._runs(strips)):
+                if max(least, after) >= end:
+                    continue
+                if after and least <= after:
+                    ranges[-1] = end
+                else:
+                    ranges.extend((least, end))
+                count_max -= end - max(least, after)
+                after = end
+            if count_max < 0:
+                return None
+            first.append(len(ranges))
+        return Covered(self._extents, ranges, first)
 
     def _runs(self, strips: Iterable[Strip]) -> set[tuple[int, int]]:
         """Of the extents, from which one to which."""

@@ -49,10 +49,10 @@ def _select(owner: SharedOwner, lane: Lane, right: ReadRight) -> str:
     if right.selection is None:
         return ""
     name, blob = right.selection.selection_id, right.selection.encode()
-    answer = owner.select(right.registration, right.generation, name)
+    answer = owner.select(lane, right.registration, right.generation, name)
     if answer is False:
-        owner.upload(lane, name, len(blob), 0, blob)
-        answer = owner.select(right.registration, right.generation, name)
+        owner.upload(lane, right.registration, name, len(blob), 0, blob)
+        answer = owner.select(lane, right.registration, right.generation, name)
     if isinstance(answer, Refusal):
         raise ReadFailure("refused", answer.reason)
     return name

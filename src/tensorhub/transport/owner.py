@@ -106,14 +106,16 @@ class OwnedMemory(Protocol):
     def word_of(self, access: Access) -> int:
         """Where the generation word of this access' registration is."""
 
-    def select(self, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
+    def select(self, reader: Lane, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
         """Have this memory read in the chunks of the selection of that name from now on. False: the selection is not
         known.
         """
 
-    def upload(self, reader: Lane, name: str, total: int, offset: int, piece: bytes) -> int:
-        """A piece of a selection's encoding. Returns how much of it is there; all of it: the selection is known.
-        ProtocolError: it is none.
+    def upload(
+        self, reader: Lane, registration: RegistrationId, name: str, total: int, offset: int, piece: bytes
+    ) -> int | Refusal:
+        """A piece of the encoding of a selection of that memory. Returns how much of it is there; all of it: the selection
+        is known. ProtocolError: it is none.
         """
 
     def listing(self, registration: RegistrationId, generation: int, *, digests: bool) -> bytes | Refusal:

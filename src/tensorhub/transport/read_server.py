@@ -90,16 +90,25 @@ class ReadServer:
     def _select(self, asked: Select) -> None:
         if not asked.total:
             raise ProtocolError("a selection without bytes is none")
+        registration = RegistrationId(asked.registration)
         if asked.blob or asked.offset:
-            following = self.memory.upload(self.lane, asked.selection, asked.total, asked.offset, asked.blob)
+            said = asked.selection, asked.total, asked.offset, asked.blob
+            following = self.memory.upload(self.lane, registration, *said)
+            if isinstance(following, Refusal):
+                self._refuse(asked.request, following)
+                return
             if following < asked.total:
                 self.connection.send(Selected(asked.request, following))
                 return
-        match self.memory.select(RegistrationId(asked.registration), asked.generation, asked.selection):
+        match self.memory.select(self.lane, registration, asked.generation, asked.selection):
             case Refusal() as refusal:
-                self.connection.send(ReadRefused(asked.request, refusal.reason))
+                self._refuse(asked.request, refusal)
             case is_known:
                 self.connection.send(Selected(asked.request, asked.total if is_known else 0))
+
+    def _refuse(self, request: int, refusal: Refusal) -> None:
+        not_served.count(reader=self.lane.reader, reason=refusal.reason)
+        self.connection.send(ReadRefused(request, refusal.reason))
 
     def _list(self, asked: ListChunks) -> None:
         match self.memory.listing(RegistrationId(asked.registration), asked.generation, digests=asked.digests):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
+from tensorhub.accesses import Refusal
 from tensorhub.errors import ProtocolError
+from tensorhub.layouts.columns import pack_all
 from tensorhub.layouts.reading import Part, Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, id_of
@@ -16,6 +19,8 @@ from tensorhub.runtime.data import selections as kept_selections
 from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.strips import Strip, straight
+from tensorhub.transport.owner import Lane
+from tensorhub.types import Incarnation
 from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving
 
 ROWS, ROW_BYTES = 96, 3000  # of each of two published ranks, of which the reader takes some columns
@@ -146,9 +151,9 @@ async def test_what_nobody_has_read_is_digested_for_who_asks() -> None:
     its.a.open(complete=True)
     name, part = next(iter(its.parts.items()))
     blob = part.selection.encode()
-    assert its.a.owner.select(its.a.registration, 7, name) is False
-    assert its.a.owner.upload(None, name, len(blob), 0, blob) == len(blob)  # type: ignore[arg-type]
-    assert its.a.owner.select(its.a.registration, 7, name) is True
+    assert its.a.owner.select(READER, its.a.registration, 7, name) is False
+    assert its.a.owner.upload(READER, its.a.registration, name, len(blob), 0, blob) == len(blob)
+    assert its.a.owner.select(READER, its.a.registration, 7, name) is True
     its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
     digests = its.a.owner.digests(its.a.registration, 7, name)
     assert digests == tuple(its.a.memory.selected(part.selection).digests(range(len(part.chunks))))
@@ -196,8 +201,8 @@ async def test_bytes_that_changed_after_they_were_digested_are_found() -> None:
     its.reader.open(complete=False)
     name, part = next(iter(its.parts.items()))
     blob = part.selection.encode()
-    its.a.owner.upload(None, name, len(blob), 0, blob)  # type: ignore[arg-type]
-    its.a.owner.select(its.a.registration, 7, name)
+    its.a.owner.upload(READER, its.a.registration, name, len(blob), 0, blob)
+    its.a.owner.select(READER, its.a.registration, 7, name)
     its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
     its.a.arrays[0][(CHUNK_ROWS + 3) * ROW_BYTES + FIRST + 9] ^= 1  # of its second chunk
     async with serving(its.a, its.b, its.reader), its.runner() as runner:
@@ -237,6 +242,16 @@ async def test_memory_of_another_layout_refuses_selections_that_are_not_within_i
 # ------------------------------------------------------------------------------------------------ what an owner keeps
 
 
+def lane(reader: str) -> Lane:
+    made = Lane(cast(Any, None))
+    made.reader = Incarnation(reader)
+    return made
+
+
+MANY = 2**30
+READER = lane("reader")
+
+
 def blob_of(number: int, count: int = 1) -> tuple[str, bytes]:
     found = Selection(tuple([(straight(0, number + n, 1),) for n in range(count)]))
     return found.selection_id, found.encode()
@@ -245,13 +260,13 @@ def blob_of(number: int, count: int = 1) -> tuple[str, bytes]:
 def test_a_selection_is_said_in_pieces_and_may_be_said_again() -> None:
     known, (name, blob) = Selections(), blob_of(1, 50)
     assert known.find(name) is None
-    assert known.upload("r", name, len(blob), 0, blob[:9]) == (9, [])
-    assert known.upload("r", name, len(blob), 5, blob[5:9]) == (9, [])  # said already
-    assert known.upload("r", name, len(blob), 9, blob[9:]) == (len(blob), [])
+    assert known.upload(READER, MANY, name, len(blob), 0, blob[:9]) == (9, [])
+    assert known.upload(READER, MANY, name, len(blob), 5, blob[5:9]) == (9, [])  # said already
+    assert known.upload(READER, MANY, name, len(blob), 9, blob[9:]) == (len(blob), [])
     found = known.find(name)
     assert found is not None
     assert found.encode() == blob
-    assert known.upload("r", name, len(blob), 0, blob) == (len(blob), [])
+    assert known.upload(READER, MANY, name, len(blob), 0, blob) == (len(blob), [])
 
 
 @pytest.mark.parametrize("what", ["another name", "longer", "no selection"])
@@ -263,42 +278,43 @@ def test_what_is_no_selection_costs_its_reader_the_connection(what: str) -> None
         blob = b"\x93" * 40
         name = id_of(blob)
     with pytest.raises(ProtocolError):
-        known.upload("r", name, len(blob) - (what == "longer"), 0, blob)
+        known.upload(READER, MANY, name, len(blob) - (what == "longer"), 0, blob)
     assert known.find(name) is None
-    assert known.upload("r", "x", 10, 0, b"") == (0, [])
-    known.leave("r")
+    assert known.upload(READER, MANY, "x", 10, 0, b"") == (0, [])
+    known.leave(READER)
     assert "0 under way" in repr(known)
 
 
 def test_uploads_and_selections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Selections()
+    known, readers = Selections(), [lane(str(n)) for n in range(kept_selections.UPLOADS_MAX + 3)]
     for reader in range(kept_selections.UPLOADS_MAX + 3):
         name, blob = blob_of(reader)
-        assert known.upload(reader, name, len(blob), 0, blob[:3]) == (3, [])
+        assert known.upload(readers[reader], MANY, name, len(blob), 0, blob[:3]) == (3, [])
     assert f"{kept_selections.UPLOADS_MAX} under way" in repr(known)
     name, blob = blob_of(0)
-    assert known.upload(0, name, len(blob), 3, blob[3:]) == (0, [])  # it gave way, and begins again
+    assert known.upload(readers[0], MANY, name, len(blob), 3, blob[3:]) == (0, [])  # it gave way, and begins again
     monkeypatch.setattr(kept_selections, "KEPT_MAX", 3)
     names = []
     for number in range(5):
         name, blob = blob_of(number)
         names.append(name)
-        _, gone = known.upload("r", name, len(blob), 0, blob)
-        assert gone == ([names[number - 2]] if number > 2 else [])
+        said = known.upload(READER, MANY, name, len(blob), 0, blob)
+        assert not isinstance(said, Refusal)
+        assert said[1] == ([names[number - 2]] if number > 2 else [])
         known.find(names[0])  # the one that is used stays
     assert [known.find(name) is not None for name in names] == [True, False, False, True, True]
 
 
 def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that follow a rule are encoded as a run of them, so the bytes of an encoding bound nothing."""
-    monkeypatch.setattr(kept_selections, "KEPT_STRIPS_MAX", 10_000)
+    monkeypatch.setattr(kept_selections, "KEPT_PARTS_MAX", 15_000)
     known, names = Selections(), list[str]()
     for number in range(4):
         chunks = tuple([(Strip(0, chunk + number, 0, 0, 1, ((2, 10_000),), 1),) for chunk in range(2000)])
         names.append(upload(known, Selection(chunks)))
     kept = [known.find(name) is not None for name in names]
-    assert kept == [False, False, True, True], "2000 strips with a loop each are 4000; two of them are 8000"
-    larger = Selection(tuple([(straight(0, at, 1),) for at in range(11_000)]))
+    assert kept == [False, False, True, True], "2000 strips, which have a cell and a loop each, are 6000 parts"
+    larger = Selection(tuple([(straight(0, at, 1),) for at in range(10_000)]))
     assert known.find(upload(known, larger)) is not None, "what alone is too large is kept, alone"
     assert known.find(names[-1]) is None
 
@@ -308,20 +324,50 @@ def test_few_bytes_do_not_make_a_source_work_without_end(monkeypatch: pytest.Mon
     memory = setting().a.memory
     monkeypatch.setattr("tensorhub.memory.chunks.COVERS_MAX", 10 * len(memory.sizes))
     ends = (Strip(0, 0, 0, 0, 1, ((2, sum(memory.sizes) - 1),), 1),)  # of the first chunk, and of the last one
-    assert memory.fault(Selection((ends,) * 10)) is None
-    assert "touch more than" in (memory.fault(Selection((ends,) * 11)) or "")
+    assert len(memory.covers(Selection((ends,) * 10))) == 10
+    assert "touch more than" in str(memory.covers(Selection((ends,) * 11)))
     everything = (straight(0, 0, sum(memory.sizes)),)
     monkeypatch.setattr("tensorhub.memory.chunks.COVERS_MAX", 2**22)
-    assert memory.fault(Selection((everything,) * 16)) is None
-    assert "more than 16 times" in (memory.fault(Selection((everything,) * 16 + (ends,))) or "")
+    assert len(memory.covers(Selection((everything,) * 16))) == 16
+    assert "more than 16 times" in str(memory.covers(Selection((everything,) * 16 + (ends,))))
     again = (Strip(0, 0, 0, 0, 1, ((17, 0),), sum(memory.sizes)),)  # in one loop that stands still
-    assert "more than 16 times" in (memory.fault(Selection((again,))) or "")
+    assert "more than 16 times" in str(memory.covers(Selection((again,))))
+
+
+def test_few_bytes_that_say_much_are_not_looked_at_for_a_small_memory() -> None:
+    its = setting()
+    its.a.open(complete=True)
+    strips = 300_000
+    columns = [[1] * strips, *[[0] * strips] * 4, [1] * strips, [0] * strips, [1] * strips, [], []]
+    blob = pack_all(1, [""], columns)
+    assert len(blob) < 300
+    answer = its.a.owner.upload(READER, its.a.registration, id_of(blob), len(blob), 0, blob)
+    assert isinstance(answer, Refusal), "had it been decoded, it would be no selection: it has more strips than any"
+    assert "600000 parts" in answer.reason
+
+
+def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it says another selection; and other readers have their own."""
+    monkeypatch.setattr(kept_selections, "BUDGET_PARTS", 100)
+    now = 0.0
+    known, other = Selections(clock=lambda: now), lane("other")
+    said = [blob_of(number, 15) for number in range(5)]  # of a strip and a cell each: 30 parts
+    answers = [known.upload(READER, MANY, name, len(blob), 0, blob) for name, blob in said]
+    assert [isinstance(answer, Refusal) for answer in answers] == [False, False, False, True, True]
+    assert "read again later" in str(answers[-1])
+    assert not isinstance(known.upload(other, MANY, said[4][0], len(said[4][1]), 0, said[4][1]), Refusal)
+    assert known.spend(READER, said[0][0]) is not None, "to look whether it is of another memory costs as much"
+    now = kept_selections.BUDGET_S / 4
+    assert known.spend(READER, said[0][0]) is None
+    monkeypatch.setattr(kept_selections, "BUDGETS_MAX", 1)
+    assert known.spend(other, said[0][0]) is None
+    assert known.spend(READER, said[0][0]) is None, "it was forgotten"
 
 
 def upload(known: Selections, selection: Selection) -> str:
     blob = selection.encode()
     assert len(blob) < 1000
-    known.upload("r", selection.selection_id, len(blob), 0, blob)
+    known.upload(READER, MANY, selection.selection_id, len(blob), 0, blob)
     return selection.selection_id
 
 
@@ -332,16 +378,17 @@ def test_what_gives_way_is_forgotten_by_every_memory(monkeypatch: pytest.MonkeyP
     owner, registration = its.a.owner, its.a.registration
     for name, part in its.parts.items():
         blob = part.selection.encode()
-        owner.upload(None, name, len(blob), 0, blob)  # type: ignore[arg-type]
-        assert owner.select(registration, 7, name) is True
+        owner.upload(READER, registration, name, len(blob), 0, blob)
+        assert owner.select(READER, registration, 7, name) is True
         assert owner.selections(registration) == (name,)
-    assert owner.select(registration, 7, its.names[0]) is False
+    assert owner.select(READER, registration, 7, its.names[0]) is False
 
 
 def test_covering_chunks_are_found() -> None:
     its = setting(chunk_bytes=4096)
     part, _ = its.parts.values()
     covers = its.a.memory.covers(part.selection)
+    assert not isinstance(covers, str)
     for chunk, strips in enumerate(part.selection.chunks):
         touched = {
             number

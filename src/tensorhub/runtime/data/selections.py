@@ -3,24 +3,35 @@
 A reader says a selection in pieces, of which as many are kept as UPLOADS_MAX readers may have begun; the upload that was
 begun longest ago gives way, and its reader begins again. What is whole is kept until others need the room.
 
-Responsible for the bounds, and for what a hostile reader says being a selection at all. Not responsible for whether it fits
-a memory.
+Few bytes may say very many parts (strips, cells, loops), which follow a rule. What a selection costs grows with its parts,
+so they are counted first. There are no more than the memory may need, and no reader has more looked at in a while than its
+budget.
+
+Responsible for these bounds, and for what a hostile reader says being a selection at all. Not responsible for whether it
+fits a memory.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tensorhub.accesses import Refusal
 from tensorhub.errors import ProtocolError
-from tensorhub.layouts.reading import STRIPS_MAX, Selection
+from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import id_of
 from tensorhub.messages import SELECTION_BYTES_MAX
+from tensorhub.transport.owner import Lane
 
 UPLOADS_MAX = 4  # that are under way at a time
-KEPT_BYTES_MAX = 4 * SELECTION_BYTES_MAX  # of encodings; decoded they take several times as much
-KEPT_STRIPS_MAX = 4 * STRIPS_MAX  # and loops: few bytes of an encoding may say very many, each of which takes some 200
+KEPT_BYTES_MAX = 4 * SELECTION_BYTES_MAX  # of encodings
+KEPT_PARTS_MAX = 2**22  # each of which takes some 70 bytes at most
 KEPT_MAX = 4096
+BUDGET_PARTS = 2**22  # one selection has fewer; some seconds of a core
+BUDGET_S = 60.0  # in which a budget that is used up is whole again
+BUDGETS_MAX = 1024  # readers whose budgets are not whole
 
 
 @dataclass(slots=True)
@@ -32,22 +43,46 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """`nbytes`: of its encoding. `strips`: with their loops."""
+    """`nbytes`: of its encoding."""
 
     selection: Selection
     nbytes: int
-    strips: int
+    parts: int
+
+
+class _Budgets:
+    """The parts that readers may still have looked at. Not for several threads."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._used: dict[str | None, tuple[float, float]] = {}  # by reader: parts, at which time; the newest at the end
+
+    def spend(self, reader: Lane, parts: int) -> Refusal | None:
+        now = self._clock()
+        used, since = self._used.pop(reader.reader, (0.0, now))
+        used = max(0.0, used - (now - since) * BUDGET_PARTS / BUDGET_S)
+        is_over = used > 0 and used + parts > BUDGET_PARTS
+        while len(self._used) >= BUDGETS_MAX:
+            del self._used[next(iter(self._used))]
+        self._used[reader.reader] = used if is_over else used + parts, now
+        if not is_over:
+            return None
+        return Refusal(
+            f"this reader has said selections of {round(used)} parts lately, and this one has {parts}: more than "
+            f"{BUDGET_PARTS} in {BUDGET_S:.0f} s are not looked at; read again later"
+        )
 
 
 class Selections:
     """For any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._decoding = threading.Lock()  # one at a time: what is decoded and not kept yet takes memory, too
         self._lock = threading.Lock()  # guards what follows
         self._kept: dict[str, _Kept] = {}  # the one used last at the end
-        self._bytes = self._strips = 0  # always the sums of theirs
-        self._uploads: dict[object, _Upload] = {}  # by reader, the newest at the end
+        self._bytes = self._parts = 0  # always the sums of theirs
+        self._budgets = _Budgets(clock)
+        self._uploads: dict[Lane, _Upload] = {}  # by reader, the newest at the end
 
     def __repr__(self) -> str:
         return f"<Selections: {len(self._kept)} of {self._bytes} bytes, {len(self._uploads)} under way>"
@@ -60,9 +95,18 @@ class Selections:
             self._kept[name] = found
             return found.selection
 
-    def upload(self, reader: object, name: str, total: int, offset: int, piece: bytes) -> tuple[int, list[str]]:
-        """Take the next piece from this reader. Returns how many bytes are there, and the names of selections that gave way.
-        ProtocolError: it is no selection, or another one.
+    def spend(self, reader: Lane, name: str) -> Refusal | None:
+        """That selection is looked at for this reader once more. A refusal: the reader's budget does not allow that."""
+        with self._lock:
+            found = self._kept.get(name)
+            return None if found is None else self._budgets.spend(reader, found.parts)
+
+    def upload(
+        self, reader: Lane, parts_max: int, name: str, total: int, offset: int, piece: bytes
+    ) -> tuple[int, list[str]] | Refusal:
+        """Take the next piece from this reader, of a selection of `parts_max` parts at most. Returns how many bytes are
+        there, and the names of selections that gave way. A refusal: it has too many parts, or the reader has said too many
+        lately. ProtocolError: it is no selection, or another one.
         """
         with self._lock:
             begun = self._uploads.get(reader)
@@ -82,35 +126,37 @@ class Selections:
         blob = bytes(begun.blob)
         if id_of(blob) != name:
             raise ProtocolError("a selection does not have its name")
+        parts = Selection.parts_said(blob)
+        if parts > parts_max:
+            return Refusal(f"a selection of {parts} parts is not of this memory, whose bytes nobody lays out in so many")
+        with self._lock:
+            if (refusal := self._budgets.spend(reader, parts)) is not None:
+                return refusal
         with self._decoding:
             if self.find(name) is not None:  # another reader has said it meanwhile
                 return total, []
             selection = Selection.decode(blob)
             with self._lock:
-                return total, self._keep(name, _Kept(selection, total, _strips_and_loops(selection)))
+                return total, self._keep(name, _Kept(selection, total, parts))
 
     def _keep(self, name: str, new: _Kept) -> list[str]:
         gone: list[str] = []
         while self._kept and (
             len(self._kept) >= KEPT_MAX
             or self._bytes + new.nbytes > KEPT_BYTES_MAX
-            or self._strips + new.strips > KEPT_STRIPS_MAX
+            or self._parts + new.parts > KEPT_PARTS_MAX
         ):
             oldest = next(iter(self._kept))
             given_up = self._kept.pop(oldest)
             self._bytes -= given_up.nbytes
-            self._strips -= given_up.strips
+            self._parts -= given_up.parts
             gone.append(oldest)
         self._kept[name] = new
         self._bytes += new.nbytes
-        self._strips += new.strips
+        self._parts += new.parts
         return gone
 
-    def leave(self, reader: object) -> None:
+    def leave(self, reader: Lane) -> None:
         """This reader says nothing more."""
         with self._lock:
             self._uploads.pop(reader, None)
-
-
-def _strips_and_loops(selection: Selection) -> int:
-    return sum([1 + len(strip.loops) for chunk in selection.chunks for strip in chunk])

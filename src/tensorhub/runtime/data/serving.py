@@ -58,6 +58,9 @@ def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[
     return under_lock
 
 
+_KNOWN: Covers = lambda chunk: ()  # noqa: E731  # the owner has those of that selection
+
+
 class SharedOwner:
     """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by
     any thread.
@@ -250,7 +253,7 @@ class SharedOwner:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
 
-    def select(self, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
+    def select(self, reader: Lane, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
         """See `OwnedMemory.select`."""
         selection = self._selections.find(name)
         if selection is None:
@@ -258,20 +261,18 @@ class SharedOwner:
         with self._changed:
             memory = self._memory.get(registration)
             is_known = name in self._selected.get(registration, ())
-            is_whole = self._owner.is_complete(registration, generation)
         if memory is None:
             return NOT_OPEN
-        covers: Covers | None = None
+        covers: Covers | str = _KNOWN
         if not is_known:
-            if fault := memory.fault(selection):
-                return Refusal(f"that selection is not of this memory: {fault}")
-            covers = memory.covers(selection)
-            for chunk in () if is_whole else range(len(selection.chunks)):
-                covers(chunk)  # before the lock is taken
+            if (refusal := self._selections.spend(reader, name)) is not None:
+                return refusal
+            covers = memory.covers(selection)  # before the lock is taken
+        if isinstance(covers, str):
+            return Refusal(f"that selection is not of this memory: {covers}")
         with self._changed:
             if self._memory.get(registration) is not memory:
                 return NOT_OPEN
-            covers = covers or memory.covers(selection)
             if not self._owner.select(registration, generation, name, selection.sizes, covers):
                 return NOT_OPEN
             selected = self._selected.setdefault(registration, {})
@@ -279,9 +280,18 @@ class SharedOwner:
                 selected[name] = memory.selected(selection)
         return True
 
-    def upload(self, reader: Lane, name: str, total: int, offset: int, piece: bytes) -> int:
+    def upload(
+        self, reader: Lane, registration: RegistrationId, name: str, total: int, offset: int, piece: bytes
+    ) -> int | Refusal:
         """See `OwnedMemory.upload`."""
-        following, gone = self._selections.upload(reader, name, total, offset, piece)
+        with self._changed:
+            memory = self._memory.get(registration)
+        if memory is None:
+            return NOT_OPEN
+        found = self._selections.upload(reader, memory.parts_max, name, total, offset, piece)
+        if isinstance(found, Refusal):
+            return found
+        following, gone = found
         with self._changed:
             for each in gone:
                 self._owner.deselect(each)
