@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tensorhub.logs import repeats
+from tests.prepared import MODULES, popen
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("tensorhub", deadline=None)
@@ -83,6 +85,18 @@ def every_object() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small children of this test do not import what they need: see tests/prepared.py."""
+    monkeypatch.setattr(subprocess, "Popen", popen(*MODULES))
+
+
+@pytest.fixture
+def prepared_with_torch(prepared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for children that need torch."""
+    monkeypatch.setattr(subprocess, "Popen", popen(*MODULES, "torch"))
 
 
 @pytest.fixture

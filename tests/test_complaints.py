@@ -28,7 +28,7 @@ NBYTES = CHUNKS * CHUNK_BYTES  # of `tensors()`
 
 
 @pytest.fixture
-def processes() -> Iterator[ChildProcesses]:
+def processes(prepared: None) -> Iterator[ChildProcesses]:
     with child_processes("asyncio") as made:
         yield made
 

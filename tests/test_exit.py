@@ -23,6 +23,7 @@ from tensorhub.runtime.ending import Parting
 from tensorhub.types import Options
 from tests.rig import OPTIONS, WAIT_S
 
+pytestmark = pytest.mark.usefixtures("prepared")
 BEGIN = """
 import atexit, gc, os, signal, sys, threading, time
 import numpy as np

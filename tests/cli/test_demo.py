@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.processes import alive, children, eventually, line_with, run, run_here, started
+from tests.cli.processes import alive, children, eventually, line_with, run_here, started
 
 ENDLESS = ("--versions", "10000")
 
@@ -58,9 +58,10 @@ class TestRun:
         pytest.importorskip("tensorhub.hub", exc_type=ImportError)
 
     @pytest.mark.parametrize("pace", ["wait", pytest.param("free", marks=pytest.mark.slow)])
+    @pytest.mark.usefixtures("prepared_with_torch")
     def test_every_rollout_gets_the_trainers_bytes(self, weights: Path, pace: str) -> None:
         options = ("--versions", "2", "--rollouts", "2", "--pace", pace, "--json")
-        done = run("demo", "--weights", str(weights), *options)
+        done = run_here("demo", "--weights", str(weights), *options)
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout)
         assert (result["ok"], result["problems"], result["tensors"]) == (True, [], 10)
@@ -77,19 +78,23 @@ class TestRun:
                 assert worker["bytes_read"] >= result["bytes"]
         assert {read["reader"] for read in result["reads"]} == {"rollout-1", "rollout-2"}
 
+    @pytest.mark.usefixtures("prepared_with_torch")
     def test_tables(self, weights: Path) -> None:
-        done = run("demo", "--weights", str(weights), "--versions", "1", "--rollouts", "1", "--pace", "free")
+        done = run_here("demo", "--weights", str(weights), "--versions", "1", "--rollouts", "1", "--pace", "free")
         assert done.returncode == 0, done.stderr
         assert "who read from whom" in done.stdout
         assert "every byte and every output equal" in " ".join(done.stdout.split())
         assert "rollout-1: version 1 in " in done.stderr
 
+    # The next test has both signals earlier, the one after it the end of a demo that runs, and test_child_processes.py
+    # children whose parent is killed.
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("news", "number", "code"),
         [
             ("trainer: ready", signal.SIGINT, 130),
             ("rollout-1: version 2", signal.SIGTERM, 143),
-            pytest.param("trainer: ready", signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+            ("trainer: ready", signal.SIGKILL, -signal.SIGKILL),
             ("rollout-1: version 2", signal.SIGKILL, -signal.SIGKILL),
         ],
     )
@@ -108,13 +113,15 @@ class TestRun:
             assert demo.returncode == code
             assert eventually(lambda: not alive(pids), timeout_s=10)
 
-    def test_ctrl_c_while_the_processes_start(self, weights: Path) -> None:
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_a_signal_while_the_processes_start(self, weights: Path, number: signal.Signals, code: int) -> None:
         with started("demo", "--weights", str(weights), *ENDLESS) as demo:
             assert eventually(lambda: bool(children(demo.pid)))
             pids = children(demo.pid)
-            demo.send_signal(signal.SIGINT)
-            demo.communicate(timeout=30)
-            assert demo.returncode == 130
+            demo.send_signal(number)
+            _, err = demo.communicate(timeout=30)
+            assert "Traceback" not in err
+            assert demo.returncode == code
             assert eventually(lambda: not alive(pids), timeout_s=10)
 
     def test_a_rollout_that_dies_is_named(self, weights: Path) -> None:

@@ -21,7 +21,7 @@ from benches.comparison.backends import BACKENDS, Backend, Kind
 from benches.comparison.suite import Plan, Visit
 from tensorhub.cli.app import app
 from tests.benches.comparison import standin
-from tests.cli.processes import alive, eventually, run
+from tests.cli.processes import alive, eventually, run_here
 
 ROOT = Path(__file__).parents[3]
 
@@ -57,10 +57,10 @@ def visits_of(*backends: Backend, timeout_s: float = 60.0, directory: Path = Pat
     return visits
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run(tmp_path: Path, prepared_with_torch: None) -> None:
     results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
     plan = "--mib 4 --rounds 1 --copies 1 --receivers 1 --only bare,tensorhub-tcp".split()
-    done = run("bench", *plan, "--results", str(results), "--picture", str(picture))
+    done = run_here("bench", *plan, "--results", str(results), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     found = json.loads(results.read_text())
     assert [(row["backend"], row["reason"]) for row in found["rows"]] == [("bare", None), ("tensorhub-tcp", None)]
@@ -71,7 +71,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert "TensorHub tcp" in done.stdout
 
 
-def test_a_backend_that_delivers_other_bytes_is_found_out(notes: Path) -> None:
+def test_a_backend_that_delivers_other_bytes_is_found_out(notes: Path, prepared_with_torch: None) -> None:
     (visit,) = visits_of(standin.backend("wrong"))
     assert visit.reason == "receiver 1 got other bytes than the source has, in copy 0"
     assert not visit.copies
