@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator import Connected, limits, summaries, views
+from tensorhub.coordinator.supply import wants_source
 from tensorhub.digests import root_of
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.layouts.published import Published
@@ -252,7 +253,7 @@ def test_a_follower_waits_with_the_one_that_it_follows() -> None:
     world.lose(trainers[1])
     world.lose_source(first, world.lease(first, "t1"))
     assert (before, world.is_fed(first)) == (True, False)
-    assert world.part(second).wants_source
+    assert wants_source(world.part(second))
 
 
 @pytest.mark.parametrize(

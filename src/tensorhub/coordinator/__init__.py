@@ -9,6 +9,7 @@ nor for protecting memory: its owner does that. Where to look:
     membership                              workers, ranks and groups
     versions, availability, lineage         numbers, visibility, what selectors mean; rollbacks
     operations, decisions, deadlines        group operations; what one does is its handler's: `publishes` or `fills`
+    waiting, supply                         what an operation waits for; what a reader lacks
     readers, source_choice, feeding         read leases; which source a reader gets; who is filled from whom
     holdings, holders, withdrawals          what a rank's memory holds; who holds a shard; how a source is left
     layout_holdings, bridges                who holds a version in which layout; readers of other layouts

@@ -17,6 +17,7 @@ from tensorhub.coordinator.entities import ChunkAnswer, Holding, Model, Operatio
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.supply import wants_source
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere, TellChunks
 
@@ -70,7 +71,7 @@ class Availability:
         A reader of a lost worker goes on for as long as that worker serves it.
         """
         version, model = operation.bound, operation.group.model
-        waits = not operation.writing or any(part.wants_source for part in operation.parts.values())
+        waits = not operation.writing or any(map(wants_source, operation.parts.values()))
         if (
             self._cluster.is_recovering
             or not waits

@@ -44,6 +44,7 @@ from tensorhub.coordinator.guests import Guests
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.manifests import Manifests
 from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.waiting import waits_in
 from tensorhub.digests import head_of
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.published import Published
@@ -259,7 +260,7 @@ class Cluster:
 
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""
-        now = operation.waits_in
+        now = waits_in(operation)
         for before in operation.filed_in:
             if not any(before is each for each in now):
                 before.pop(operation.key, None)

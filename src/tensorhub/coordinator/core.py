@@ -52,6 +52,7 @@ from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.visitors import Visitors
+from tensorhub.coordinator.waiting import awaits_agreement, is_of_available
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
@@ -232,7 +233,7 @@ class Coordinator(Stateful[CoordinatorState]):
         """
         before = self.cluster.unsettled
         for operation in self.cluster.operations():
-            asks = operation.is_of_available or operation.awaits_agreement
+            asks = is_of_available(operation) or awaits_agreement(operation)
             if not asks and not self.cluster.is_woken(operation):
                 self._operations.settle(operation)
                 if self.cluster.unsettled != before:

@@ -39,7 +39,7 @@ class Coverage:
         """Whether its ranks, which are all ready, are known to read what they must. If not, one of them is asked; and once
         more, when it says again that it is ready: it may have missed that.
         """
-        if not operation.covers and operation.must_cover:
+        if not operation.covers and must_cover(operation):
             readers = self._readers(operation)
             if readers is None:
                 return False
@@ -94,6 +94,16 @@ class Coverage:
         self._known[pair] = None
         if len(self._known) > COVERED_KEPT_MAX:
             del self._known[next(iter(self._known))]
+
+
+def must_cover(operation: Operation) -> bool:
+    """Whether its ranks read another layout, must read every byte together, and no rank can tell that alone, or has told
+    it, under a former coordinator.
+    """
+    group, parts = operation.group, operation.parts.values()
+    if group.world_size == 1 or not any(part.bridges for part in parts) or operation.bound.is_laid_out_as(group):
+        return False
+    return not all(part.member.partial for part in parts) and not any(part.has_written for part in parts)
 
 
 def _rank(part: RankPart) -> int:

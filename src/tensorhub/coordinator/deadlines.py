@@ -14,6 +14,7 @@ from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
 from tensorhub.coordinator.fills import Fills, damaged, is_staged
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.supply import needs_source
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import IntegrityError, OperationTimeout, VersionUnavailable
 from tensorhub.messages import Fill
@@ -111,7 +112,7 @@ class Deadlines:
         if asked:
             text = f"{what}: rank(s) {asked} did not check in time whether the ranks publish one whole version"
             return Blame(OperationTimeout(text))
-        starving = [part for part in parts if part.needs_source]
+        starving = [part for part in parts if needs_source(part)]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
             return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model)}"))

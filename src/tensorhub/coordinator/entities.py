@@ -15,7 +15,7 @@ Each attribute's comment says what it always equals; `invariants` checks that. d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
@@ -51,7 +51,6 @@ from tensorhub.messages import (
 )
 from tensorhub.scheduler.sources import Standing
 from tensorhub.types import (
-    AVAILABLE,
     READ_ONLY,
     SAME_HOST_TRANSPORTS,
     Endpoint,
@@ -416,18 +415,6 @@ class Holding:
         return part.leases.values() if part is not None and part.holding is self and not self.complete else ()
 
     @property
-    def filled(self) -> list[Holding]:
-        """Those that are filled through leases on it which last."""
-        return [
-            lease.part.holding
-            for lease in self.readers.values()
-            if lease.part.holding is not None
-            and not lease.part.holding.complete
-            and lease.state is LeaseState.ACTIVE
-            and not lease.dropping
-        ]
-
-    @property
     def bridges(self) -> bool:
         """Whether it is not as it was published."""
         return bool(self.layout.origin_id)
@@ -438,22 +425,6 @@ class Holding:
         circle across layouts.
         """
         return self.bridges and not self.complete
-
-    def is_filled_by(self, trusted: Callable[[Holding], bool]) -> bool:
-        """Whether all that it lacks comes from holdings of which that is so."""
-        lasting = [lease for lease in self.fillers if not lease.dropping]
-        if any(lease.need is None and trusted(lease.holding) for lease in lasting):
-            return True
-        part = self.member.part
-        if not self.bridges or part is None or part.holding is not self or part.needs is None or not part.reads:
-            return False
-        fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
-        return len(fed) == len(part.needs) and not (self.leaving and not part.needs)  # who needs nothing has no lease
-
-    @property
-    def reads_across(self) -> bool:
-        """Whether it is being filled from holders of another layout."""
-        return any(lease.need is not None for lease in self.fillers)
 
     @property
     def is_stranded(self) -> bool:
@@ -529,16 +500,6 @@ class ReadLease(_Moving[LeaseState]):
     root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it
     manifest_id: str = ""  # of the source's own grid, where something is needed
     dropping: bool = False  # the reader was told to leave this source for another one
-
-    @property
-    def lasts(self) -> bool:
-        """Whether all that it is for comes through it, as far as is known."""
-        return self.holding.is_fed and not (self.dropping or self.partial)
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether it was to bring everything, and its source neither has that any more nor is filled with it."""
-        return not (self.holding.is_fed or self.dropping or self.partial)
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -618,44 +579,9 @@ class RankPart:
         return self.begun is not None and self.begun.written
 
     @property
-    def wants_source(self) -> bool:
-        """Whether it needs a source that is filled from a complete copy, or is one."""
-        if self.bridges:
-            return self.reads and bool(self.lacking())
-        return self.reads and not any(lease.lasts for lease in self.leases.values())
-
-    def lacking(self, without: ReadLease | None = None) -> list[Need]:
-        """What it needs of other layouts and has no such source for. One of its own layout is enough for everything."""
-        lasting = [lease for lease in self.leases.values() if lease.lasts and lease is not without]
-        if any(lease.need is None for lease in lasting):
-            return []
-        covered = {lease.need.shard for lease in lasting if lease.need is not None}
-        needs = (self.needs or ()) if self.rereads is None else (self.rereads,)
-        return [need for need in needs if need.shard not in covered]
-
-    @property
     def reads(self) -> bool:
         """Whether it lacks chunks, as far as is known."""
         return self.reading and not self.voted and self.claim is None
-
-    @property
-    def is_to_move(self) -> bool:
-        """Whether it is a guest's, and reads from a source that leaves: it gets another one when there is one for it."""
-        leaves = any(lease.holding.leaving and not lease.dropping for lease in self.leases.values())
-        return leaves and self.member.worker.read_only
-
-    @property
-    def needs_source(self) -> bool:
-        """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
-        return self.reads and (self.wants_source or not self.can_be_whole)
-
-    @property
-    def can_be_whole(self) -> bool:
-        """Whether somebody holds all that it reads, committed or not."""
-        if self.layout.is_whole(self.shard):
-            return True
-        origin, needs = self.origin, self.needs
-        return origin is not None and needs is not None and all(origin.is_class_whole(need.shard) for need in needs)
 
 
 @dataclass(slots=True, eq=False)
@@ -700,39 +626,6 @@ class Operation(_Moving[OperationState]):
         return all(part.member.worker.read_only for part in self.parts.values())
 
     @property
-    def waits_in(self) -> list[dict[OpKey, Operation]]:
-        """Where it is found by what it waits for. (A rank's own words need not find it.)"""
-        model, version = self.group.model, self.version
-        if self.decided or not self.gathered or self.state is OperationState.PREPARED:
-            return []
-        found = []
-        starves = version is not None and self.starves
-        is_open = version is None or starves or not self.writing
-        if self.staying or self.kind is OpKind.PUBLISH:
-            found.append(model.restless)
-        if self.is_of_available and is_open and not self.unchanged:
-            found.append(model.flexible)
-        if version is None:
-            found.append(model.guests_unbound if self.is_of_guests else model.unbound)
-        elif starves:
-            found.append(version.starving)
-        return found
-
-    @property
-    def starves(self) -> bool:
-        """Whether some rank lacks a source that stays, or agreement on its digests; not yet begun, whether all are ready."""
-        parts = self.parts.values()
-        if not self.writing and not self.unchanged and self.kind is not OpKind.PUBLISH and all(p.ready for p in parts):
-            return True
-        return self.awaits_agreement or any(part.needs_source or part.is_to_move for part in parts)
-
-    @property
-    def is_of_available(self) -> bool:
-        """Whether its ranks ask for "available", which depends on who is heard of."""
-        call = next(iter(self.parts.values())).call
-        return isinstance(call, Fill) and call.selector == AVAILABLE
-
-    @property
     def running(self) -> bool:
         return self.state is OperationState.RUNNING
 
@@ -744,21 +637,6 @@ class Operation(_Moving[OperationState]):
     def all_voted(self) -> bool:
         """Whether it can be prepared."""
         return self.running and all(part.voted for part in self.parts.values())
-
-    @property
-    def must_cover(self) -> bool:
-        """Whether its ranks read another layout, must read every byte together, and no rank can tell that alone, or has told
-        it, under a former coordinator.
-        """
-        parts = self.parts.values()
-        if self.group.world_size == 1 or not any(part.bridges for part in parts) or self.bound.is_laid_out_as(self.group):
-            return False
-        return not all(part.member.partial for part in parts) and not any(part.has_written for part in parts)
-
-    @property
-    def awaits_agreement(self) -> bool:
-        """Whether some rank's vote does not count yet."""
-        return any(part.claim is not None for part in self.parts.values())
 
     @property
     def resumes(self) -> Begun | None:

@@ -15,6 +15,8 @@ from operator import attrgetter
 
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, ReadLease
+from tensorhub.coordinator.states import LeaseState
+from tensorhub.coordinator.supply import is_filled_by
 
 
 @dataclass(eq=False, repr=False)
@@ -30,7 +32,7 @@ class Feeding:
         if holding is None:
             return
         self._cluster.reckon(holding)
-        if holding.verified or holding.is_filled_by(_is_surely_fed):
+        if holding.verified or is_filled_by(holding, _is_surely_fed):
             self._spread(holding)
         elif holding.is_fed:
             self.dry[holding] = None
@@ -39,7 +41,7 @@ class Feeding:
     def begun(self, lease: ReadLease, filled: Holding) -> None:
         """Through this new lease a holding is filled from now on."""
         self._cluster.reckon(filled)
-        if not lease.holding.is_fed or not (lease.need is None or filled.is_filled_by(_is_fed)):
+        if not lease.holding.is_fed or not (lease.need is None or is_filled_by(filled, _is_fed)):
             return
         if lease.partial and self.dry:  # the source may be filled from it: that is not known before all are settled
             self.dry[filled] = None
@@ -57,7 +59,7 @@ class Feeding:
                 if each.is_fed:
                     self._become_fed(each, is_so=False)
             for each in dry:  # as it was published, and without patches, each was filled from one of the others
-                if (each.peers.patches or each.bridges) and each.is_filled_by(_is_fed):
+                if (each.peers.patches or each.bridges) and is_filled_by(each, _is_fed):
                     self._spread(each)
 
     def _spread(self, holding: Holding) -> None:
@@ -67,7 +69,7 @@ class Feeding:
             each = todo.pop()
             if not each.is_fed:
                 self._become_fed(each, is_so=True)
-                todo += [reader for reader in each.filled if not reader.bridges or reader.is_filled_by(_is_fed)]
+                todo += [reader for reader in _filled(each) if not reader.bridges or is_filled_by(reader, _is_fed)]
 
     def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
         """Who reads there needs another source from now on, or needs none any more; who lacks one may read what is fed."""
@@ -86,11 +88,23 @@ class Feeding:
         return found
 
 
+def _filled(holding: Holding) -> list[Holding]:
+    """Those that are filled through leases on it which last."""
+    return [
+        lease.part.holding
+        for lease in holding.readers.values()
+        if lease.part.holding is not None
+        and not lease.part.holding.complete
+        and lease.state is LeaseState.ACTIVE
+        and not lease.dropping
+    ]
+
+
 def _filled_by(holding: Holding) -> dict[Holding, None]:
     """It, and what is filled from it, directly or through others: each after one that fills it."""
     todo, seen = [holding], {holding: None}
     for each in todo:
-        for reader in each.filled:
+        for reader in _filled(each):
             if reader not in seen:
                 seen[reader] = None
                 todo.append(reader)

@@ -24,6 +24,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, ReplicaState
+from tensorhub.coordinator.supply import wants_source
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.ways import Way
@@ -424,7 +425,7 @@ class Fills:
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-            alone = part.is_abandoned and part.wants_source and all(lease.dropping for lease in part.leases.values())
+            alone = part.is_abandoned and wants_source(part) and all(lease.dropping for lease in part.leases.values())
             if alone and not ways.serve(operation):
                 return _abandoned(operation)
         return None

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import assert_never
 
 from tensorhub.coordinator.cluster import Cluster, layouts_used, selections_needed
+from tensorhub.coordinator.coverage import must_cover
 from tensorhub.coordinator.entities import (
     Group,
     Holding,
@@ -35,6 +36,8 @@ from tensorhub.coordinator.states import (
     VersionState,
     WorkerState,
 )
+from tensorhub.coordinator.supply import is_filled_by
+from tensorhub.coordinator.waiting import waits_in
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import id_of
 from tensorhub.messages import Rollback
@@ -238,7 +241,7 @@ def _is_fed(holding: Holding) -> bool:
         seen.update(dict.fromkeys(further))
         todo.extend(further)
     fed = {each for each in seen if each.verified}
-    while more := [each for each in seen if each not in fed and each.is_filled_by(fed.__contains__)]:
+    while more := [each for each in seen if each not in fed and is_filled_by(each, fed.__contains__)]:
         fed.update(more)
     return holding in fed
 
@@ -469,12 +472,12 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     running = operation.state is OperationState.RUNNING
     if running:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
-    _demand(not operation.writing or operation.covers or not operation.must_cover, "who writes reads everything", operation)
+    _demand(not operation.writing or operation.covers or not must_cover(operation), "who writes reads everything", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
     if not cluster.is_woken(operation):  # it will be looked at
         filed = [id(each) for each in operation.filed_in]
-        _demand(filed == [id(each) for each in operation.waits_in], WAITS, operation)  # G7
+        _demand(filed == [id(each) for each in waits_in(operation)], WAITS, operation)  # G7
         _demand(all(each.get(operation.key) is operation for each in operation.filed_in), WAITS, operation)  # G7
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)

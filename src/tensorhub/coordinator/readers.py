@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, replicas
+from tensorhub.coordinator import bridges, limits, replicas, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Version, Worker
 from tensorhub.coordinator.feeding import Feeding
@@ -102,10 +102,10 @@ class Readers:
         shard, on other readers' partial copies. They wait together for what all of them lack (R9).
         """
         for lease in list(part.leases.values()):
-            if lease.is_dry or (lease.holding.leaving and part.member.worker.read_only):
+            if supply.is_dry(lease) or (lease.holding.leaving and part.member.worker.read_only):
                 self._move(lease)
         version = part.operation.version
-        if version is None or not part.needs_source:
+        if version is None or not supply.needs_source(part):
             return []
         if part.bridges:
             return self._bridge(part, version)
@@ -118,10 +118,10 @@ class Readers:
     def _bridge(self, part: RankPart, version: Version) -> list[Grant]:
         """The same for a reader that bridges: what it lacks of each class, and of its own layout."""
         fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
-        lacking = [] if None in fed else [need for need in part.lacking() if need not in fed]
+        lacking = [] if None in fed else [need for need in supply.lacking(part) if need not in fed]
         grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
         own, origin = part.layout.of(part.shard), part.origin
-        if origin is None or grants or part.is_abandoned or part.can_be_whole or not part.needs_source:
+        if origin is None or grants or part.is_abandoned or supply.can_be_whole(part) or not supply.needs_source(part):
             return grants
         grants += [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, version, own)]
         for need in lacking if not origin.origin_id else ():
@@ -240,7 +240,7 @@ class Readers:
         self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
         self._feeding.feed(part.holding)
-        if lease.part.wants_source:
+        if supply.wants_source(lease.part):
             self._cluster.wake(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
@@ -266,7 +266,7 @@ class Readers:
         if lease.state is not LeaseState.ACTIVE or lease.dropping:
             return
         part = lease.part
-        needs = part.lacking(without=lease) if part.bridges else []
+        needs = supply.lacking(part, without=lease) if part.bridges else []
         is_spare = part.bridges and not needs and not lease.partial
         sources = [] if is_spare else self._choice.sources(part, needs, other_than=lease.holding)
         if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
@@ -294,7 +294,7 @@ class Readers:
                 if moved:
                     self.move(lease)
                 self._cut(lease, why)
-                if lease.part.wants_source:
+                if supply.wants_source(lease.part):
                     self._cluster.wake(lease.part.operation)
 
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:

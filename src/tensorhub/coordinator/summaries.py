@@ -15,6 +15,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Operation, RankPart, Replica, Version
 from tensorhub.coordinator.states import OperationState, ReplicaState, WorkerState
+from tensorhub.coordinator.supply import reads_across
 from tensorhub.model_summary import CallsSummary, LayoutSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import OpKind
 
@@ -122,7 +123,7 @@ class _Replicas:
                 layout_id == version.layout_id,
                 replicas=len(replicas),
                 ready=sum(replica.state is ReplicaState.READY for replica in replicas),
-                bridging=len({id(holding.member.group) for holding in held if holding.reads_across}),
+                bridging=len({id(holding.member.group) for holding in held if reads_across(holding)}),
                 shards=len(held),
                 chunks=sum(holding.chunks for holding in held),
                 chunks_verified=sum(holding.chunks_verified for holding in held),

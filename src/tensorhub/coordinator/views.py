@@ -14,6 +14,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Worker
 from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.supply import reads_across
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
 Place = tuple[str, str | None]  # among workers: a name and an incarnation; None: after all of that name
@@ -175,7 +176,7 @@ def _replica(replica: Replica, holdings: list[Holding]) -> ReplicaView:
         spot=group.spot,
         shards=shards,
         replica=replica.id,
-        bridging=sum(holding.reads_across for holding in holdings),
+        bridging=sum(reads_across(holding) for holding in holdings),
     )
 
 

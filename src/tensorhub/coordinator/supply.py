@@ -1,0 +1,74 @@
+"""What a reader still lacks, and which leases bring it: what is asked of the entities before a source is sought.
+
+Responsible for these questions. Not responsible for who is fed (`feeding`), nor for which source is best (`source_choice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tensorhub.coordinator.entities import Holding, RankPart, ReadLease
+from tensorhub.messages import Need
+
+
+def lasts(lease: ReadLease) -> bool:
+    """Whether all that it is for comes through it, as far as is known."""
+    return lease.holding.is_fed and not (lease.dropping or lease.partial)
+
+
+def is_dry(lease: ReadLease) -> bool:
+    """Whether it was to bring everything, and its source neither has that any more nor is filled with it."""
+    return not (lease.holding.is_fed or lease.dropping or lease.partial)
+
+
+def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
+    """What it needs of other layouts and has no such source for. One of its own layout is enough for everything."""
+    lasting = [lease for lease in part.leases.values() if lasts(lease) and lease is not without]
+    if any(lease.need is None for lease in lasting):
+        return []
+    covered = {lease.need.shard for lease in lasting if lease.need is not None}
+    needs = (part.needs or ()) if part.rereads is None else (part.rereads,)
+    return [need for need in needs if need.shard not in covered]
+
+
+def wants_source(part: RankPart) -> bool:
+    """Whether it needs a source that is filled from a complete copy, or is one."""
+    if part.bridges:
+        return part.reads and bool(lacking(part))
+    return part.reads and not any(map(lasts, part.leases.values()))
+
+
+def needs_source(part: RankPart) -> bool:
+    """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
+    return part.reads and (wants_source(part) or not can_be_whole(part))
+
+
+def can_be_whole(part: RankPart) -> bool:
+    """Whether somebody holds all that it reads, committed or not."""
+    if part.layout.is_whole(part.shard):
+        return True
+    origin, needs = part.origin, part.needs
+    return origin is not None and needs is not None and all(origin.is_class_whole(need.shard) for need in needs)
+
+
+def is_to_move(part: RankPart) -> bool:
+    """Whether it is a guest's, and reads from a source that leaves: it gets another one when there is one for it."""
+    leaves = any(lease.holding.leaving and not lease.dropping for lease in part.leases.values())
+    return leaves and part.member.worker.read_only
+
+
+def is_filled_by(holding: Holding, trusted: Callable[[Holding], bool]) -> bool:
+    """Whether all that it lacks comes from holdings of which that is so."""
+    lasting = [lease for lease in holding.fillers if not lease.dropping]
+    if any(lease.need is None and trusted(lease.holding) for lease in lasting):
+        return True
+    part = holding.member.part
+    if not holding.bridges or part is None or part.holding is not holding or part.needs is None or not part.reads:
+        return False
+    fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
+    return len(fed) == len(part.needs) and not (holding.leaving and not part.needs)  # who needs nothing has no lease
+
+
+def reads_across(holding: Holding) -> bool:
+    """Whether it is being filled from holders of another layout."""
+    return any(lease.need is not None for lease in holding.fillers)
