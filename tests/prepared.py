@@ -109,8 +109,9 @@ def _request(given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _for_python(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an interpreter reads before its program does; where it looks for modules is the server's."""
-    return {name: value for name, value in environment.items() if name.startswith("PYTHON") and name != "PYTHONPATH"}
+    """What an interpreter reads before its program does; where it looks for modules, and how it hashes, is the server's."""
+    others = ("PYTHONPATH", "PYTHONHASHSEED")
+    return {name: value for name, value in environment.items() if name.startswith("PYTHON") and name not in others}
 
 
 @functools.cache

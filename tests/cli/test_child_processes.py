@@ -116,6 +116,7 @@ async def test_a_child_may_end_in_order_when_its_input_does() -> None:
         assert child.wait(60) == 5
 
 
+@pytest.mark.usefixtures("prepared_with_torch")
 async def test_the_demos_children_name_what_they_cannot_use(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("weights") / "bad.safetensors"
     path.write_bytes(b"no")

@@ -17,6 +17,7 @@ from tensorhub.read_plan import PlannedSource, ReadPlan
 from tensorhub.types import VersionInfo
 from tests.cli.processes import run, run_here
 
+pytestmark = pytest.mark.usefixtures("prepared_with_torch")
 LAYOUT = """
 import torch
 import tensorhub

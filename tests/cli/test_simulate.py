@@ -19,10 +19,11 @@ from tests.cli.processes import alive, children, eventually, run_here
 from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, THIN, WAVERS
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = """
+SEED_S_MAX = 6.0
+PROGRAM = f"""
 import tensorhub.cli.simulate
 tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
-tensorhub.cli.simulate.SEED_S_MAX = 6.0
+tensorhub.cli.simulate.SEED_S_MAX = {SEED_S_MAX}
 from tensorhub.cli import main
 main()
 """
@@ -34,13 +35,20 @@ def simulate(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in this process; those that run the seeds are its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tensorhub.cli.simulate.SEARCH", "tests.testing.standin")
+        patch.setattr("tensorhub.cli.simulate.SEED_S_MAX", SEED_S_MAX)
         for name in ("PYTHONPATH", "COLUMNS"):
             patch.setenv(name, ENVIRONMENT[name])
         return run_here("simulate", *map(str, arguments))
 
 
 def simulate_json(*arguments: object) -> tuple[int, dict[str, Any]]:
-    """The command as a process, with all that any of its processes says on stderr."""
+    done = simulate("--json", *arguments)
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+def simulate_apart(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """The command as a process, whose own have hash seeds; with all that any of them says on stderr."""
     command = [sys.executable, "-c", PROGRAM, "simulate", "--json", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
     assert done.stderr == ""
@@ -99,7 +107,7 @@ def test_it_stops_at_the_failures_that_were_asked_for() -> None:
 
 
 def test_a_process_that_ends_costs_its_seed_only() -> None:
-    code, found = simulate_json("--seeds", 25, "--start", 5, "--jobs", 2, "--failures-max", 10)
+    code, found = simulate_apart("--seeds", 25, "--start", 5, "--jobs", 2, "--failures-max", 10)
     assert code == 1
     failures = {failure["seed"]: failure["failure"] for failure in found["failures"]}
     assert failures.keys() == {BREAKS, RAISES, DIES}
@@ -125,7 +133,7 @@ def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -
 
 
 def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
-    code, found = simulate_json("--seeds", 2, "--start", WAVERS, "--jobs", 1)
+    code, found = simulate_apart("--seeds", 2, "--start", WAVERS, "--jobs", 1)
     assert (code, found["run_twice"]) == (1, 1)
     assert "the same seed came to another end in another process: end " in found["failures"][0]["failure"]
 
