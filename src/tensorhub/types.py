@@ -213,10 +213,14 @@ SAME_HOST_TRANSPORTS: Final = frozenset({"cma", "shm", "cuda_ipc"})  # they reac
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One way to reach a worker's memory: a transport's name and an address that this transport understands."""
+    """One way to reach a worker's memory: a transport's name and an address that this transport understands.
+
+    `strides`: this worker reads and serves chunks of several pieces of memory this way, and so across layouts.
+    """
 
     transport: Name
     address: Name
+    strides: bool = True
 
 
 # ---------------------------------------------------------------------------------------------------------- options

@@ -69,6 +69,7 @@ class Rank:
         self, session: int, group: str, rank: int, world_size: int, layout_id: str, parts: Sequence[bytes], site: str
     ) -> None:
         self.serves, self.partial = True, False
+        self.endpoints: tuple[Endpoint, ...] = ()
         self.session = session
         self.group, self.rank, self.world_size, self.layout_id, self.parts = group, rank, world_size, layout_id, parts
         self.site = site
@@ -99,6 +100,7 @@ class World:
         self.covers = True  # whoever is asked whether his group reads everything says so at once
         self.numbers = count(epoch * 1000)
         self.stored = list(stored)
+        self.endpoints: tuple[Endpoint, ...] = (Endpoint("tcp", "x"),)  # of who arrives from now on
         self.ranks: dict[str, Rank] = {}
         self.sessions: dict[int, Rank] = {}
         durable = Durable.of(self.stored) if self.stored else None
@@ -174,7 +176,7 @@ class World:
     ) -> Rank:
         """A worker of one rank joins and registers it."""
         made = Rank(next(self.numbers), group, rank, world_size, layout_id, parts, site)
-        made.serves = serves
+        made.serves, made.endpoints = serves, self.endpoints
         self.ranks[made.name] = made
         self.connect(made)
         if registers:
@@ -187,7 +189,7 @@ class World:
         self.sessions[rank.session] = rank
         self.step(Connected(rank.session, f"worker of {rank.name}", "worker"))
         where = Location(site=rank.site, host=rank.name)
-        self.say(rank, Join(rank.name, where, (Endpoint("tcp", rank.name),), 1, 0))
+        self.say(rank, Join(rank.name, where, rank.endpoints, 1, 0))
 
     def cut_off(self, rank: Rank) -> None:
         session = rank.session

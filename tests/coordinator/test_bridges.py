@@ -10,7 +10,7 @@ import pytest
 from tensorhub.coordinator import Connected, limits, summaries, views
 from tensorhub.coordinator.supply import wants_source
 from tensorhub.digests import root_of
-from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.errors import ManifestMismatch, StateError, TransportUnavailable
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -120,6 +120,42 @@ def test_where_the_published_layout_has_gone_it_follows_its_own_from_anywhere() 
     followers = filling(world, "f", site="there")
     assert world.sources(followers[0]) == [("r0", "", 0)]
     finish(world, followers)
+
+
+SPOOL, TCP = Endpoint("spool", "x", strides=False), Endpoint("tcp", "x")
+
+
+def test_it_reads_of_those_who_can_be_read_across_layouts() -> None:
+    """One of two replicas of each part, here (HSDP)."""
+    world, trainers = World(), []
+    for rank in range(4):
+        world.endpoints = (SPOOL, TCP) if rank in (1, 2) else (SPOOL,)
+        trainers.append(world.arrive("t", rank, 4, *cut(rank % 2)))
+        world.answer_questions(trainers[-1])
+    world.publish(trainers, 1)
+    for trainer in trainers:
+        world.tell(trainer)
+    world.endpoints = (SPOOL, TCP)
+    (reader,) = filling(world)
+    assert [source for source, _, _ in world.sources(reader)] == ["t2", "t1"]
+
+
+@pytest.mark.parametrize("theirs", [SPOOL, Endpoint("spool", "x")])
+def test_who_can_read_nobody_across_layouts_is_told_so_at_once(theirs: Endpoint) -> None:
+    """Also if the source could: both have to."""
+    world = World()
+    world.endpoints = (theirs,)
+    world.publish(world.group("t", [cut(0), cut(1)]), 1)
+    world.endpoints = (SPOOL,)
+    (reader,) = world.group("r", [wide(0)])
+    world.fill([reader])
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert isinstance(outcome.error.error(), TransportUnavailable)
+    assert "across layouts, which of its transports none can: let both sides have tcp" in outcome.error.message
+    equal = world.group("e", [cut(0), cut(1)])
+    world.fill(equal)
+    assert all(rank.take(Start) for rank in equal), "who has the published layout reads it by anything"
 
 
 def test_it_waits_until_each_class_has_a_source() -> None:

@@ -100,6 +100,7 @@ class Worker(_Moving[WorkerState]):
     spot: bool = False  # it has registered as such: all that is in its memory may be gone at any time
     members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
     transports: frozenset[str] = field(init=False)  # of the endpoints; kept, since each reader looks at every source
+    strided: frozenset[str] = field(init=False)  # those of them that go across layouts
 
     def __post_init__(self) -> None:
         _Moving.__post_init__(self)
@@ -109,10 +110,11 @@ class Worker(_Moving[WorkerState]):
         """Where its memory is reached from now on."""
         self.endpoints = endpoints
         self.transports = frozenset(endpoint.transport for endpoint in endpoints)
+        self.strided = frozenset(endpoint.transport for endpoint in endpoints if endpoint.strides)
 
-    def reaches(self, other: Worker) -> frozenset[str]:
-        """The transports of both that reach from where one is to where the other is."""
-        common = self.transports & other.transports
+    def reaches(self, other: Worker, *, across: bool = False) -> frozenset[str]:
+        """The transports of both that reach from where one is to where the other is. `across`: and from layout to layout."""
+        common = self.strided & other.strided if across else self.transports & other.transports
         return common if self.location.host == other.location.host else common - SAME_HOST_TRANSPORTS
 
     def __repr__(self) -> str:

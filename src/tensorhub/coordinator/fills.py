@@ -310,8 +310,12 @@ class Fills:
         for part in operation.parts.values():
             offered = self._choice.offered_in_vain(part, version, way)
             if offered:
-                mine = ", ".join(endpoint.transport for endpoint in part.member.worker.endpoints) or "none"
+                worker = part.member.worker
+                mine = ", ".join(endpoint.transport for endpoint in worker.endpoints) or "none"
                 text = f"rank {part.rank} has {mine}, and version {version.number} is offered over {', '.join(offered)} only"
+                if way.origin is not None:
+                    able = ", ".join(sorted(worker.strided)) or "none"
+                    text += f"; it reads across layouts, which of its transports {able} can: let both sides have tcp, too"
                 return Blame(TransportUnavailable(text))
         return None
 

@@ -143,7 +143,7 @@ class SourceChoice:
             return False
         if part.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
             return False
-        return bool(reader.reaches(source)) and self._has_room(holding, reader)
+        return bool(reader.reaches(source, across=part.bridges)) and self._has_room(holding, reader)
 
     @staticmethod
     def _has_room(holding: Holding, worker: Worker) -> bool:
@@ -154,7 +154,7 @@ class SourceChoice:
 
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
-        """The transports of this shard's sources, if there are sources, and the reader has none of those."""
+        """The transports of this shard's sources, if there are sources, and the reader has none of those that it needs."""
         (layout, origin), reader = way, part.member.worker
         if part.member.holding is not None and part.member.holding.version is version:
             return []
@@ -165,7 +165,7 @@ class SourceChoice:
         for each in offers:
             theirs = set[str]()
             for source in (holding.member for there in each for holding in there if holding.is_source):
-                if source is not part.member and reader.reaches(source.worker):
+                if source is not part.member and reader.reaches(source.worker, across=origin is not None):
                     break  # of very many sources mostly the first
                 theirs |= source.worker.transports
             else:

@@ -88,6 +88,11 @@ class Channels:
         """See `scheduler.requests`."""
         return patience_s(self._options.stall_timeout_s)
 
+    @property
+    def strided(self) -> frozenset[str]:
+        """Those of its transports that read across layouts."""
+        return frozenset([transport.name for transport in self._transports if transport.strides])
+
     def _names(self) -> str:
         return ", ".join(transport.name for transport in self._transports)
 
@@ -178,7 +183,7 @@ class Channels:
             what = "none of the transports can be used" if reasons else "no transport in common"
             text = f"{what}: {grant.source} offers {offered}, here are {self._names()}"
             if destination.is_strided:
-                able = [transport.name for transport in self._transports if transport.strides]
+                able = [transport.name for transport in self._transports if transport.name in self.strided]
                 text = f"{text}; of these, {', '.join(able) or 'none'} can read across layouts (tcp can)"
             raise ReadFailure("unreachable", "; ".join([text, *reasons]))
 

@@ -201,8 +201,15 @@ class Worker(CallersWorker):
         local = unix.listen() if any(side.shares_memory for side in sides) else None
         there = f"tcp://{advertised}" if advertised else sockets.address_of(listener)
         here = unix.address_of(local) if local is not None else None
-        offered = [(side.name, side.endpoint(there, here)) for side in sides]
-        self._endpoints = tuple([Endpoint(name, address) for name, address in offered if address is not None])
+        offered = [(side, side.endpoint(there, here)) for side in sides]
+        able = self.channels.strided  # a worker reads and serves by the same transports
+        self._endpoints = tuple(
+            [
+                Endpoint(side.name, address, side.strides and side.name in able)
+                for side, address in offered
+                if address is not None
+            ]
+        )
         return [listener] if local is None else [listener, local]
 
     async def _serve_readers(self, listeners: Sequence[socket.socket]) -> None:
