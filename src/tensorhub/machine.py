@@ -63,6 +63,12 @@ class InvariantBroken(Exception):
     """Something that always holds does not hold: a defect of TensorHub."""
 
 
+def demand(holds: bool, what: str, about: object) -> None:
+    """Raise InvariantBroken, with the story of what it is about, unless it holds."""
+    if not holds:
+        raise InvariantBroken(f"{what}: {about!r}. Story:\n{getattr(about, 'story', '')}")
+
+
 _counted: ContextVar[Counter[str] | None] = ContextVar("counted", default=None)
 
 

@@ -21,9 +21,9 @@ from tensorhub.coordinator import (
     Send,
     Silent,
     Tick,
+    invariant_counts,
 )
 from tensorhub.coordinator.entities import Member, Operation, RankPart, ReadLease, Version
-from tensorhub.coordinator.invariants import check_counts
 from tensorhub.coordinator.readers import Readers
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
@@ -133,7 +133,7 @@ class World:
                     pass
         self.core.check_touched()
         self.core.check_invariants()
-        check_counts(self.core.cluster)
+        invariant_counts.check(self.core.cluster)
         self.core.check_waits()
 
     def _hear(self, rank: Rank, message: FromCoordinator) -> None:

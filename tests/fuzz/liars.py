@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from tensorhub.coordinator import Connected, Received, invariants
+from tensorhub.coordinator import Connected, Received, invariant_counts
 from tensorhub.coordinator.entities import Holding, Member, RankPart, Session, Worker
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
@@ -246,7 +246,7 @@ def liars(data: bytes) -> None:
             break
         crowd.any_step()
         crowd.coordinator.check_waits()
-        invariants.check_counts(crowd.coordinator.cluster)
+        invariant_counts.check(crowd.coordinator.cluster)
     crowd.end()
     cluster, guests = crowd.coordinator.cluster, crowd.coordinator.cluster.guests
     taken = [share.total for share in (guests.readers, guests.newcomers, guests.watches, guests.registrations)]

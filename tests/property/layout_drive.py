@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from tensorhub.coordinator import Connected, Event, Received, ways
+from tensorhub.coordinator import Connected, Event, Received, invariant_counts, ways
 from tensorhub.coordinator.entities import RankPart
-from tensorhub.coordinator.invariants import check_counts
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -73,7 +72,7 @@ class LayoutDrive(WaitDrive):
             waits = isinstance(part.call, Publish) and part.checks and not part.operation.covers
             if waits and peer.session is not None:
                 super().step(Received(peer.session, Covered(part.operation.key, part.rank, part.checks)))
-        check_counts(self.core.cluster)
+        invariant_counts.check(self.core.cluster)
 
     # -- peers
 

@@ -7,9 +7,9 @@ import pytest
 from tensorhub.coordinator import Received
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.entities import Operation
-from tensorhub.coordinator.fills import LEFT
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.refusals import LEFT
 from tensorhub.coordinator.states import OperationState, WorkerState
 from tensorhub.errors import OperationTimeout
 from tensorhub.machine import InvariantBroken

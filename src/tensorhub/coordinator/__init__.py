@@ -4,7 +4,7 @@ PURE: events in, actions out; time is an argument. Not responsible for sockets, 
 nor for protecting memory: its owner does that. Where to look:
 
     core                                    the step: `events` come in, `actions` go out
-    cluster, entities, states               what is known; `invariants` says what always holds of it
+    cluster, entities, states               what is known; `invariants`, `invariant_counts` say what always holds
     visitors, guests, sharing, access       sessions: who is let in, for how much, and who may say what
     membership                              workers, ranks and groups
     versions, availability, lineage         numbers, visibility, what selectors mean; rollbacks
@@ -15,7 +15,8 @@ nor for protecting memory: its owner does that. Where to look:
     layout_holdings, bridges                who holds a version in which layout; readers of other layouts
     replicas                                ranks that have published the same: which may be read, whether they are equal
     retention, handovers                    what must stay, and who takes it over
-    testimonies, digest_lists, corruption_checks    what bytes must be, and who is to blame where they are not
+    testimonies, tellers, digest_lists      what bytes must be, and who is asked for that
+    corruption_checks, refusals             who is to blame where they are not; why a fill cannot go on
     answers, views, manifests, limits       what can be asked; encoded manifests; bounds
 """
 

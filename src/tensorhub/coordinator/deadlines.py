@@ -11,7 +11,8 @@ from tensorhub.coordinator import ways
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
-from tensorhub.coordinator.fills import Fills, damaged, is_staged
+from tensorhub.coordinator.fills import Fills, is_staged
+from tensorhub.coordinator.refusals import damaged
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.supply import needs_source

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, replicas, ways
+from tensorhub.coordinator import bridges, limits, refusals, ways
 from tensorhub.coordinator.actions import Decision
-from tensorhub.coordinator.availability import Availability, held_text
+from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
@@ -29,10 +29,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.ways import Way
 from tensorhub.errors import (
-    CoordinatorUnavailable,
     GroupAborted,
-    IntegrityError,
-    ManifestMismatch,
     StateError,
     TensorHubError,
     TransportUnavailable,
@@ -41,10 +38,6 @@ from tensorhub.errors import (
 from tensorhub.messages import AddSource, Fill, Grant, ReadyToWrite, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
-_BEGUN = "this call was begun under a former coordinator"
-
-UNCHANGED = "they have digested it again: their bytes are unchanged"
-LEFT = "its last holder has left on purpose"
 EXONERATED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
 
@@ -113,11 +106,11 @@ class Fills:
         operation = part.operation
         begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
         if len({each.content_id for each in begun.values()}) > 1:
-            return Blame(GroupAborted(f"{_BEGUN} with different versions on the ranks {sorted(begun)}; call again"))
+            return Blame(GroupAborted(f"{refusals.BEGUN} with different versions on the ranks {sorted(begun)}; call again"))
         for rank, each in begun.items():
             for other in operation.parts.values():
                 if isinstance(other.call, Fill) and each.key not in other.call.former:
-                    text = f"{_BEGUN} on rank {rank}, and rank {other.rank} has made a new call since; call again"
+                    text = f"{refusals.BEGUN} on rank {rank}, and rank {other.rank} has made a new call since; call again"
                     return Blame(GroupAborted(text))
         return None
 
@@ -136,7 +129,7 @@ class Fills:
             blame = self._write_if_ready(operation)
             if blame is not None:
                 return blame
-        return self._testimonies.settle(operation) or _outlived(operation) or self._feed(operation)
+        return self._testimonies.settle(operation) or refusals.outlived(operation) or self._feed(operation)
 
     def ready(self, part: RankPart, message: ReadyToWrite) -> Blame | None:
         """Its manifest fits, and its before_write has returned. If it names parts that are not known, it says this again."""
@@ -242,8 +235,8 @@ class Fills:
         if version is None:
             return None
         way = ways.find(self._cluster, version, operation)
-        misfit = self._misfit(operation, version) or self._no_way(operation, version, way)
-        misfit = misfit or self._unnamed(operation, version)
+        misfit = refusals.misfit(operation, version) or self._no_way(operation, version, way)
+        misfit = misfit or refusals.unnamed(operation, version)
         if misfit is not None:
             return misfit
         may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
@@ -270,7 +263,7 @@ class Fills:
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or (part.has_written and origin is None)
-            if manifest := _named(part):
+            if manifest := refusals.named(part):
                 # Else they are of other regions; and of another layout it says later where what is published lies.
                 parts = part.member.parts if manifest == part.member.manifest else ()
                 known = bridges.as_known(part.member, version, parts) if origin is None else None
@@ -287,21 +280,6 @@ class Fills:
         waits = operation.is_of_guests and version.has_live_source() and ways.as_published(version, operation)
         return waits and any(self._choice.choose(part, version) is None for part in operation.parts.values())
 
-    def _misfit(self, operation: Operation, version: Version) -> Blame | None:
-        """Why this group's ranks cannot take that version's shards, if they cannot."""
-        if not ways.as_published(version, operation):
-            misfit = bridges.misfit(operation.group, version)
-            return Blame(misfit) if misfit is not None else None
-        info = version.info
-        one = next((part.shard for part in operation.parts.values() if part.member.fits_any_layout), None)
-        if one is None or one < info.world_size:
-            return None
-        text = (
-            f"version {info.version} of {info.model!r} has no rank {one}: its world_size is {info.world_size}, "
-            f"so fetch one of the ranks 0 to {info.world_size - 1}"
-        )
-        return Blame(ManifestMismatch(text, differences=(text,)))
-
     def _no_way(self, operation: Operation, version: Version, way: Way | None) -> Blame | None:
         """Which rank has no transport in common with its shard's sources, if one has none."""
         way = way or next(ways.of(self._cluster, version, operation), None)
@@ -317,17 +295,6 @@ class Fills:
                     able = ", ".join(sorted(worker.strided)) or "none"
                     text += f"; it reads across layouts, which of its transports {able} can: let both sides have tcp, too"
                 return Blame(TransportUnavailable(text))
-        return None
-
-    @staticmethod
-    def _unnamed(operation: Operation, version: Version) -> Blame | None:
-        """Which rank goes on with a shard whose manifest is not known, since there was no room to keep it."""
-        for part in operation.parts.values():
-            published = ways.as_published(version, operation)
-            known = not published or version.manifests.get(part.shard) or _named(part)
-            if part.has_written and part.member.serves and not known:
-                text = f"{_BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close handles and call again"
-                return Blame(CoordinatorUnavailable(text), part.rank)
         return None
 
     # -- writing
@@ -375,7 +342,7 @@ class Fills:
         """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
         version = operation.bound
         if any(part.is_abandoned for part in operation.parts.values()) and not ways.serve(operation):
-            return _abandoned(operation)
+            return refusals.abandoned(operation)
         ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(operation)
         sources = self.first_sources(operation) if ready else None
         if sources is not None and not self._must_wait(operation, version):
@@ -420,18 +387,18 @@ class Fills:
         """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
         for part in operation.parts.values():
             if part.reads and len(part.exonerated) >= EXONERATED_MAX:
-                return Blame(damaged(operation, part), part.rank)
-            if (drifted := _drifted(part)) is not None:
-                return Blame(_not_equal(operation, *drifted), part.rank)
+                return Blame(refusals.damaged(operation, part), part.rank)
+            if (drifted := refusals.drifted(part)) is not None:
+                return Blame(refusals.not_equal(operation, *drifted), part.rank)
             if part.holding is not None and part.holding.condemned:
-                return Blame(_condemned(operation, part), part.rank)
+                return Blame(refusals.condemned(operation, part), part.rank)
             if not part.reads:
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = part.is_abandoned and wants_source(part) and all(lease.dropping for lease in part.leases.values())
             if alone and not ways.serve(operation):
-                return _abandoned(operation)
+                return refusals.abandoned(operation)
         return None
 
 
@@ -457,65 +424,6 @@ def _uses(part: RankPart, version: Version) -> bool:
     return any(_holds(member, version) for member in mine)
 
 
-def _named(part: RankPart) -> bytes:
-    """The manifest that this rank's `resume` names, if the rank has sent it; else empty."""
-    named = part.begun is not None and part.begun.manifest_id == part.member.begun_id
-    return part.member.begun if named else b""
-
-
 def is_staged(operation: Operation) -> bool:
     """Whether its ranks overwrite nothing before it is committed."""
     return first_call(operation).staged
-
-
-def _abandoned(operation: Operation) -> Blame:
-    model, version = operation.group.model, operation.bound
-    text = (
-        f"version {version.number} of {model.name!r}: {LEFT}; "
-        f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
-    )
-    return Blame(VersionUnavailable(text))
-
-
-def _outlived(operation: Operation) -> Blame | None:
-    """Whether only this guest still keeps its version, and neither reads (as from a worker that is lost) nor has voted."""
-    model, version = operation.group.model, operation.version
-    assert version is not None
-    if not version.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
-        return None
-    text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
-    return Blame(VersionUnavailable(f"{text}; {held_text(model)}"))
-
-
-def _drifted(part: RankPart) -> tuple[int, int, str] | None:
-    """Two shards that are to be equal, are not, and one of them is what this rank reads."""
-    known = part.operation.bound.drifted
-    found = (known[first] for first in replicas.needed(part) if first in known) if known else iter(())
-    return part.drifted or next(found, None)
-
-
-def _not_equal(operation: Operation, one: int, other: int, where: str) -> IntegrityError:
-    version = operation.bound
-    return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {version.number}: ranks {one} and {other} of group "
-        f"{version.publisher.group!r} have published the same part of the model, and their bytes differ"
-        f"{where and f' ({where})'}: they are no replicas of each other any more. Look at what has drifted there, make them "
-        "equal, and publish again"
-    )
-
-
-def _condemned(operation: Operation, part: RankPart) -> IntegrityError:
-    return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: worker {part.member.worker.name!r} has served chunks with "
-        "other digests than were published, and does not say where they came from"
-    )
-
-
-def damaged(operation: Operation, part: RankPart) -> IntegrityError:
-    """What several sources have sent this rank arrived with other bytes than the sources have."""
-    sources, reader = ", ".join(map(repr, sorted(part.exonerated))), part.member.worker.name
-    return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: what rank {part.rank} got "
-        f"from {sources} does not have its digest, and {UNCHANGED}. The machine "
-        f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, or use another one"
-    )

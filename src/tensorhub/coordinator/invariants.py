@@ -7,12 +7,10 @@ that it names. What two entities say of each other is checked from both sides: s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import chain
 from typing import assert_never
 
-from tensorhub.coordinator.cluster import Cluster, layouts_used, selections_needed
+from tensorhub.coordinator.cluster import Cluster, layouts_used
 from tensorhub.coordinator.coverage import must_cover
 from tensorhub.coordinator.entities import (
     Group,
@@ -38,9 +36,7 @@ from tensorhub.coordinator.states import (
 )
 from tensorhub.coordinator.supply import is_filled_by
 from tensorhub.coordinator.waiting import waits_in
-from tensorhub.machine import InvariantBroken
-from tensorhub.manifest import id_of
-from tensorhub.messages import Rollback
+from tensorhub.machine import demand
 from tensorhub.types import OpKind, Purpose
 
 LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
@@ -66,72 +62,6 @@ def check(cluster: Cluster) -> None:
         _operation(cluster, operation)
     for lease in cluster.leases.values():
         _lease(cluster, lease)
-
-
-def check_counts(cluster: Cluster) -> None:
-    """The counters by which bounds are kept (`limits`) equal what there is. This is about everything at once: it is no part
-    of `check`, since `check_noted` must find whatever `check` finds.
-    """
-    kept = [
-        blob
-        for member in cluster.members.values()
-        for blob in (member.manifest, member.begun, *member.parts, *member.arranged)
-    ]
-    for version in (version for model in cluster.models.values() for version in model.versions.values()):
-        for layout in version.layouts:
-            kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
-            kept += [layout.description, layout.origins]
-            _demand(layout.parts.keys() <= layout.manifests.keys(), "parts are of known manifests", version)
-        needed = selections_needed(version)
-        _demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
-        named = all(
-            layout.described_as == (id_of(layout.description) if layout.description else "") for layout in version.layouts
-        )
-        _demand(named, "layouts are found by their descriptions", version)
-    _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
-    list_bytes = sum(testimony.nbytes for testimony in cluster.testimonies)
-    _demand(cluster.list_bytes == list_bytes, "lists of digests are counted", cluster.list_bytes)
-    versions = [version for model in cluster.models.values() for version in model.versions.values()]
-    _demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
-    for worker in cluster.workers.values():
-        nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts, *m.arranged))) for m in worker.members.values())
-        _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
-    _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
-    _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
-    operations = {operation.name: operation for operation in (*cluster.operations(), *cluster.records.values())}
-    _demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
-    pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
-    _demand(cluster.pins == pins, "pins are counted", cluster.pins)
-    waiting = [*cluster.pending_writes.values(), *(write for model in cluster.models.values() for write in model.unanswered)]
-    writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
-    guests = cluster.guests
-    for session in cluster.sessions.values():
-        _demand(session.pending_writes == writes[session.number], "what a session has asked for is counted", session)
-        watched = {name for name, sessions in cluster.watchers.items() if session.number in sessions}
-        _demand(session.watched == watched, "what a session watches is known", session)
-        mine = len(session.watched) if session.is_guest else 0
-        _demand(guests.watches.of(session.origin, session) == mine, "what a guest watches is counted", session)
-    _demand(all(cluster.watchers.values()), "what nobody watches is forgotten", cluster.watchers)
-    total = sum(map(len, cluster.watchers.values()))
-    _demand(cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()), "watches are counted", total)
-    readers = [member.worker for member in cluster.members.values() if member.worker.read_only]
-    for worker, registrations in Counter(readers).items():
-        counted = guests.registrations.of(worker.origin, worker)
-        _demand(counted == registrations, "a read-only worker's registrations are counted", worker)
-    _demand(guests.registrations.total == len(readers), "read-only registrations are counted", guests.registrations)
-    patches = Counter(
-        lease.holding.peers for lease in cluster.leases.values() if lease.partial and lease.state is LeaseState.ACTIVE
-    )
-    for version in (version for model in cluster.models.values() for version in model.versions.values()):
-        for there in (there for layout in version.layouts for there in layout.values()):
-            _demand(there.patches == patches[there], "partial leases are counted", version)
-    for model in cluster.models.values():
-        members = sum(not m.worker.read_only for group in model.groups.values() for m in group.members.values())
-        _demand(model.members == members, "a model's members are counted", model)
-        ordered = any(write.model is model for write in cluster.pending_writes.values())
-        of_guests = not model.is_of_workers and not ordered
-        _demand((model.name in cluster.guest_models) <= of_guests, "only guests wait for it", model)
-    _demand(cluster.guest_models <= cluster.models.keys(), "forgotten models are forgotten", cluster.guest_models)
 
 
 def check_noted(cluster: Cluster) -> None:
@@ -178,29 +108,24 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
     return found
 
 
-def _demand(holds: bool, what: str, about: object) -> None:
-    if not holds:
-        raise InvariantBroken(f"{what}: {about!r}. Story:\n{getattr(about, 'story', '')}")
-
-
 def _worker(cluster: Cluster, worker: Worker) -> None:
     incarnation = worker.incarnation
     if cluster.workers.get(incarnation) is not worker:
-        _demand(worker.state is WorkerState.LOST and not worker.members, "only lost workers are forgotten", worker)
+        demand(worker.state is WorkerState.LOST and not worker.members, "only lost workers are forgotten", worker)
         return
-    _demand(worker.state is not WorkerState.LOST, "lost workers are forgotten", worker)
-    _demand(incarnation not in cluster.lost, "a lost incarnation never comes back", worker)
-    _demand(("worker", incarnation) in cluster.timers, "every worker has a lease deadline", worker)
+    demand(worker.state is not WorkerState.LOST, "lost workers are forgotten", worker)
+    demand(incarnation not in cluster.lost, "a lost incarnation never comes back", worker)
+    demand(("worker", incarnation) in cluster.timers, "every worker has a lease deadline", worker)
     if worker.session is None:
-        _demand(worker.state is WorkerState.SUSPECT, "a live worker is connected", worker)
+        demand(worker.state is WorkerState.SUSPECT, "a live worker is connected", worker)
     else:
         session = cluster.sessions.get(worker.session)
-        _demand(session is not None and session.worker is worker, "a worker's session is its own", worker)
-    _demand(not (worker.read_only and worker.host_bytes), "a read-only worker lends no memory", worker)
+        demand(session is not None and session.worker is worker, "a worker's session is its own", worker)
+    demand(not (worker.read_only and worker.host_bytes), "a read-only worker lends no memory", worker)
     for registration, member in worker.members.items():
-        _demand(not (worker.read_only and member.serves), "a read-only worker serves nobody", member)
-        _demand(cluster.members.get(registration) is member, "a worker's members are members", member)
-        _demand(member.worker is worker, "a member belongs to its worker", member)
+        demand(not (worker.read_only and member.serves), "a read-only worker serves nobody", member)
+        demand(cluster.members.get(registration) is member, "a worker's members are members", member)
+        demand(member.worker is worker, "a member belongs to its worker", member)
         if member.holding is not None:
             _ordered(member.holding)
 
@@ -209,25 +134,25 @@ def _member(cluster: Cluster, member: Member) -> None:
     group, registration = member.group, member.registration
     if cluster.members.get(registration) is not member:
         elsewhere = member.worker.members.get(registration) is member or group.members.get(member.rank) is member
-        _demand(not elsewhere and member.holding is None, "who is no member any more is forgotten everywhere", member)
+        demand(not elsewhere and member.holding is None, "who is no member any more is forgotten everywhere", member)
         return
-    _demand(member.worker.members.get(registration) is member, "a member belongs to its worker", member)
-    _demand(group.members.get(member.rank) is member, "a member belongs to its group", member)
-    _demand(group.model.groups.get(group.name) is group, "a member's group exists", member)
+    demand(member.worker.members.get(registration) is member, "a member belongs to its worker", member)
+    demand(group.members.get(member.rank) is member, "a member belongs to its group", member)
+    demand(group.model.groups.get(group.name) is group, "a member's group exists", member)
     if member.holding is not None:
         version = member.holding.version
         known = any(member.holding.layout is layout for layout in version.layouts)
-        _demand(known and member.holding in member.holding.peers, "what is held is a candidate", member)
+        demand(known and member.holding in member.holding.peers, "what is held is a candidate", member)
         _candidate(cluster, version, member.holding.layout, member.shard, member.holding)
         _held(member, member.holding)
     for holding in member.leaving:
-        _demand(holding.leaving, "what is withdrawn takes no readers", holding)
-        _demand(holding not in holding.peers, "a leaving holding is no candidate", holding)
+        demand(holding.leaving, "what is withdrawn takes no readers", holding)
+        demand(holding not in holding.peers, "a leaving holding is no candidate", holding)
         _held(member, holding)
     for ident, lease in member.reads.items():
-        _demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
+        demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
     is_copy = group.model.copies.get(registration) is member
-    _demand(is_copy == (member.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
+    demand(is_copy == (member.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
     withdrawal = group.model.withdrawals.get(registration)
     if withdrawal is not None:
         _withdrawal(cluster, group.model, withdrawal)
@@ -247,45 +172,45 @@ def _is_fed(holding: Holding) -> bool:
 
 
 def _held(member: Member, holding: Holding) -> None:
-    _demand(holding.version.info.model == member.group.model.name, "a model's versions are its own", holding)
-    _demand(holding.verified or not holding.complete, "what is complete is verified", holding)
-    _demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
-    _demand(holding.member is member, "a holding is one member's", holding)
+    demand(holding.version.info.model == member.group.model.name, "a model's versions are its own", holding)
+    demand(holding.verified or not holding.complete, "what is complete is verified", holding)
+    demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
+    demand(holding.member is member, "a holding is one member's", holding)
     readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
-    _demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
+    demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
     guests = sum(worker.read_only for worker in readers)
-    _demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
+    demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
     for ident, lease in holding.readers.items():
-        _demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
-        _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
+        demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
+        demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
 
 
 def _model(cluster: Cluster, model: Model) -> None:
     visible = [v.number for v in model.versions.values() if v.visible]
-    _demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
-    _demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
+    demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
+    demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
-    _demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
+    demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
     retained = model.retained()
     for number, version in model.versions.items():
-        _demand(version.number == number, "a version is filed under its number", version)
+        demand(version.number == number, "a version is filed under its number", version)
         _retained(version, retained)
     for registration, member in model.unaware.items():
         waited_for = member.holding is not None and not member.holding.kept and member.registration == registration
-        _demand(waited_for, "only who has to acknowledge is waited for", member)
+        demand(waited_for, "only who has to acknowledge is waited for", member)
     for registration, copy in model.copies.items():
-        _demand(copy.registration == registration, "copies are filed by registration", copy)
+        demand(copy.registration == registration, "copies are filed by registration", copy)
         _copy(cluster, model, copy)
     for ident, handover in model.handovers.items():
-        _demand(handover.copy == ident, "handovers are filed by their copy", model.name)
-        _demand(("handover", ident) in cluster.timers, "a handover ends", model.name)
-        _demand(handover.registered == (ident in model.copies), "a handover knows its copy", model.name)
+        demand(handover.copy == ident, "handovers are filed by their copy", model.name)
+        demand(("handover", ident) in cluster.timers, "a handover ends", model.name)
+        demand(handover.registered == (ident in model.copies), "a handover knows its copy", model.name)
     for pin in model.pins.values():
         pinned = model.versions.get(pin.number)
-        _demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
-        _demand(pin.incarnation not in cluster.lost, "a lost worker's pins end with it", pin)
+        demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
+        demand(pin.incarnation not in cluster.lost, "a lost worker's pins end with it", pin)
     for registration, withdrawal in model.withdrawals.items():
-        _demand(withdrawal.holding.member.registration == registration, "withdrawals are filed by registration", withdrawal)
+        demand(withdrawal.holding.member.registration == registration, "withdrawals are filed by registration", withdrawal)
         _withdrawal(cluster, model, withdrawal)
 
 
@@ -293,47 +218,47 @@ def _version(cluster: Cluster, version: Version) -> None:
     model = cluster.models.get(version.info.model)
     if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(layout.has_holders for layout in version.layouts)
-        _demand(gone, "only discarded and retired versions are forgotten", version)
-        _demand(
+        demand(gone, "only discarded and retired versions are forgotten", version)
+        demand(
             not version.bound and not version.guests_bound, "no operation is bound to a version that is no more", version
         )  # R2
         return
-    _demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
+    demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
     for operation in (*version.bound.values(), *version.guests_bound.values()):
-        _demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
-    _demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
-    _demand(version.lineage <= model.lineage, "lineages only grow", version)
+        demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
+    demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
+    demand(version.lineage <= model.lineage, "lineages only grow", version)
     if version.state is VersionState.STAGED:
         _staged(cluster, model, version)
     else:
         _available(version)
-    _demand(
+    demand(
         not any(layout.uncounted or layout.has_grown for layout in version.layouts),
         "what has changed is counted, and has woken who waits",
         version,
     )
     shards = [*range(version.info.world_size)]
     staged = version.state is VersionState.STAGED and not version.holdings
-    _demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
+    demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
     _retained(version, model.retained())
-    _demand(version.holdings.layout_id == version.layout_id, "what is published has a layout", version)
-    _demand(not (staged and version.others), "nobody holds what is not published", version)
+    demand(version.holdings.layout_id == version.layout_id, "what is published has a layout", version)
+    demand(not (staged and version.others), "nobody holds what is not published", version)
     for layout in version.layouts:
         for shard, there in layout.items():
             for holding in there:
                 _candidate(cluster, version, layout, shard, holding)
             _counted(version, there)
         broken = sum(not any(h.complete for h in there) for there in layout.values())
-        _demand(layout.broken == broken, "shards that nobody holds all of are counted", version)
+        demand(layout.broken == broken, "shards that nobody holds all of are counted", version)
         sourceless = sum(not any(h.is_source for h in there) for there in layout.values())
-        _demand(layout.sourceless == sourceless, "shards without a source are counted", version)
+        demand(layout.sourceless == sourceless, "shards without a source are counted", version)
     used = layouts_used(version)
     for key, layout in version.others.items():
-        _demand((layout.layout_id, layout.origin_id) == key, "layouts are filed by their ids", layout)
-        _demand(id(layout) in used, "a layout in which nobody holds or fills a version is forgotten", layout)
-        _demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
+        demand((layout.layout_id, layout.origin_id) == key, "layouts are filed by their ids", layout)
+        demand(id(layout) in used, "a layout in which nobody holds or fills a version is forgotten", layout)
+        demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
         lie = (layout.parts.get(shard) for shard in layout if layout[shard])
-        _demand(all(lie) or not version.is_kept, "where a shard lies is known of who holds it in another layout", layout)
+        demand(all(lie) or not version.is_kept, "where a shard lies is known of who holds it in another layout", layout)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -341,26 +266,26 @@ def _staged(cluster: Cluster, model: Model, version: Version) -> None:
     known = [group.operation] if group is not None and group.operation is not None else []
     known += [op for op in cluster.records.values() if op not in known]  # of a dissolved group
     publishing = [op for op in known if op.version is version]
-    _demand(len(publishing) == 1, "a staged version has one undecided publish", version)
-    _demand(publishing[0].kind is OpKind.PUBLISH, "only a publish stages", version)
-    _demand(not any(version.holdings.values()), "a staged version has no sources", version)  # G4
+    demand(len(publishing) == 1, "a staged version has one undecided publish", version)
+    demand(publishing[0].kind is OpKind.PUBLISH, "only a publish stages", version)
+    demand(not any(version.holdings.values()), "a staged version has no sources", version)  # G4
 
 
 def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
-    _demand(available == version.is_held, "available means that every shard is held", version)
+    demand(available == version.is_held, "available means that every shard is held", version)
     left = any(layout.abandoned and layout.have_sources() for layout in version.layouts)
-    _demand(not left, "nobody has left for good what is held", version)  # R12
+    demand(not left, "nobody has left for good what is held", version)  # R12
 
 
 def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holding], shard: int, holding: Holding) -> None:
     filed = holding.version is version and holding.layout is layout and holding.shard == shard
-    _demand(filed, "a holding is filed under its version and layout", holding)
-    _demand(not holding.leaving, "a leaving holding is no candidate", holding)
-    _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
-    _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
-    _demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
-    _demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
+    demand(filed, "a holding is filed under its version and layout", holding)
+    demand(not holding.leaving, "a leaving holding is no candidate", holding)
+    demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
+    demand(holding.member.holding is holding, "a holding is what its member holds", holding)
+    demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
+    demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
     _ordered(holding)
     _told(holding)
 
@@ -369,8 +294,8 @@ def _counted(version: Version, there: Holders[Holding]) -> None:
     """What is kept of a shard's holdings is what a look at all of them says."""
     kept = (there.complete, there.sources, there.live_sources)
     counts = tuple(map(sum, zip(*(holding.counted.counts for holding in there), strict=True))) or (0, 0, 0)
-    _demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
-    _demand(all(holding in there for holding in there.steady), "only those who are there are known", version)
+    demand(kept == counts, f"a shard's holdings are counted: {kept}, {counts}", version)
+    demand(all(holding in there for holding in there.steady), "only those who are there are known", version)
 
 
 def _ordered(holding: Holding) -> None:
@@ -378,48 +303,48 @@ def _ordered(holding: Holding) -> None:
     of_fed, of_stranded = (None, now.standing) if now.is_stranded else (now.standing, None)
     there = holding.peers
     kept = there.counted(holding)
-    _demand(kept == (now.counts, of_fed, of_stranded), "sources are kept in order", holding)
-    _demand((holding in there.steady) == holding.is_steady, "sources that are not spot are known", holding)  # R4
+    demand(kept == (now.counts, of_fed, of_stranded), "sources are kept in order", holding)
+    demand((holding in there.steady) == holding.is_steady, "sources that are not spot are known", holding)  # R4
 
 
 def _retained(version: Version, retained: Collection[int]) -> None:
     told = version.retained == (version.number in retained)
-    _demand(told or not any(version.holdings.values()), "holders are told what is retained", version)  # R4
+    demand(told or not any(version.holdings.values()), "holders are told what is retained", version)  # R4
 
 
 def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot and not holding.bridges
     model, registration = holding.member.group.model, holding.member.registration
-    _demand(holding.told == keep or holding in model.notices, "who must not leave at will was told so", holding)  # R4
+    demand(holding.told == keep or holding in model.notices, "who must not leave at will was told so", holding)  # R4
     unaware = registration in model.unaware
-    _demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
+    demand(unaware != holding.kept, "whose acknowledgement is waited for is known", holding)  # R4
 
 
 def _copy(cluster: Cluster, model: Model, member: Member) -> None:
     registered = cluster.members.get(member.registration) is member and member.group.model is model
-    _demand(registered and member.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
+    demand(registered and member.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
 
 
 def _group(cluster: Cluster, group: Group) -> None:
     if group.model.groups.get(group.name) is not group:
-        _demand(not group.members, "a group with members exists", group.name)
-        _demand(group.model.serving.get(group.name) is not group, "one that is gone serves nobody", group.name)
+        demand(not group.members, "a group with members exists", group.name)
+        demand(group.model.serving.get(group.name) is not group, "one that is gone serves nobody", group.name)
     steady = not group.spot and group.model.serving.get(group.name) is group
-    _demand((group.model.steady.get(group.name) is group) == steady, "groups that are not spot are known", group.name)
-    _demand(
+    demand((group.model.steady.get(group.name) is group) == steady, "groups that are not spot are known", group.name)
+    demand(
         group.spot == any(member.spot for member in group.members.values()), "a group with a spot rank is spot", group.name
     )
     for rank, member in group.members.items():
         serving = not member.serves or group.model.serving.get(group.name) is group
-        _demand(serving, "groups whose memory serves others are known", member)
-        _demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
-        _demand(member.group is group, "a member belongs to its group", member)
-        _demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
+        demand(serving, "groups whose memory serves others are known", member)
+        demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
+        demand(member.group is group, "a member belongs to its group", member)
+        demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
         if member.holding is not None:
             _told(member.holding)
-    _demand(group not in cluster.renumbered, "ranks are told their epoch", group.name)
+    demand(group not in cluster.renumbered, "ranks are told their epoch", group.name)
     torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
-    _demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
+    demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
     for replica in group.replicas:
         _replica(cluster, group, replica)
     if group.operation is not None:
@@ -428,80 +353,80 @@ def _group(cluster: Cluster, group: Group) -> None:
 
 def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     version = replica.version
-    _demand(replica.group is group, "a replica is its group's", replica)
-    _demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
-    _demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
+    demand(replica.group is group, "a replica is its group's", replica)
+    demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
+    demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
     drains = replica.state is ReplicaState.DRAINING
-    _demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again", replica)  # G7
+    demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again", replica)  # G7
     if version.visible:
         _available(version)
     for rank, holding in replica.holdings.items():
-        _demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
-        _demand(holding.replica is replica, "a holding is one replica's", holding)
-        _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
+        demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
+        demand(holding.replica is replica, "a holding is one replica's", holding)
+        demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
         if replica.state is ReplicaState.READY:
-            _demand(holding.committed, "a ready replica's holdings are committed", replica)  # G4
-        _demand(holding.leaving or not holding.quarantined, "what is quarantined is no source", holding)  # R8
+            demand(holding.committed, "a ready replica's holdings are committed", replica)  # G4
+        demand(holding.leaving or not holding.quarantined, "what is quarantined is no source", holding)  # R8
         if not holding.leaving:
-            _demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
-            _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
+            demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
+            demand(holding.member.holding is holding, "a holding is what its member holds", holding)
 
 
 def _operation(cluster: Cluster, operation: Operation) -> None:
     group, parts = operation.group, operation.parts.values()
     recorded = operation.record is not None and cluster.records.get(operation.record) is operation
     if operation.decided:
-        _demand(group.operation is not operation and not recorded, "a decided operation is over", operation)
-        _demand(not any(part.leases for part in parts), "nobody reads for a decided operation", operation)
+        demand(group.operation is not operation and not recorded, "a decided operation is over", operation)
+        demand(not any(part.leases for part in parts), "nobody reads for a decided operation", operation)
         return
-    _demand(group.operation is operation, "an undecided operation is its group's", operation)
-    _demand(operation.key not in group.decided, "no operation is decided twice", operation)
-    _demand(bool(operation.parts), "somebody called", operation)
+    demand(group.operation is operation, "an undecided operation is its group's", operation)
+    demand(operation.key not in group.decided, "no operation is decided twice", operation)
+    demand(bool(operation.parts), "somebody called", operation)
     all_voted = all(part.voted for part in parts)
     version = operation.version
     known = version is None or group.model.versions.get(version.number) is version
-    _demand(known, "no operation is bound to a version that is no more", operation)  # R2
+    demand(known, "no operation is bound to a version that is no more", operation)  # R2
     bound = version is None or version.bound_with(operation).get(operation.key) is operation
-    _demand(bound, "a version knows the operations that are bound to it", operation)
+    demand(bound, "a version knows the operations that are bound to it", operation)
     if operation.state is OperationState.PREPARED:
-        _demand(all_voted, "prepared means that every rank voted", operation)
-        _demand(recorded and version is not None, "a prepared operation is bound, and being recorded", operation)
+        demand(all_voted, "prepared means that every rank voted", operation)
+        demand(recorded and version is not None, "a prepared operation is bound, and being recorded", operation)
     else:
         timed = ("operation", operation.name) in cluster.timers
-        _demand(timed or all_voted, "every wait ends", operation)
+        demand(timed or all_voted, "every wait ends", operation)
     running = operation.state is OperationState.RUNNING
     if running:
-        _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
-    _demand(not operation.writing or operation.covers or not must_cover(operation), "who writes reads everything", operation)
+        demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
+    demand(not operation.writing or operation.covers or not must_cover(operation), "who writes reads everything", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
-    _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
+    demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
     if not cluster.is_woken(operation):  # it will be looked at
         filed = [id(each) for each in operation.filed_in]
-        _demand(filed == [id(each) for each in waits_in(operation)], WAITS, operation)  # G7
-        _demand(all(each.get(operation.key) is operation for each in operation.filed_in), WAITS, operation)  # G7
+        demand(filed == [id(each) for each in waits_in(operation)], WAITS, operation)  # G7
+        demand(all(each.get(operation.key) is operation for each in operation.filed_in), WAITS, operation)  # G7
     for rank, part in operation.parts.items():
-        _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
+        demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         if part.member.holding is not None:
             _ordered(part.member.holding)
         for lease in part.leases.values():
-            _demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
-            _demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
-            _demand(running, "only running operations read", lease)
-            _demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
+            demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
+            demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
+            demand(running, "only running operations read", lease)
+            demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
 
 
 def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     holding = withdrawal.holding
-    _demand(not withdrawal.granted, "granted withdrawals are over", holding)
-    _demand(("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding)
+    demand(not withdrawal.granted, "granted withdrawals are over", holding)
+    demand(("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding)
     if withdrawal.begun:
-        _demand(holding.leaving and holding.active_readers > 0, "a withdrawal waits for readers", holding)
+        demand(holding.leaving and holding.active_readers > 0, "a withdrawal waits for readers", holding)
     else:
         pressing = model.pressing.get(holding.member.registration) is withdrawal
-        _demand(pressing, "who waits for another holder is looked at", holding)  # G7
+        demand(pressing, "who waits for another holder is looked at", holding)  # G7
         retained = holding.version.number in model.retained()
         waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
-        _demand(not holding.leaving and waits, "who waits to leave a retained version serves on", holding)  # G5
+        demand(not holding.leaving and waits, "who waits to leave a retained version serves on", holding)  # G5
 
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:
@@ -511,22 +436,22 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
     if withdrawal is not None and withdrawal.holding is holding:
         _withdrawal(cluster, model, withdrawal)
     if cluster.leases.get(lease.id) is not lease:
-        _demand(lease.state in (LeaseState.FENCED, LeaseState.RELEASED), "only ended leases are forgotten", lease)
+        demand(lease.state in (LeaseState.FENCED, LeaseState.RELEASED), "only ended leases are forgotten", lease)
         indexes = (holding.readers, holding.member.group.model.leases, part.leases, part.member.reads)
-        _demand(not any(lease.id in each for each in indexes), "ended leases are forgotten", lease)
+        demand(not any(lease.id in each for each in indexes), "ended leases are forgotten", lease)
         return
-    _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
-    _demand(holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
-    _demand(holding.member.group.model.leases.get(lease.id) is lease, "a model knows its leases", lease)
+    demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
+    demand(holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
+    demand(holding.member.group.model.leases.get(lease.id) is lease, "a model knows its leases", lease)
     if lease.state is LeaseState.ACTIVE:
         operation = part.operation
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
-        _demand(known, "a reader knows its leases", lease)
-        _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
-        _demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
-        _demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9
+        demand(known, "a reader knows its leases", lease)
+        demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
+        demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
+        demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9
     else:
-        _demand(lease.id not in part.leases, "a part's leases are active", lease)
+        demand(lease.id not in part.leases, "a part's leases are active", lease)
 
 
 def _cyclic(start: Holding) -> bool:

@@ -9,13 +9,12 @@ If the publisher's list is not complete, the publisher is asked for the rest. If
 it directly say what it said to them. If nobody is left who did, whoever holds the chunks is asked. Once a root is known,
 nobody has to be trusted: a list from anybody is right if it has that root.
 
-Responsible for lists and roots, for who is asked, and for which votes count. Not responsible for who is to blame
+Responsible for lists and roots, and for which votes count. Not responsible for who is asked (`tellers`), for who is to blame
 (`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tensorhub.coordinator import bridges, limits, replicas
@@ -26,14 +25,13 @@ from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, Ra
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.tellers import Tellers, all_of
 from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
-from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
+from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, digests_bytes_max
 from tensorhub.types import READ_ONLY, OpKind
 
-ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless only the publisher's word can decide
-NOBODY = "nobody"  # has published it, as far as is known
 COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or its word, is not believed any more
 
 
@@ -45,6 +43,7 @@ class Testimonies:
     _readers: Readers
     _holdings: Holdings
     _corruption_checks: CorruptionChecks
+    _tellers: Tellers
     _recording: dict[int, Version] = field(default_factory=dict, init=False)  # whose roots are on their way to the store
 
     # -- votes
@@ -108,8 +107,8 @@ class Testimonies:
             testimony.answered.clear()
             return Blame(_no_room(testimony), part.rank)
         elif not testimony.root or not testimony.is_there:
-            self._ask(testimony)
-            is_awaited = part.page is not None or self._is_anybody_awaited(testimony)
+            self._tellers.ask(testimony)
+            is_awaited = part.page is not None or self._tellers.is_anybody_awaited(testimony)
             if need is not None and not is_awaited and bridges.must_enclose(part, need):
                 if part.comparisons >= COMPARISONS_MAX:
                     return Blame(_unlike(part.operation, part), part.rank)
@@ -187,7 +186,7 @@ class Testimonies:
         own = [self.of(version, shard) for shard in shards]
         for each in own:
             if not each.root:
-                self._ask(each)
+                self._tellers.ask(each)
         if any(each.root for each in own):
             part.compares = need
             part.page, part.page_session = 0, part.member.worker.session
@@ -214,7 +213,7 @@ class Testimonies:
         if testimony is None:
             return
         asked = member.registration in testimony.asked
-        is_publishers = holding is not None and holding is self._publisher(testimony)
+        is_publishers = holding is not None and holding is self._tellers.publisher(testimony)
         if not testimony.width or not (asked or (is_publishers and not testimony.root)):
             return  # once a root is known, one worker tells all: mixed words of several would accuse whoever tells the last
         testimony.silent.discard(member.registration)
@@ -229,7 +228,7 @@ class Testimonies:
     def _told_nothing(self, member: Member, message: Digests) -> None:
         """It does not hold that any more."""
         for version in member.group.model.versions.values():
-            for testimony in _all_of(version):
+            for testimony in all_of(version):
                 asked = testimony.asked.get(member.registration)
                 if asked is not None and asked[1] == message.generation:
                     del testimony.asked[member.registration]
@@ -296,7 +295,7 @@ class Testimonies:
         root, version = root_of(testimony.values), testimony.version
         if testimony.root and root != testimony.root:  # who told this does not hold what it says
             self._cluster.forget_list(testimony)
-            if teller is not None and teller.committed and not self._is_publisher(teller):
+            if teller is not None and teller.committed and not self._tellers.is_publisher(teller):
                 self._corruption_checks.condemn(teller)
             return
         testimony.root = root
@@ -313,8 +312,8 @@ class Testimonies:
         shards, are_known = version.holdings.classes[first], True
         for testimony in [self.of(version, shard) for shard in shards] if len(shards) > 1 else ():
             publisher = testimony.publisher
-            if publisher is not None and testimony.width and not testimony.root and self._can_tell(publisher):
-                self._ask_one(testimony, publisher.member, publisher.generation, "")
+            if publisher is not None and testimony.width and not testimony.root and self._tellers.can_tell(publisher):
+                self._tellers.ask_one(testimony, publisher.member, publisher.generation, "")
                 are_known = are_known and publisher.member.registration in testimony.answered
         return are_known
 
@@ -342,128 +341,6 @@ class Testimonies:
         if version is not None and failed:
             version.roots_stored = False
             self._cluster.note(version)
-
-    # -- who is asked
-
-    def _ask(self, testimony: Testimony) -> None:
-        """Ask for what is not known yet: one worker at a time, where one is enough."""
-        due = "digests", testimony.version.info.model
-        if due not in self._cluster.timers:
-            self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
-        for registration, (session, _) in list(testimony.asked.items()):
-            member = self._cluster.members.get(registration)
-            if member is None or (member.worker.session not in (session, None)):
-                del testimony.asked[registration]  # it is gone, or has not heard the question
-        publisher = self._publisher(testimony)
-        # Of a selection its holders have made the digests themselves: these do not count.
-        is_selected = testimony.need is not None and testimony.origin_id == testimony.version.holdings.described_as
-        if not testimony.root and (publisher is not None or is_selected):
-            answered = publisher is None or publisher.member.registration in testimony.answered
-            if publisher is not None and not answered and self._can_tell(publisher):
-                self._ask_one(testimony, publisher.member, publisher.generation, "")
-                return
-            if not testimony.second_hand:
-                origin = NOBODY if publisher is None else publisher.member.registration
-                for member, generation in self._witnesses(testimony):
-                    if not is_selected or member.holding is None or member.holding.bridges:
-                        self._ask_one(testimony, member, generation, origin)
-                if testimony.asked or is_selected:
-                    return
-                testimony.second_hand = True
-                testimony.answered.clear()
-        if not testimony.asked:
-            self._ask_next(testimony)
-
-    def _is_anybody_awaited(self, testimony: Testimony) -> bool:
-        """Whether somebody may still tell it. A publisher that is out of touch comes back, or is lost; until then nobody
-        else's word counts.
-        """
-        publisher = self._publisher(testimony)
-        if publisher is not None and self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
-            return True
-        return bool(testimony.asked)
-
-    def _publisher(self, testimony: Testimony) -> Holding | None:
-        """Whose word decides. Of a class, that is the publisher of the first shard that is left, if one is."""
-        version = testimony.version
-        if testimony.need is None or testimony.origin_id != version.holdings.described_as:
-            return testimony.publisher
-        known = [version.testimonies.get(shard) for shard in version.holdings.classes.get(testimony.shard, ())]
-        publishers = [each.publisher for each in known if each is not None and each.publisher is not None]
-        last = testimony.publisher or next(iter(publishers), None)  # others may have read from it
-        tellers = list(filter(self._can_tell, publishers))
-        aware = (teller for teller in tellers if teller.member.registration not in testimony.unaware)
-        publisher = next(aware, None) or next(iter(tellers), last)
-        if publisher is not testimony.publisher:
-            if testimony.publisher is not None and not testimony.root:  # of one who tells it, all or nothing
-                self._cluster.forget_list(testimony)
-                testimony.asked.clear()
-                testimony.answered.clear()
-                testimony.second_hand = False
-            testimony.publisher = publisher
-        return publisher
-
-    @staticmethod
-    def _is_publisher(holding: Holding) -> bool:
-        testimony = holding.version.testimonies.get(holding.shard)
-        return not holding.bridges and testimony is not None and testimony.publisher is holding
-
-    def _ask_next(self, testimony: Testimony) -> None:
-        publisher = self._publisher(testimony)
-        first = [publisher] if publisher is not None and self._can_tell(publisher) else []
-        for member, generation in [*((h.member, h.generation) for h in first), *self._witnesses(testimony)]:
-            if member.registration not in testimony.answered and member.worker.session is not None:
-                if testimony.root:
-                    self._cluster.forget_list(testimony)  # of one who tells it, all or nothing
-                self._ask_one(testimony, member, generation, "")
-                return
-
-    def overdue(self, model_name: str) -> None:
-        """Nobody waits any longer for those who say nothing. Once everybody has been asked, all are asked again."""
-        model = self._cluster.models.get(model_name)
-        if model is None:
-            return
-        for version in model.versions.values():
-            for testimony in _all_of(version):
-                publisher = testimony.publisher
-                if testimony.is_there or (
-                    not testimony.root and publisher is not None and publisher.member.registration in testimony.asked
-                ):
-                    continue
-                if not testimony.asked:
-                    testimony.answered.clear()
-                for registration in testimony.silent & testimony.asked.keys():
-                    del testimony.asked[registration]
-                    testimony.answered.add(registration)
-                testimony.silent = set(testimony.asked)
-            self._cluster.wake_all(version.starving)
-
-    def _ask_one(self, testimony: Testimony, member: Member, generation: int, origin: str) -> None:
-        registration, session = member.registration, member.worker.session
-        if registration not in testimony.asked and registration not in testimony.answered and session is not None:
-            testimony.asked[registration] = session, generation
-            of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
-            self._cluster.tell(member, TellDigests(registration, generation, origin, *of))
-
-    def _witnesses(self, testimony: Testimony) -> Iterator[tuple[Member, int]]:
-        """Who has chunks of that shard, and under which generation; first those who claim to have all chunks. Once a root is
-        known, readers that fill are not asked: their list is not the published one yet.
-        """
-        version, seen = testimony.version, set[str]()
-        running = [] if testimony.root else version.bound.values()  # no guests': there may be very many
-        parts = [p for o in running for p in o.parts.values() if p.reading and _reads(p, testimony)]
-        for part in sorted(parts, key=lambda p: p.claim is None):
-            seen.add(part.member.registration)
-            yield part.member, part.call.generation
-        for holding in _holders(testimony):
-            if holding.member.registration not in seen and (holding.committed or not testimony.root):
-                yield holding.member, holding.generation
-
-    def _can_tell(self, holding: Holding) -> bool:
-        """Whether its owner still has it, as it was published."""
-        member = holding.member
-        here = self._cluster.members.get(member.registration) is member and not holding.quarantined
-        return here and (member.holding is holding or holding in member.leaving)
 
     @staticmethod
     def _about(member: Member, generation: int) -> tuple[Holding | None, Version, LayoutHoldings[Holding]] | None:
@@ -511,33 +388,6 @@ def _is_workers(testimony: Testimony) -> bool:
     others = testimony.version.others.values()
     workers = [each for each in others if not each.layout_id.startswith(READ_ONLY)]
     return any(testimony.need in needs for each in workers for needs in each.needs.values())
-
-
-def _all_of(version: Version) -> Iterator[Testimony]:
-    yield from version.testimonies.values()
-    yield from version.selections.values()
-
-
-def _reads(part: RankPart, testimony: Testimony) -> bool:
-    """Whether that rank fills what the testimony is of."""
-    if testimony.need is not None:
-        return part.needs is not None and testimony.need in part.needs and part.layout.origin_id == testimony.origin_id
-    return part.shard == testimony.shard and not part.bridges
-
-
-def _holders(testimony: Testimony) -> Iterator[Holding]:
-    """Who may hold what it is of. Of a selection those come first who have read just that."""
-    version, need, origin_id = testimony.version, testimony.need, testimony.origin_id
-    if need is None:
-        yield from version.holdings.get(testimony.shard, ())
-        return
-    for layout in version.others.values():
-        for shard, needs in layout.needs.items():
-            if need in needs and layout.origin_id == origin_id:
-                yield from layout[shard]
-    for origin in version.described_as(origin_id):
-        for shard in origin.classes.get(testimony.shard, ()):
-            yield from origin[shard]
 
 
 def _no_room(testimony: Testimony) -> StateError:

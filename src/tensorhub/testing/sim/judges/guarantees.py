@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from math import inf
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
-from tensorhub.coordinator.fills import LEFT, UNCHANGED
+from tensorhub.coordinator.refusals import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
