@@ -16,7 +16,7 @@ from typing import Literal
 import xxhash
 
 from benches.comparison.threads import in_threads
-from tensorhub.memory.tensors import address_of, bytes_at
+from tensorhub.memory.addresses import address_of, bytes_at
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.nixl.agents import Exposures, make_agent
 from tensorhub.transport.one_sided import Piece, cut_up

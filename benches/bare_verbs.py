@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tensorhub.memory.tensors import address_of
+from tensorhub.memory.addresses import address_of
 from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import usable_ports
 from tensorhub.transport.rdma.verbs import Fabric, Queue, ReaderQueue, register, verbs

@@ -18,7 +18,7 @@ from tensorhub import errors, sync
 from tensorhub.hub import Hub
 from tensorhub.manifest import Manifest
 from tensorhub.memory.allocated import AllocatedMemory
-from tensorhub.memory.tensors import MappedRegions
+from tensorhub.memory.regions import MappedRegions
 from tensorhub.messages import Outcome, ToRank
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.runtime.worker.calling import CallersHandle

@@ -12,7 +12,7 @@ import torch
 from tensorhub.hub import Hub
 from tensorhub.manifest import Manifest
 from tensorhub.memory.allocated import AllocatedMemory
-from tensorhub.memory.tensors import MappedRegions
+from tensorhub.memory.regions import MappedRegions
 from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.runtime.reports import pull_phases
 from tensorhub.tools import fetch_into

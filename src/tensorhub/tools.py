@@ -13,7 +13,7 @@ from tensorhub.arguments import check_ranks
 from tensorhub.errors import InvalidValue, read_only_refusal, shown
 from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration
-from tensorhub.memory.tensors import CallersMemory, FilledMemory
+from tensorhub.memory.regions import CallersMemory, FilledMemory
 from tensorhub.memory.unallocated import Described
 from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports

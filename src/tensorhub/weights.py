@@ -20,7 +20,7 @@ from tensorhub.errors import (
     shown,
     text_of,
 )
-from tensorhub.memory.tensors import CallersMemory
+from tensorhub.memory.regions import CallersMemory
 from tensorhub.opening import Block, Unpicklable
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.ports import ThreadPort

@@ -24,7 +24,8 @@ from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StaleWeightsWarning, StateError, TensorHubError
-from tensorhub.memory.tensors import RegisteredMemory, copy_bytes
+from tensorhub.memory.addresses import copy_bytes
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.strided_target import bytes_of

@@ -23,8 +23,9 @@ from tensorhub.memory.checkpoint import FORMAT, Checkpoint, Index, find_files
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.files import READ_BYTES, FileMemory
+from tensorhub.memory.regions import MappedRegions
 from tensorhub.memory.safetensors import make_header, read_header
-from tensorhub.memory.tensors import MappedRegions, RegisteredMemory
+from tensorhub.memory.tensors import RegisteredMemory
 from tests.memory.views import views
 
 CHUNK_BYTES = 4096

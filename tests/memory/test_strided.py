@@ -16,9 +16,9 @@ from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory import strided
+from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.memory.strided import BLOCK_BYTES, BUFFER_BYTES, LONG_RUN_BYTES, Stream, Strided, blocks, gather, runs
-from tensorhub.memory.tensors import address_of, copy_bytes
 from tensorhub.strips import Strip, straight
 from tensorhub.testing.strided_target import bytes_of
 from tests.cuda.double import Double

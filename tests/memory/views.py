@@ -1,6 +1,6 @@
 """Regions that the CPU can address."""
 
-from tensorhub.memory.tensors import MappedRegions
+from tensorhub.memory.regions import MappedRegions
 
 
 def views(mapped: MappedRegions) -> list[memoryview]:

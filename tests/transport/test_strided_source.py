@@ -12,8 +12,8 @@ import pytest
 
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Selection
+from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Stream, blocks
-from tensorhub.memory.tensors import address_of
 from tensorhub.strips import Strip, straight
 from tensorhub.transport import dialect
 from tensorhub.transport.base import Destination

@@ -16,7 +16,9 @@ from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown
 from tensorhub.layouts.whole import choose
 from tensorhub.manifest import Manifest, TensorSpec
-from tensorhub.memory.tensors import Bytes, FilledMemory, MappedRegions, check_padding, is_packed, view
+from tensorhub.memory.addresses import Bytes
+from tensorhub.memory.regions import FilledMemory, MappedRegions, check_padding, is_packed
+from tensorhub.memory.tensors import view
 
 if TYPE_CHECKING:
     import torch

@@ -21,9 +21,9 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
+from tensorhub.memory.addresses import Bytes, address_of, copy_bytes
 from tensorhub.memory.covering import Covered, Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks, runs
-from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
 from tensorhub.strips import Strip
 
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk

@@ -23,8 +23,8 @@ from tensorhub.layouts.whole import choose
 from tensorhub.manifest import Manifest, TensorSpec
 from tensorhub.memory.allocated import patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
+from tensorhub.memory.regions import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
 from tensorhub.memory.safetensors import Entry, Header, make_header
-from tensorhub.memory.tensors import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
 

@@ -22,8 +22,8 @@ from tensorhub.digests import hasher
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import Chunk, Manifest, TensorDescription
 from tensorhub.memory.checkpoint import Checkpoint, find_files
+from tensorhub.memory.regions import MappedRegions
 from tensorhub.memory.safetensors import Entry, Header, open_file, read_from
-from tensorhub.memory.tensors import MappedRegions
 
 READ_BYTES = 4 * 2**20  # of one read that is then digested, out of the cache
 

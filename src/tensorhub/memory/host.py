@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from tensorhub.errors import StateError
 from tensorhub.manifest import Manifest
-from tensorhub.memory.tensors import FilledMemory, MappedRegions
+from tensorhub.memory.regions import FilledMemory, MappedRegions
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Page-locks this memory; what comes back undoes that."""

@@ -27,7 +27,7 @@ from math import prod
 from typing import Final, NamedTuple
 
 from tensorhub.errors import StateError
-from tensorhub.memory.tensors import address_of
+from tensorhub.memory.addresses import PyBuffer, address_of
 from tensorhub.strips import Around, Strip
 
 LONG_RUN_BYTES: Final = 16 * 2**10  # and longer: what a view of it costs is small beside what moving it does
@@ -157,28 +157,10 @@ def _split(block: Block, nbytes: int) -> tuple[list[Block], list[Block]]:
 # --------------------------------------------------------------------------------------------------------- copying
 
 
-class _View(ctypes.Structure):
-    """Python's Py_buffer, for memory of which Python knows nothing."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p),
-        ("owner", ctypes.c_void_p),
-        ("nbytes", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
 _to_contiguous = ctypes.pythonapi.PyBuffer_ToContiguous
-_to_contiguous.argtypes = (ctypes.c_void_p, ctypes.POINTER(_View), ctypes.c_ssize_t, ctypes.c_char)
+_to_contiguous.argtypes = (ctypes.c_void_p, ctypes.POINTER(PyBuffer), ctypes.c_ssize_t, ctypes.c_char)
 _from_contiguous = ctypes.pythonapi.PyBuffer_FromContiguous
-_from_contiguous.argtypes = (ctypes.POINTER(_View), ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_char)
+_from_contiguous.argtypes = (ctypes.POINTER(PyBuffer), ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_char)
 
 
 def gather(block: Block, to: int) -> None:
@@ -192,7 +174,7 @@ def gather(block: Block, to: int) -> None:
     each, dimensions = nbytes // len(cells), len(loops) + 1
     shape = (ctypes.c_ssize_t * dimensions)(*[times for times, _ in loops], run)
     strides = (ctypes.c_ssize_t * dimensions)(*[apart for _, apart in loops], 1)
-    view = _View(0, None, each, 1, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
+    view = PyBuffer(0, None, each, 1, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
     for cell in cells:
         view.address = cell
         _to_contiguous(to, view, each, b"C")
@@ -210,7 +192,7 @@ def scatter(block: Block, source: int) -> None:
     each, dimensions = nbytes // len(cells), len(loops)
     shape = (ctypes.c_ssize_t * dimensions)(*[times for times, _ in loops])
     strides = (ctypes.c_ssize_t * dimensions)(*[apart for _, apart in loops])
-    view = _View(0, None, each, run, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
+    view = PyBuffer(0, None, each, run, 0, dimensions, b"B", ctypes.addressof(shape), ctypes.addressof(strides), None, None)
     for cell in cells:
         view.address = cell
         _from_contiguous(view, source, each, b"C")

@@ -3,30 +3,29 @@
 A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). The tensors of one registration are all in
 the memory of one device, or all in host memory.
 
-Responsible for writable views of that memory, for noticing that a tensor was replaced (R15), and for noticing that no tensor
-was written. Not responsible for what a tensor must be (`describing`), nor for who may read or write when (`worker.owner`).
+Responsible for noticing that a tensor was replaced (R15), and that no tensor was written. Not responsible for what a tensor
+must be (`describing`), for what else may be registered (`regions`), nor for who may read or write when (`worker.owner`).
 
 torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, starmap
 from math import prod
 from operator import attrgetter, eq, is_, methodcaller, not_
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
-from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.cuda.device import DeviceBytes
 from tensorhub.dtypes import ITEMSIZE, Quantization
-from tensorhub.errors import ManifestMismatch, RegistrationError
+from tensorhub.errors import RegistrationError
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
+from tensorhub.memory.addresses import Bytes, bytes_at
 from tensorhub.memory.describing import (
     describe,
     device_of,
@@ -38,10 +37,10 @@ from tensorhub.memory.describing import (
     quantization_of,
     shardings_of,
 )
+from tensorhub.memory.regions import MappedRegions, Pieces, alias_classes, check_padding, is_packed, mismatch
 from tensorhub.memory.resolving import is_module, resolve
 from tensorhub.memory.sampling import Sample
 
-PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 CHANGES_NAMED_MAX = 20  # tensors, in an error
 
 # Address, shape, strides, dtype, quantization; whether torch has yet to conjugate or negate what the bytes say.
@@ -62,163 +61,7 @@ def _storage(tensor: Any) -> object:
     return tensor.untyped_storage() if is_torch(tensor) else tensor
 
 
-def bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
-    """The writable bytes there, which `storage` keeps; the view keeps `storage`."""
-    if not nbytes:
-        return memoryview(bytearray())
-    buffer = (ctypes.c_char * nbytes).from_address(address)
-    buffer.storage = storage  # type: ignore[attr-defined]
-    return memoryview(buffer).cast("B")
-
-
-Bytes = memoryview | DeviceBytes
-"""Of a region or a tensor, in place."""
-
-
-class Pack(Protocol):
-    """A packed region's bytes, beside the tensors that they belong to."""
-
-    def pack(self) -> None:
-        """Copy the tensors' bytes into the region."""
-
-    def unpack(self) -> None:
-        """Copy the region's bytes into the tensors."""
-
-
-Pieces = tuple[tuple[int, Bytes], ...]
-"""What is where in a region: (offset, a tensor's bytes)."""
-
-
-@dataclass(frozen=True, slots=True)
-class MappedRegions:
-    """Where a manifest's regions are in this process.
-
-    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share bytes at
-    the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`: what else is to
-    be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors. `scattered`: packed
-    regions whose tensors are apart here; their views are empty until `packs` are made of them.
-    """
-
-    regions: tuple[Bytes, ...]
-    copies: tuple[tuple[Bytes, Bytes], ...]
-    unwanted: frozenset[int] = frozenset()
-    then: Callable[[], None] | None = None
-    scattered: Mapping[int, Pieces] = field(default_factory=dict)
-    packs: tuple[Pack, ...] = ()
-
-    def pack(self) -> None:
-        """Bring the tensors' bytes to the packed regions: before a version of them is promised."""
-        for pack in self.packs:
-            pack.pack()
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether `unpack` has nothing to do."""
-        return not self.packs and not self.copies and self.then is None
-
-    def unpack(self) -> None:
-        """Copy the regions' bytes to the other tensors that hold them: when all is verified, before READY."""
-        for pack in self.packs:
-            pack.unpack()
-        for source, target in self.copies:
-            copy_bytes(source, target)
-        if self.then is not None:
-            self.then()
-
-
-def copy_bytes(source: Bytes, target: Bytes) -> None:
-    """Copy all bytes of one writable view to another of its size, on whichever devices they are."""
-    for each in source, target:
-        if isinstance(each, DeviceBytes):
-            queue = each.device.queue()
-            queue.copy(_pointer(target), _pointer(source), source.nbytes)
-            queue.mark().wait()
-            return
-    # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
-    ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
-
-
-class _Buffer(ctypes.Structure):
-    """Python's Py_buffer, since ctypes gives no address of memory that cannot be written."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p),
-        ("owner", ctypes.c_void_p),
-        ("nbytes", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("rest", ctypes.c_void_p * 5),
-    )
-
-
-def address_of(view: Bytes) -> int:
-    """Where the bytes of a contiguous view are, also of one that cannot be written."""
-    if isinstance(view, DeviceBytes):
-        return view.address
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    address: int = buffer.address or 0
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address
-
-
-def _pointer(view: Bytes) -> int:
-    return view.address if isinstance(view, DeviceBytes) else ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
 # ------------------------------------------------------------------------------------------------ registering
-
-
-class Memory(Protocol):
-    """The memory of one registration: the caller's tensors, a file's bytes, or what is allocated when it is filled."""
-
-    descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
-    metadata: bytes  # see `Manifest.metadata`
-    digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
-    device: Device | None  # whose memory it is; None: the CPU can address it
-
-    def check_unreplaced(self) -> None:
-        """RegistrationError if this is not the memory that was registered any more."""
-
-    def versions(self) -> tuple[int, ...]:
-        """Counts of writes. If they are equal before and after, no write was seen in between."""
-
-    def count_write(self) -> None:
-        """Count a write of the library's as if the owner had written."""
-
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
-        """Every chunk's digest; None: each is made when it is first sent.
-
-        Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its digests here is never
-        digested by its views, which may be of a file that somebody truncates.
-        """
-
-    def map(self, manifest: Manifest) -> MappedRegions:
-        """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
-
-
-class FilledMemory(Memory):
-    """Memory of the library's own, which nobody else has: it is filled, and not published from tensors. Inherit from it."""
-
-    descriptions: tuple[TensorDescription, ...] = ()
-    metadata = b""
-    digests_first = False
-    device: Device | None = None
-    patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
-
-    def check_unreplaced(self) -> None:
-        """Nobody else could have replaced it."""
-
-    def versions(self) -> tuple[int, ...]:
-        return ()
-
-    def count_write(self) -> None:
-        """Nobody looks at a count."""
-
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """What is filled from elsewhere has come with its digests."""
-
 
 _OF_TORCH = (
     methodcaller("data_ptr"),
@@ -229,16 +72,6 @@ _OF_TORCH = (
 )
 _count = attrgetter("_version")
 _NO_COUNT = SimpleNamespace(_version=0)
-
-
-class CallersMemory(Memory, Protocol):
-    """What a caller has registered, and may replace or write. These methods are called in the caller's own thread."""
-
-    def check_current(self) -> None:
-        """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
-
-    def watch(self) -> Callable[[], bool] | None:
-        """A function to call later: whether nobody has been seen to write since now. None: writes cannot be seen."""
 
 
 class RegisteredMemory:
@@ -411,7 +244,7 @@ class RegisteredMemory:
                 pieces.append((tensors[0].offset, primary))
                 copies += [(primary, other) for other in others if other.nbytes]
                 if is_padded and others:
-                    raise _mismatch(f"tensor {tensors[0].name!r} has padded rows, and is tied elsewhere only")
+                    raise mismatch(f"tensor {tensors[0].name!r} has padded rows, and is tied elsewhere only")
             if not is_padded and is_packed(manifest, index):
                 scattered[index] = tuple(pieces)
             regions.append(memoryview(b"") if index in scattered else pieces[0][1])
@@ -424,7 +257,7 @@ class RegisteredMemory:
         tensors = manifest.by_region[region]
         extents = {mine.extent for tensor in tensors if (mine := self._by_name.get(tensor.name)) and mine.strides}
         if extents and (extents != {manifest.regions[region].nbytes} or any(tensor.offset for tensor in tensors)):
-            raise _mismatch(f"tensor {tensors[0].name!r} has padded rows here, and its region is another one")
+            raise mismatch(f"tensor {tensors[0].name!r} has padded rows here, and its region is another one")
         return bool(extents)
 
     def _views(self, tensors: Sequence[TensorSpec], taken: dict[int, str]) -> list[Bytes]:
@@ -435,7 +268,7 @@ class RegisteredMemory:
             address = self._find(tensor).address
             names.setdefault(address, tensor.name)
             if nbytes and address in taken:
-                raise _mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
+                raise mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
         if nbytes:
             taken.update(names)
         return [self._bytes_at(address, nbytes, self._storages[name]) for address, name in names.items()]
@@ -448,38 +281,11 @@ class RegisteredMemory:
     def _find(self, tensor: TensorSpec) -> TensorDescription:
         mine = self._by_name.get(tensor.name)
         if mine is None:
-            raise _mismatch(f"tensor {tensor.name!r} is missing here")
+            raise mismatch(f"tensor {tensor.name!r} is missing here")
         if mine.nbytes != tensor.nbytes:
             sizes = f"{tensor.nbytes} bytes at the source and {mine.nbytes} here"
-            raise _mismatch(f"tensor {tensor.name!r} has {sizes}")
+            raise mismatch(f"tensor {tensor.name!r} has {sizes}")
         return mine
-
-
-def is_packed(manifest: Manifest, region: int) -> bool:
-    """Whether this region holds more than the bytes of one tensor."""
-    nbytes = manifest.regions[region].nbytes
-    return any(tensor.offset or tensor.nbytes != nbytes for tensor in manifest.by_region[region])
-
-
-def alias_classes(manifest: Manifest, region: int) -> Iterable[Sequence[TensorSpec]]:
-    """A region's tensors by the bytes that they are: those that share them together."""
-    found: dict[tuple[int, int], list[TensorSpec]] = {}
-    for tensor in manifest.by_region[region]:
-        found.setdefault((tensor.offset, tensor.nbytes), []).append(tensor)
-    return found.values()
-
-
-def check_padding(manifest: Manifest, region: int) -> None:
-    """ManifestMismatch if there is more between a region's tensors than packing leaves: a holder makes room for it."""
-    nbytes = sum(tensors[0].nbytes for tensors in alias_classes(manifest, region))
-    if manifest.regions[region].nbytes - nbytes > PADDING_MAX * len(manifest.by_region[region]):
-        raise _mismatch(
-            f"region {region} has {manifest.regions[region].nbytes} bytes, of which only {nbytes} are of tensors"
-        )
-
-
-def _mismatch(difference: str) -> ManifestMismatch:
-    return ManifestMismatch(difference, differences=(difference,))
 
 
 def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:

@@ -24,7 +24,7 @@ from typing import Final
 import xxhash
 
 from tensorhub.cuda.device import Device, DeviceBytes
-from tensorhub.memory.tensors import address_of
+from tensorhub.memory.addresses import address_of
 from tensorhub.strips import Strip
 from tensorhub.testing.checking import (
     Check,

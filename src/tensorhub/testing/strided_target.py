@@ -12,8 +12,8 @@ from tensorhub.cuda.device import Device
 from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.addresses import Bytes, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.memory.tensors import Bytes, copy_bytes
 from tensorhub.strips import Strip, straight
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source

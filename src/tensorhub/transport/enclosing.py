@@ -29,8 +29,8 @@ import xxhash
 from tensorhub.digests import WIDTHS, root_of, unpack
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest, id_of
+from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.strided import Block, blocks, bounds, gather
-from tensorhub.memory.tensors import address_of, copy_bytes
 from tensorhub.strips import Strip
 from tensorhub.transport.base import Arrival, Channel, Destination, Lacking, NotShared, ReadFailure, Scattering
 from tensorhub.transport.read_client import ReadClient

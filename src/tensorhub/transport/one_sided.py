@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
+from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Block, bounds
-from tensorhub.memory.tensors import address_of
 from tensorhub.messages import ChunksLie, StillWaiting
 from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure, Scattering
 from tensorhub.transport.read_client import ReadClient

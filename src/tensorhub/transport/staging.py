@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, DeviceBytes, Mark
+from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Block, Stream, gather
-from tensorhub.memory.tensors import address_of
 
 PIECE_BYTES = 4 * 2**20  # of one buffer: a copy takes some 0.1 ms over PCIe 5, much longer than it takes to start
 

@@ -21,7 +21,7 @@ from tensorhub.layouts.resharded import counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.memory.tensors import MappedRegions, Memory
+from tensorhub.memory.regions import MappedRegions, Memory
 from tensorhub.messages import SelectionRoot
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels

@@ -23,7 +23,7 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.logs import get_logger
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels

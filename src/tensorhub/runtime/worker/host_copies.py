@@ -21,7 +21,7 @@ import anyio.abc
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.memory.host import HostMemory
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.messages import DropCopy, MakeCopy
 from tensorhub.runtime import clock
 from tensorhub.runtime.worker.calling import CallersHandle

@@ -21,7 +21,7 @@ from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.host import HostMemory, Pin
-from tensorhub.memory.tensors import MappedRegions, Memory, Pieces
+from tensorhub.memory.regions import MappedRegions, Memory, Pieces
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.types import ContentId, Purpose, RegistrationId

@@ -29,7 +29,7 @@ from tensorhub.errors import (
 )
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.link import CoordinatorLink, Dial

@@ -13,7 +13,7 @@ import anyio.to_thread
 
 from tensorhub.errors import StateError
 from tensorhub.memory.files import FileMemory
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.member import Member

@@ -20,7 +20,7 @@ import anyio
 from tensorhub.errors import (
     StateError,
 )
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.messages import Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching

@@ -18,7 +18,7 @@ import anyio
 import anyio.abc
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.messages import (
     Announce,
     FromWorker,

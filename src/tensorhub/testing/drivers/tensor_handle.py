@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
-from tensorhub.memory.tensors import Memory
+from tensorhub.memory.regions import Memory
 from tensorhub.messages import Publish
 from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.runtime.reports import CallTimes

@@ -11,8 +11,9 @@ from typing import Self
 import xxhash
 
 from tensorhub.manifest import Manifest
+from tensorhub.memory.addresses import copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.memory.tensors import Memory, copy_bytes
+from tensorhub.memory.regions import Memory
 
 
 class Cell(str):

@@ -21,9 +21,9 @@ from tensorhub.accesses import Access
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
+from tensorhub.memory.addresses import address_of
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.strided import blocks
-from tensorhub.memory.tensors import address_of
 from tensorhub.messages import ChunksFollow, TransportRequest
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.lost import ConnectionLost

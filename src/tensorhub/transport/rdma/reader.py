@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorhub.errors import OperationTimeout, ProtocolError, TransportUnavailable
-from tensorhub.memory.tensors import address_of
+from tensorhub.memory.addresses import address_of
 from tensorhub.messages import ChunksFollow, StillWaiting
 from tensorhub.protocol.blocking import PACE_BYTES
 from tensorhub.transport.base import (

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator
 
 from tensorhub.cuda.device import Device, DeviceBytes
-from tensorhub.memory.tensors import address_of
+from tensorhub.memory.addresses import address_of
 from tensorhub.transport.base import Destination, Scattering
 from tensorhub.transport.staging import Staging
 from tensorhub.transport.streaming_digest import PiecewiseDigest

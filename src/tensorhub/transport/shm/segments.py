@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorhub.errors import InvalidType, StateError, shown
-from tensorhub.memory.tensors import bytes_at
+from tensorhub.memory.addresses import bytes_at
 from tensorhub.transport.generation_words import order_fault
 
 ALIGNMENT = 64  # of each tensor in its segment: a cache line, and more than any dtype wants

@@ -1,0 +1,155 @@
+"""What memory of one registration is to the rest of the library, and where the regions of a manifest are in it.
+
+Not responsible for any kind of it: a caller's tensors (`tensors`), files (`files`, `file_target`), host memory (`host`),
+what a fetch allocates (`allocated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tensorhub.cuda.device import Device
+from tensorhub.errors import ManifestMismatch
+from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
+from tensorhub.memory.addresses import Bytes, copy_bytes
+
+PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
+
+
+class Pack(Protocol):
+    """A packed region's bytes, beside the tensors that they belong to."""
+
+    def pack(self) -> None:
+        """Copy the tensors' bytes into the region."""
+
+    def unpack(self) -> None:
+        """Copy the region's bytes into the tensors."""
+
+
+Pieces = tuple[tuple[int, Bytes], ...]
+"""What is where in a region: (offset, a tensor's bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRegions:
+    """Where a manifest's regions are in this process.
+
+    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share bytes at
+    the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`: what else is to
+    be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors. `scattered`: packed
+    regions whose tensors are apart here; their views are empty until `packs` are made of them.
+    """
+
+    regions: tuple[Bytes, ...]
+    copies: tuple[tuple[Bytes, Bytes], ...]
+    unwanted: frozenset[int] = frozenset()
+    then: Callable[[], None] | None = None
+    scattered: Mapping[int, Pieces] = field(default_factory=dict)
+    packs: tuple[Pack, ...] = ()
+
+    def pack(self) -> None:
+        """Bring the tensors' bytes to the packed regions: before a version of them is promised."""
+        for pack in self.packs:
+            pack.pack()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether `unpack` has nothing to do."""
+        return not self.packs and not self.copies and self.then is None
+
+    def unpack(self) -> None:
+        """Copy the regions' bytes to the other tensors that hold them: when all is verified, before READY."""
+        for pack in self.packs:
+            pack.unpack()
+        for source, target in self.copies:
+            copy_bytes(source, target)
+        if self.then is not None:
+            self.then()
+
+
+class Memory(Protocol):
+    """The memory of one registration: the caller's tensors, a file's bytes, or what is allocated when it is filled."""
+
+    descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
+    metadata: bytes  # see `Manifest.metadata`
+    digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
+    device: Device | None  # whose memory it is; None: the CPU can address it
+
+    def check_unreplaced(self) -> None:
+        """RegistrationError if this is not the memory that was registered any more."""
+
+    def versions(self) -> tuple[int, ...]:
+        """Counts of writes. If they are equal before and after, no write was seen in between."""
+
+    def count_write(self) -> None:
+        """Count a write of the library's as if the owner had written."""
+
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
+        """Every chunk's digest; None: each is made when it is first sent.
+
+        Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its digests here is never
+        digested by its views, which may be of a file that somebody truncates.
+        """
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
+
+
+class FilledMemory(Memory):
+    """Memory of the library's own, which nobody else has: it is filled, and not published from tensors. Inherit from it."""
+
+    descriptions: tuple[TensorDescription, ...] = ()
+    metadata = b""
+    digests_first = False
+    device: Device | None = None
+    patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
+
+    def check_unreplaced(self) -> None:
+        """Nobody else could have replaced it."""
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def count_write(self) -> None:
+        """Nobody looks at a count."""
+
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
+        """What is filled from elsewhere has come with its digests."""
+
+
+class CallersMemory(Memory, Protocol):
+    """What a caller has registered, and may replace or write. These methods are called in the caller's own thread."""
+
+    def check_current(self) -> None:
+        """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
+
+    def watch(self) -> Callable[[], bool] | None:
+        """A function to call later: whether nobody has been seen to write since now. None: writes cannot be seen."""
+
+
+def is_packed(manifest: Manifest, region: int) -> bool:
+    """Whether this region holds more than the bytes of one tensor."""
+    nbytes = manifest.regions[region].nbytes
+    return any(tensor.offset or tensor.nbytes != nbytes for tensor in manifest.by_region[region])
+
+
+def alias_classes(manifest: Manifest, region: int) -> Iterable[Sequence[TensorSpec]]:
+    """A region's tensors by the bytes that they are: those that share them together."""
+    found: dict[tuple[int, int], list[TensorSpec]] = {}
+    for tensor in manifest.by_region[region]:
+        found.setdefault((tensor.offset, tensor.nbytes), []).append(tensor)
+    return found.values()
+
+
+def check_padding(manifest: Manifest, region: int) -> None:
+    """ManifestMismatch if there is more between a region's tensors than packing leaves: a holder makes room for it."""
+    nbytes = sum(tensors[0].nbytes for tensors in alias_classes(manifest, region))
+    if manifest.regions[region].nbytes - nbytes > PADDING_MAX * len(manifest.by_region[region]):
+        raise mismatch(f"region {region} has {manifest.regions[region].nbytes} bytes, of which only {nbytes} are of tensors")
+
+
+def mismatch(difference: str) -> ManifestMismatch:
+    """That keeps a manifest's regions from being found here."""
+    return ManifestMismatch(difference, differences=(difference,))
