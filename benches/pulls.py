@@ -18,8 +18,9 @@ from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.data.lanes import AllVerified, Opened, PullRunner
+from tensorhub.runtime.data.lanes import AllVerified, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import built_in, sockets, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
 from tensorhub.transport.cma.reader import CmaTransport

@@ -42,8 +42,9 @@ from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
 from tensorhub.protocol.frames import frame
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data.acceptor import _next_read
-from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
+from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
 from tensorhub.strips import Strip, straight
 from tensorhub.transport import read_server
@@ -169,7 +170,7 @@ def _read(
         )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
         lease, origin = LeaseId(GRANT.lease), Origin(GRANT.registration, GRANT.generation)
-        lane = _Lane(GRANT, lease, origin, Requests(runner._pull, lease), batch_bytes=runner._batch_bytes)
+        lane = SourceLane(GRANT, lease, origin, Requests(runner._pull, lease), batch_bytes=runner._batch_bytes)
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
         theirs.sendall(answers())

@@ -20,8 +20,9 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Grant, L
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX
 from tensorhub.protocol.frames import frame
-from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
+from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
 from tensorhub.strips import Strip, straight
 from tensorhub.transport.base import Cutter, Destination
@@ -80,7 +81,9 @@ def strides(data: bytes) -> None:
         )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
         lease = LeaseId(grant.lease)
-        lane = _Lane(grant, lease, Origin(grant.registration, grant.generation), Requests(runner._pull, lease), part.chunks)
+        lane = SourceLane(
+            grant, lease, Origin(grant.registration, grant.generation), Requests(runner._pull, lease), part.chunks
+        )
         lane.batch_bytes = batch_bytes
         runner._pull.add_source(lease, source.flag(), part.chunks)
         runner._lanes[lease] = lane

@@ -20,8 +20,9 @@ from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manife
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.data.lanes import AllVerified, Opened, PullEvent, PullRunner
+from tensorhub.runtime.data.lanes import AllVerified, PullEvent, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight, Transport
 from tensorhub.transport.cma import process as cma

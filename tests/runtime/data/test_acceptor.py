@@ -14,7 +14,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.secret import read_only_secret
-from tensorhub.runtime.data.lanes import SourceFailed
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tests.runtime.data.test_serving import LARGE, read
 from tests.runtime.data_rig import (
     CHUNKS,

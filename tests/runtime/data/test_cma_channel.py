@@ -17,8 +17,9 @@ from tensorhub.messages import ChunksFollow, ChunksLie, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.data import lanes as lanes_module, receive_sizer
-from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
+from tensorhub.runtime.data import lanes as lanes_module, receive_sizer, source_lane as lane_module
+from tensorhub.runtime.data.lanes import PullRunner
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.transport import generation_words
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cma.messages import DIALECT, MemoryIs
@@ -102,12 +103,12 @@ async def test_threads_that_get_no_core_stop_helping(helped: None, monkeypatch: 
 
 
 def test_a_thread_has_a_share_of_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = lanes_module.CoreShare()
+    share = lane_module.CoreShare()
     assert not share.is_small  # it has only begun
-    monkeypatch.setattr(lanes_module, "CORE_SHARE_AFTER_S", 0.0)
-    monkeypatch.setattr(lanes_module, "CORE_SHARE_MIN", 0.0)
+    monkeypatch.setattr(lane_module, "CORE_SHARE_AFTER_S", 0.0)
+    monkeypatch.setattr(lane_module, "CORE_SHARE_MIN", 0.0)
     assert not share.is_small
-    monkeypatch.setattr(lanes_module, "CORE_SHARE_MIN", float("inf"))
+    monkeypatch.setattr(lane_module, "CORE_SHARE_MIN", float("inf"))
     assert share.is_small
 
 

@@ -19,7 +19,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER, FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.data.lanes import SourceFailed
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tests.runtime.data_rig import CONTENT, SECRET, WAIT_S, Node, finish, manifest_of, next_event, serving, until
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwne
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.data.lanes import SourceFailed
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.scheduler import links
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 from tests.runtime.data_rig import (

@@ -16,8 +16,9 @@ from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, id_of
 from tensorhub.messages import Grant, Origin
 from tensorhub.runtime.data import selections as kept_selections
-from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
+from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.selections import Selections
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.strips import Strip, straight
 from tensorhub.transport.owner import Lane
 from tensorhub.types import Incarnation

@@ -19,8 +19,8 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.data.lanes import SourceFailed
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.types import ContentId, Incarnation
 from tests.runtime.data_rig import (
     CHUNKS,

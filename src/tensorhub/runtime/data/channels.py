@@ -24,7 +24,8 @@ from tensorhub.errors import TransportUnavailable
 from tensorhub.layouts.reading import Part
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
-from tensorhub.runtime.data.lanes import ChannelOpener, Opened
+from tensorhub.runtime.data.lanes import ChannelOpener
+from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.scheduler.requests import patience_s
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (

@@ -14,8 +14,8 @@ helping thread that does not get a core for itself retires: it would only push a
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
-Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor
-for whether what arrived may be used (the group's decision).
+Responsible for threads, time and digests. Not responsible for what one lane has brought and says (`source_lane`), for which
+sources there are (the coordinator), nor for whether what arrived may be used (the group's decision).
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -38,47 +37,20 @@ from tensorhub.layouts.reading import Part
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
 from tensorhub.runtime.data.numbered import NumberedChannel
-from tensorhub.runtime.data.receive_sizer import ReceiveSizer
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import CoreShare, Opened, SourceFailed, SourceLane
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests
-from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
+from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Destination, Lacking, ReadFailure
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
-CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
-CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
 LANES_MAX = 64
-
-
-class Opened(NamedTuple):
-    """A channel, the name of its transport, and for how many threads it is. `ended` hears, in a lane's thread, how reading
-    by it has ended: with a failure, or (None) with all that was wanted. It does not hear of a source that was dropped.
-    """
-
-    transport: str
-    channel: Channel
-    lanes: int = 1
-    batch_bytes: int = BATCH_BYTES
-    ended: Callable[[ReadFailure | None], object] = lambda failure: None
 
 
 ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
 """Opens the best channel to a grant's source, in a lane's thread. ReadFailure if none."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFailed:
-    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
-    digest; `at_source`: as its source numbers it.
-    """
-
-    lease: LeaseId
-    reason: Reason
-    detail: str
-    chunk: int | None
-    at_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,57 +85,6 @@ class PullReport:
         """With the counts of these books."""
         counts = pull.bytes_read, pull.reread_bytes, pull.retries, pull.chunks_verified, pull.bytes_verified
         return cls(*counts, pull.bytes_wanted, phases, sources, flows)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One source's lane. What its threads share is guarded as the pull is."""
-
-    grant: Grant
-    lease: LeaseId
-    origin: Origin
-    requests: Requests
-    brings: Sequence[int] | None = None  # its selection's chunks, in this reader's numbers; None: it reads no selection
-    cells: int = 0  # that it has brought, of a selection
-    runs: int = 0
-    cutter: Cutter = field(default_factory=Cutter)
-    transport: str = ""
-    channel: Channel | None = None  # from when it is open until the last thread leaves
-    ended: Callable[[ReadFailure | None], object] = lambda failure: None  # see `Opened`
-    outcome: str = "reading"  # then "used", "dropped", or why it failed
-    failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
-    threads: int = 0  # that drive it now
-    threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
-    started: float = 0.0
-    seconds: float = 0.0  # from `started` on, once it has ended
-    batch_bytes: int = BATCH_BYTES  # of one request
-    sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
-    answers: int = 0  # that its threads have dealt with
-    is_through: bool = False  # all that its source can bring is verified
-
-    @property
-    def ends_by_itself(self) -> bool:
-        """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
-        return not self.requests.asked and (self.channel is not None or (self.started > 0 and not self.threads))
-
-    def seconds_up_to(self, now: float) -> float:
-        return self.seconds or (now - self.started if self.started else 0.0)
-
-    def threads_s_up_to(self, now: float) -> float:
-        return self.threads_s + self.threads * now
-
-
-class CoreShare:
-    """How much of a core the thread that made this has got since."""
-
-    def __init__(self) -> None:
-        self._began, self._cpu_s = time.perf_counter(), time.thread_time()
-
-    @property
-    def is_small(self) -> bool:
-        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
-        seconds = time.perf_counter() - self._began
-        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
 
 
 class PullRunner:
@@ -210,8 +131,8 @@ class PullRunner:
         self._is_over = self._pull.done  # no lane asks for anything more
         if self._is_over:
             self._events.append(AllVerified())
-        self._lanes: dict[LeaseId, _Lane] = {}
-        self._help: deque[_Lane] = deque()  # those that another thread shall help
+        self._lanes: dict[LeaseId, SourceLane] = {}
+        self._help: deque[SourceLane] = deque()  # those that another thread shall help
         self._tasks: TaskGroup
         self._wakeup: Wakeup
         self._limiter: anyio.CapacityLimiter
@@ -245,7 +166,7 @@ class PullRunner:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
-        lane = _Lane(grant, lease, origin, Requests(self._pull, lease, self._patience_s), batch_bytes=self._batch_bytes)
+        lane = SourceLane(grant, lease, origin, Requests(self._pull, lease, self._patience_s), batch_bytes=self._batch_bytes)
         part = self._selections.get(grant.selection)
         lane.brings = part.chunks if part is not None else None
         with self._changed:
@@ -286,36 +207,26 @@ class PullRunner:
             transfer_s, verify_s = sum(lane.sizer.transfer_s for lane in lanes), sum(lane.sizer.verify_s for lane in lanes)
             lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
             phases = {"wait": max(0.0, lanes_s - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
-            sources = tuple(self._source_report(lane, now) for lane in lanes)
-            flows = tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:]
+            sources = tuple(lane.report(self._pull.source_bytes(lane.lease), now) for lane in lanes)
+            flows = tuple(flow for lane in lanes if (flow := lane.flow) is not None)[-FLOWS_MAX:]
             return replace(PullReport.of(pull, phases, sources, flows), excess_bytes=self._excess_bytes)
 
-    @staticmethod
-    def _flow(lane: _Lane) -> Flow | None:
-        return lane.sizer.meter.flow(lane.lease) if lane.failure is None else None
-
-    def _source_report(self, lane: _Lane, now: float) -> SourceReport:
-        bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
-        shard = lane.grant.shard if lane.brings is not None else None
-        grant, counts = lane.grant, (shard, lane.cells, lane.runs)
-        return SourceReport(grant.source, lane.transport, bytes_read, seconds, lane.outcome, *counts)
-
-    async def _run_lane(self, lane: _Lane) -> None:
+    async def _run_lane(self, lane: SourceLane) -> None:
         try:
             await anyio.to_thread.run_sync(self._lane_thread, lane, limiter=self._limiter)
         finally:
             if not lane.threads:  # else the last one of those that help it does so
                 self._lane_ended(lane)  # for a thread that was never started
 
-    async def _help_lane(self, lane: _Lane) -> None:
+    async def _help_lane(self, lane: SourceLane) -> None:
         await anyio.to_thread.run_sync(self._helping_thread, lane, limiter=self._helpers)
 
     # ---------------------------------------------------------------------------------------- a lane's threads
 
-    def _lane_thread(self, lane: _Lane) -> None:
+    def _lane_thread(self, lane: SourceLane) -> None:
         with self._changed:
             lane.started = time.perf_counter()
-            self._enter(lane)
+            lane.enter()
         failure: ReadFailure | None = None
         try:
             destination = self._memory if lane.brings is None else self._memory.part(lane.brings)
@@ -337,12 +248,12 @@ class PullRunner:
         finally:
             self._leave(lane, failure)
 
-    def _helping_thread(self, lane: _Lane) -> None:
+    def _helping_thread(self, lane: SourceLane) -> None:
         with self._changed:
             channel = lane.channel
             if channel is None or lane.cutter.is_cut or self._is_over:
                 return
-            self._enter(lane)
+            lane.enter()
         failure: ReadFailure | None = None
         is_retired = False
         try:
@@ -353,28 +264,22 @@ class PullRunner:
             if not is_retired:
                 self._leave(lane, failure)
 
-    def _enter(self, lane: _Lane) -> None:
-        lane.threads += 1
-        lane.threads_s -= time.perf_counter()
-
-    def _retire(self, lane: _Lane) -> bool:
+    def _retire(self, lane: SourceLane) -> bool:
         """This thread helps no more, and others go on. False: there are none."""
         with self._changed:
             if lane.threads == 1:
                 return False
-            lane.threads -= 1
-            lane.threads_s += time.perf_counter()
+            lane.leave()
             return True
 
-    def _leave(self, lane: _Lane, failure: ReadFailure | None) -> None:
+    def _leave(self, lane: SourceLane, failure: ReadFailure | None) -> None:
         """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
         with self._changed:
             if failure is not None:
                 self._pull.discarded(lane.lease, failure.bytes_discarded)
                 if lane.failure is None and not lane.cutter.is_cut:
                     lane.failure = failure
-            lane.threads -= 1
-            lane.threads_s += time.perf_counter()
+            lane.leave()
             is_last, channel = not lane.threads, lane.channel
             if is_last:
                 lane.channel = None
@@ -389,7 +294,7 @@ class PullRunner:
         else:
             self._wakeup.set()
 
-    def _lane_ended(self, lane: _Lane) -> None:
+    def _lane_ended(self, lane: SourceLane) -> None:
         """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
             is_first = lane.outcome == "reading"
@@ -397,19 +302,14 @@ class PullRunner:
                 lane.ended(lane.failure)  # before a next grant of this source can come
             if is_first:
                 lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
-                lane.outcome = self._outcome(lane)
+                lane.outcome = lane.end(is_over=self._pull.done)
                 if lane.failure is not None:
-                    self._events.append(_failed(lane, lane.failure))
+                    self._events.append(lane.failed(lane.failure))
             self._pull.lane_ended(lane.lease)
             self._changed.notify_all()
         self._wakeup.set()
 
-    def _outcome(self, lane: _Lane) -> str:
-        if self._pull.done or lane.is_through:
-            return "used"
-        return "dropped" if lane.failure is None else lane.failure.reason
-
-    def _read(self, lane: _Lane, channel: Channel, share: CoreShare | None = None) -> bool:
+    def _read(self, lane: SourceLane, channel: Channel, share: CoreShare | None = None) -> bool:
         """Drive the channel until there is nothing more to do. `share`: of this thread, which helps as long as it gets a
         core; True: it has retired.
         """
@@ -429,7 +329,7 @@ class PullRunner:
                 return False
         return True
 
-    def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
+    def _take(self, lane: SourceLane) -> tuple[list[tuple[int, ...]], int] | None:
         """Batches to ask for now (a second one before the first has arrived), and how many answers were dealt with before.
         Waits while the lane has nothing to do. None: the lane is over.
         """
@@ -447,14 +347,14 @@ class PullRunner:
                 self._changed.notify_all()
             return (batches, lane.answers) if lane.requests.asked else None
 
-    def _is_answered_by_others(self, lane: _Lane, answers: int) -> bool:
+    def _is_answered_by_others(self, lane: SourceLane, answers: int) -> bool:
         """All that is asked for is in the hands of other threads of this lane: wait for one of them. False: it is over."""
         with self._changed:
             while lane.answers == answers and not self._is_over and not lane.cutter.is_cut:
                 self._changed.wait()
             return not self._is_over and not lane.cutter.is_cut
 
-    def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
+    def _look_elsewhere(self, lane: SourceLane, answer: Lacking) -> None:
         now = time.perf_counter()
         with self._changed:
             lane.answers += 1
@@ -463,7 +363,7 @@ class PullRunner:
         if given_up:
             raise ReadFailure("refused", given_up)
 
-    def _settle(self, lane: _Lane, arrival: Arrival) -> None:
+    def _settle(self, lane: SourceLane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
         started = time.perf_counter()
         made, is_digested = self._digests(arrival), bool(self._memory.width)
@@ -503,13 +403,3 @@ class PullRunner:
             self._is_over = True
             self._events.append(AllVerified())
             self._changed.notify_all()
-
-
-def _failed(lane: _Lane, failure: ReadFailure) -> SourceFailed:
-    """What is told of that. Whoever reads with what encloses names the source's own chunk."""
-    chunk = at_source = failure.chunk
-    if lane.grant.root:
-        chunk = None
-    elif chunk is not None and lane.brings is not None:
-        at_source = bisect_left(lane.brings, chunk)
-    return SourceFailed(lane.lease, failure.reason, failure.detail, chunk, at_source)

@@ -26,8 +26,9 @@ from tensorhub.messages import SelectionRoot
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.copying import copy_chunks
-from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.worker.calling import ProgressListener
 from tensorhub.runtime.worker.coordinator_client import MessageSink

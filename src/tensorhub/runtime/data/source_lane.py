@@ -1,0 +1,133 @@
+"""One source's lane: what its threads share, and what is told of it.
+
+Not responsible for its threads, nor for the lock under which all of it is read and changed (`lanes`).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tensorhub.messages import Flow, Grant, Origin
+from tensorhub.runtime.data.receive_sizer import ReceiveSizer
+from tensorhub.scheduler.requests import Requests
+from tensorhub.transport.base import BATCH_BYTES, Channel, Cutter, ReadFailure, Reason
+from tensorhub.types import LeaseId, SourceReport
+
+CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
+CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
+
+
+class Opened(NamedTuple):
+    """A channel, the name of its transport, and for how many threads it is. `ended` hears, in a lane's thread, how reading
+    by it has ended: with a failure, or (None) with all that was wanted. It does not hear of a source that was dropped.
+    """
+
+    transport: str
+    channel: Channel
+    lanes: int = 1
+    batch_bytes: int = BATCH_BYTES
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
+    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
+    digest; `at_source`: as its source numbers it.
+    """
+
+    lease: LeaseId
+    reason: Reason
+    detail: str
+    chunk: int | None
+    at_source: int | None = None
+
+
+@dataclass(slots=True)
+class SourceLane:
+    """One source's lane. What its threads share is guarded as the pull is."""
+
+    grant: Grant
+    lease: LeaseId
+    origin: Origin
+    requests: Requests
+    brings: Sequence[int] | None = None  # its selection's chunks, in this reader's numbers; None: it reads no selection
+    cells: int = 0  # that it has brought, of a selection
+    runs: int = 0
+    cutter: Cutter = field(default_factory=Cutter)
+    transport: str = ""
+    channel: Channel | None = None  # from when it is open until the last thread leaves
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None  # see `Opened`
+    outcome: str = "reading"  # then "used", "dropped", or why it failed
+    failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
+    threads: int = 0  # that drive it now
+    threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
+    started: float = 0.0
+    seconds: float = 0.0  # from `started` on, once it has ended
+    batch_bytes: int = BATCH_BYTES  # of one request
+    sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
+    answers: int = 0  # that its threads have dealt with
+    is_through: bool = False  # all that its source can bring is verified
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
+        return not self.requests.asked and (self.channel is not None or (self.started > 0 and not self.threads))
+
+    def seconds_up_to(self, now: float) -> float:
+        return self.seconds or (now - self.started if self.started else 0.0)
+
+    def threads_s_up_to(self, now: float) -> float:
+        return self.threads_s + self.threads * now
+
+    def enter(self) -> None:
+        """Another thread drives it from now on."""
+        self.threads += 1
+        self.threads_s -= time.perf_counter()
+
+    def leave(self) -> None:
+        """A thread drives it no more."""
+        self.threads -= 1
+        self.threads_s += time.perf_counter()
+
+    # ------------------------------------------------------------------------------------------ what is told of it
+
+    def report(self, bytes_read: int, now: float) -> SourceReport:
+        shard = self.grant.shard if self.brings is not None else None
+        counts = shard, self.cells, self.runs
+        return SourceReport(self.grant.source, self.transport, bytes_read, self.seconds_up_to(now), self.outcome, *counts)
+
+    @property
+    def flow(self) -> Flow | None:
+        return self.sizer.meter.flow(self.lease) if self.failure is None else None
+
+    def end(self, *, is_over: bool) -> str:
+        """Its outcome. `is_over`: the pull has all that it wanted."""
+        if is_over or self.is_through:
+            return "used"
+        return "dropped" if self.failure is None else self.failure.reason
+
+    def failed(self, failure: ReadFailure) -> SourceFailed:
+        """What is told of that. Whoever reads with what encloses names the source's own chunk."""
+        chunk = at_source = failure.chunk
+        if self.grant.root:
+            chunk = None
+        elif chunk is not None and self.brings is not None:
+            at_source = bisect_left(self.brings, chunk)
+        return SourceFailed(self.lease, failure.reason, failure.detail, chunk, at_source)
+
+
+class CoreShare:
+    """How much of a core the thread that made this has got since."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
+        seconds = time.perf_counter() - self._began
+        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
