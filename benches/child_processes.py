@@ -1,7 +1,7 @@
 """Child processes that run many commands at the same time: the parent's side (`commands` is the child's).
 
 On top of `tensorhub.cli.child_processes`, each command has a number, which its answer repeats. Each wait has a deadline.
-A child is in its parent's session.
+A child that is stopped when its parent ends goes on then, and ends, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from tensorhub.cli.child_processes import ChildProcess, Line
 
 WAIT_S = 40.0
 ROOT = Path(__file__).parents[1]
+# A program that gets SIGCONT (18) when a thread of the process that started it ends, the last one included
+# (PR_SET_PDEATHSIG, 1), and says that this is so. The kernel wakes by itself only orphans that have stopped already.
+_GOES_ON = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 18)
+print('{"id": 0, "value": null}', flush=True)
+os.execvp(sys.argv[1], sys.argv[1:])"""
 
 
 class Failed(Exception):
@@ -80,12 +86,12 @@ class Process(ChildProcess):
         self._numbers = count(1)
         super().__init__(
             name,
-            [*prefix, sys.executable, "-m", module, *arguments],
+            [sys.executable, "-IS", "-c", _GOES_ON, *prefix, sys.executable, "-m", module, *arguments],
             self._keep,
             environment=given | dict(environment or {}),
             errors=None if errors is None else errors.open("ab"),
-            own_session=False,
         )
+        self.answer(0, "start", WAIT_S)  # from now on it may be stopped
 
     def _keep(self, answer: Line | None) -> None:
         with self._changed:

@@ -36,7 +36,7 @@ class Host:
         self._lock = threading.Lock()
         self._process: Process | None = None
         self._dead = list[Process]()
-        self._killed = False  # by us, in this life
+        self._is_over = False
         self._stops = list[list[float]]()  # [from, to], the last one open while it is stopped
         self._stopped_by = 0  # faults that hold it now
         self.may_run = threading.Event()
@@ -52,18 +52,19 @@ class Host:
         return self._process is not None
 
     def start(self) -> None:
-        """A new process, once it may run; it runs, whoever had stopped the one before."""
+        """A new process, once it may run; it runs, whoever had stopped the one before. After the end there is none."""
         self.may_run.wait()
-        started = Process(
-            self.name,
-            "benches.chaos.bench_process",
-            self._backend,
-            environment=self._environment,
-            prefix=self._place.prefix(self.name),
-            errors=self._errors,
-        )
         with self._lock:
-            self._process, self._killed = started, False
+            if self._is_over:
+                return
+            self._process = Process(
+                self.name,
+                "benches.chaos.bench_process",
+                self._backend,
+                environment=self._environment,
+                prefix=self._place.prefix(self.name),
+                errors=self._errors,
+            )
             self.lives += 1
         self._note(self.name, "up", f"life {self.lives}")
 
@@ -77,7 +78,7 @@ class Host:
         process = self._process
         if process is None:
             return False
-        self._killed, self._process = True, None
+        self._process = None
         self._dead.append(process)
         self.deaths.append(time.monotonic())
         process.kill()
@@ -143,8 +144,9 @@ class Host:
         return None if process is None else process.leave(timeout_s)
 
     def end(self) -> None:
-        """Nothing of it is left."""
+        """Nothing of it is left, also if somebody waits to start it again."""
         with self._lock:
+            self._is_over = True
             self._kill()
         for process in self._dead:
             process.end()

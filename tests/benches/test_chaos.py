@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,6 +20,7 @@ import safetensors.numpy as safetensors_numpy
 
 from benches import byte_patterns
 from benches.chaos import __main__ as program, namespaces, network, plan, plot
+from benches.chaos.cast import Host
 from benches.chaos.events import Event
 from benches.chaos.plan import Fault
 from benches.chaos.relay import Weather
@@ -264,6 +267,30 @@ def test_the_plot_of_nothing() -> None:
     ElementTree.fromstring(plot.draw([], ["a"], "empty", []))
 
 
+# -------------------------------------------------------------------------------------------------------- its processes
+
+
+class Here:
+    """Where a process runs: just here."""
+
+    def prefix(self, name: str) -> list[str]:
+        return []
+
+
+def test_a_run_that_is_over_starts_nobody(tmp_path: Path) -> None:
+    """Its drivers may still wait to start again who was killed."""
+    host = Host("a", "asyncio", Here(), {}, tmp_path, lambda *_: None)
+    host.start()
+    assert (host.is_up, host.kill()) == (True, True)
+    driver = threading.Thread(target=host.start)
+    driver.start()
+    host.end()
+    host.may_run.set()
+    driver.join()
+    host.end()
+    assert (host.is_up, host.lives) == (False, 1)
+
+
 # -------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -310,10 +337,18 @@ def test_nobody_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benches.chaos", "--minutes", "5", "--seed", "1"]
     runner = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT, start_new_session=True)
     try:
-        eventually(lambda: len(children(runner.pid)) >= 7)
+        assert eventually(lambda: sum(map(_is_up, children(runner.pid))) >= 7)
         processes = children(runner.pid)
         os.kill(processes[0], signal.SIGSTOP)
     finally:
         runner.kill()
         runner.wait()
-    eventually(lambda: not alive(processes))
+    assert eventually(lambda: not alive(processes))
+
+
+def _is_up(pid: int) -> bool:
+    """Whether that is a process of the run, and not what becomes one."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return command[1:3] == [b"-m", b"benches.chaos.bench_process"]
+    return False

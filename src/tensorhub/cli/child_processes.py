@@ -78,11 +78,8 @@ class ChildProcess:
         *,
         environment: Mapping[str, str],
         errors: IO[bytes] | None = None,
-        own_session: bool = True,
     ) -> None:
-        """`errors`: the file for its standard error, which `close` closes; None: the parent's own. `own_session` False: a
-        process group only, so that the kernel wakes a child that is stopped when its parent dies.
-        """
+        """`errors`: the file for its standard error, which `close` closes; None: the parent's own."""
         self.name = name
         self._heard = heard
         self._errors = errors
@@ -92,8 +89,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=errors,
             env=environment,
-            start_new_session=own_session,
-            process_group=None if own_session else 0,
+            start_new_session=True,
         )
         self._writing = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"hears-{name}", daemon=True)
