@@ -59,8 +59,8 @@ from tensorhub.transport.one_sided import OneSidedChannel
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.rdma import messages as rdma
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.owner import RdmaOwner
-from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.read_server import ReadServer
 from tensorhub.transport.registry import Local

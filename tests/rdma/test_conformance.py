@@ -8,9 +8,9 @@ import pytest
 
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.ports import usable_ports
 from tensorhub.transport.rdma.reader import RdmaTransport
-from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 from tests.runtime.data_rig import busy_threads

@@ -18,10 +18,11 @@ from tensorhub.testing.strided_target import SIZES
 from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.rdma import reader as rdma_reader
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import Move, find_ports, usable_ports
+from tensorhub.transport.rdma.queues import ReaderQueue, _event_descriptors
 from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
-from tensorhub.transport.rdma.verbs import Fabric, ReaderQueue, _event_descriptors
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 from tests.transport.fabric import OwnRdma
@@ -290,12 +291,13 @@ def test_gids_that_cannot_be_used() -> None:
 UNPRIVILEGED = """
 import json, os, resource, sys
 from tensorhub.testing.conformance import Target
-from tensorhub.transport.rdma import ports as rdma, verbs
+from tensorhub.transport.rdma import ports as rdma
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.ports import usable_ports
 
 os.setgid(65534), os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-fabric, target = verbs.Fabric(usable_ports("rxe0")), Target()
+fabric, target = Fabric(usable_ports("rxe0")), Target()
 device = fabric.device(fabric.ports[0])
 said = [rdma.memlock_fault(2**20)]
 try:

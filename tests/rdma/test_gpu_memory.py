@@ -14,9 +14,9 @@ from tensorhub.testing.serving import ServedSource
 from tensorhub.tools import register_memory
 from tensorhub.transport import staging
 from tensorhub.transport.rdma import verbs
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.ports import usable_ports
 from tensorhub.transport.rdma.reader import RdmaTransport
-from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import PIECE_BYTES
 from tensorhub.types import Incarnation, Options

@@ -19,7 +19,7 @@ from tensorhub.transport.generation_words import NONCE_BYTES
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.messages import GID_BYTES, Pair, Paired, QueueCard
 from tensorhub.transport.rdma.ports import Move
-from tensorhub.transport.rdma.verbs import ReaderQueue
+from tensorhub.transport.rdma.queues import ReaderQueue
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.staging import Packing, Pinned, Staging
 

@@ -31,6 +31,7 @@ from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.one_sided_owner import LOCATE_BYTES
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.rdma import ports as rdma, verbs
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.messages import (
     DIALECT,
     GID_BYTES,
@@ -43,7 +44,7 @@ from tensorhub.transport.rdma.messages import (
     PortsAre,
     QueueCard,
 )
-from tensorhub.transport.rdma.verbs import Fabric, Queue
+from tensorhub.transport.rdma.queues import Queue
 from tensorhub.transport.staging import Packing, Pinned, Staging
 from tensorhub.transport.tcp.owner import LOCAL_SEND_BYTES, SEND_BYTES
 

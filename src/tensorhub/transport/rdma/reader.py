@@ -45,13 +45,14 @@ from tensorhub.transport.base import (
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.rdma import ports as rdma
+from tensorhub.transport.rdma.fabric import Fabric
 from tensorhub.transport.rdma.link import Link, prepare_destination
 from tensorhub.transport.rdma.messages import DIALECT, ChunksPinned, FindPorts, PieceStaged, PieceTaken, PortsAre
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.reads import WINDOW_BYTES, Group, Reads
 from tensorhub.transport.rdma.scattering import Scatter
-from tensorhub.transport.rdma.verbs import Fabric, Keys, verbs
+from tensorhub.transport.rdma.verbs import Keys, verbs
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.transport.staging import Packing, Pinned, Staging

@@ -30,7 +30,7 @@ CALL_WORKS = 16  # posted by one call
 
 
 class Posts(Protocol):
-    """See `verbs.ReaderQueue`."""
+    """See `queues.ReaderQueue`."""
 
     def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None: ...
     def poll(self) -> list[tuple[int, int]]: ...
