@@ -14,7 +14,7 @@ import tensorhub
 from tensorhub.hub import Hub
 from tensorhub.tools import seed_shard
 from tests.rig import OPTIONS, all_of, cluster, until
-from tests.test_resharding import TRAINERS, is_held, new_version, read_from, rollout, trainer
+from tests.test_resharding import TRAINERS, is_held, is_published, new_version, read_from, rollout, trainer
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +39,32 @@ async def test_who_needs_another_layout_reads_it_from_host_copies_of_a_trainer_t
         await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
         await all_of(*(each.update() for each in weights))
         assert is_held(mine, 2)
+
+
+async def test_rollouts_keep_what_their_trainer_takes_back_and_hand_it_over_when_they_close() -> None:
+    async with (
+        cluster("trainer", "engine", transports=["tcp"]) as c,
+        tensorhub.connect(c.address, name="host", options=HOSTED, token=""),
+    ):
+        trained, memory = await trainer(c.hubs[:1], 1)
+        await c.hubs[0].retain("m", latest=1)
+        await all_of(*(each.publish(1) for each in trained))
+        weights, _ = await rollout(c.hubs[1:], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        await all_of(*(each.unpublish() for each in trained))
+        assert [r.group for r in (await c.hubs[0].describe("m")).replicas if r.state == "ready"] == ["rollout"]
+        await all_of(*(each.close() for each in weights))
+        held = [r for r in (await c.hubs[0].describe("m")).replicas if r.state == "ready"]
+        assert {(r.medium, r.purpose) for r in held} == {("host", "retention")}
+        for shard in memory:
+            for tensor in shard.values():
+                tensor.fill(9)
+        weights, mine = await rollout(c.hubs[1:], "another")
+        reports = await all_of(*(each.replicate() for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"host"}
+        await all_of(*(each.replicate() for each in trained))
+        assert is_published(memory, 1)
 
 
 async def seeds(hub: Hub) -> None:

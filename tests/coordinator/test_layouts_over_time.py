@@ -229,21 +229,73 @@ def test_who_asks_again_hears_what_it_was_told() -> None:
     assert (start.write, [grant.shard for grant in start.grants]) == (True, [0, 1])
 
 
-def test_a_replica_of_another_layout_does_not_count_for_retention() -> None:
+def retained(count: int, *, partial: bool = False) -> tuple[World, Rank, list[Rank]]:
+    """A retained version of one trainer, and a group of another layout that has read it."""
     world, trainers = published(1)
-    (reader,) = filling(world, needs=[A])
-    finish(world, [reader], trainers, needs=[A])
+    readers = [world.arrive("r", rank, count, f"own/r{rank}", registers=False) for rank in range(count)]
+    for reader in readers:
+        reader.partial = partial
+        world.register(reader)
+    world.fill(readers)
+    for reader in readers:
+        world.ready(reader, A)
+    finish(world, readers, trainers, [A])
     world.say(trainers[0], Retain(1, "m", 1))
-    assert not reader.take(SetRetained)
-    world.say(reader, LeaveRequest(8, "r0", reader.generation, 3.0, False, False, False))
-    assert reader.take(LeaveGranted)  # although nobody has acknowledged yet that it keeps that version
-    (told,) = trainers[0].take(SetRetained)
-    world.say(trainers[0], RetainedAck("t0", told.content_id, True, told.seq))
-    world.say(trainers[0], LeaveRequest(7, "t0", trainers[0].generation, 3.0, False, False, False))
-    assert not trainers[0].take(LeaveGranted)
+    return world, trainers[0], readers
+
+
+def acknowledge(world: World, rank: Rank) -> None:
+    (told,) = rank.take(SetRetained)
+    world.say(rank, RetainedAck(rank.name, told.content_id, True, told.seq))
+
+
+def asks_to_leave(world: World, rank: Rank) -> bool:
+    """Whether it may at once."""
+    world.say(rank, LeaveRequest(7, rank.name, rank.generation, 3.0, False, False, False))
+    return bool(rank.take(LeaveGranted))
+
+
+def is_refused(world: World, rank: Rank) -> bool:
     world.pass_time(4.0)
-    (refused,) = trainers[0].take(Refused)
-    assert isinstance(refused.error.error(), RetentionError)
+    return [type(refused.error.error()) for refused in rank.take(Refused)] == [RetentionError]
+
+
+def test_replicas_of_another_layout_keep_a_version_together() -> None:
+    world, trainer, readers = retained(2)
+    acknowledge(world, readers[0])
+    assert not asks_to_leave(world, trainer)
+    acknowledge(world, readers[1])
+    assert trainer.take(LeaveGranted)
+    world.fenced(trainer)
+    assert not asks_to_leave(world, readers[1])
+    assert is_refused(world, readers[1])
+
+
+def test_who_holds_it_as_it_was_published_lets_those_of_another_layout_go() -> None:
+    world, trainer, readers = retained(2)
+    acknowledge(world, trainer)
+    assert all(asks_to_leave(world, reader) for reader in readers)
+    assert not asks_to_leave(world, trainer)
+    assert is_refused(world, trainer)
+
+
+def test_who_may_leave_some_unread_keeps_nothing() -> None:
+    world, trainer, (reader,) = retained(1, partial=True)
+    assert not reader.take(SetRetained)
+    acknowledge(world, trainer)
+    assert not asks_to_leave(world, trainer)
+    assert asks_to_leave(world, reader)
+    assert is_refused(world, trainer)
+
+
+def test_what_a_rank_of_another_layout_has_lost_its_mates_need_not_keep() -> None:
+    world, trainer, readers = retained(2)
+    for reader in readers:
+        acknowledge(world, reader)
+    assert asks_to_leave(world, trainer)
+    world.fenced(trainer)
+    world.lose(readers[0])
+    assert asks_to_leave(world, readers[1])
 
 
 def test_a_rollback_orders_out_holders_and_ends_readers_of_every_layout() -> None:

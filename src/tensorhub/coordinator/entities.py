@@ -154,7 +154,7 @@ class Member:
     @property
     def fits_any_layout(self) -> bool:
         """Whether it takes a published shard of any version: a fetch that has no layout, or a copy of one shard."""
-        return not (self.serves or self.layout_id) or self.purpose in (Purpose.RETENTION, Purpose.SEED)
+        return not self.layout_id and (not self.serves or self.purpose in (Purpose.RETENTION, Purpose.SEED))
 
     @property
     def part(self) -> RankPart | None:
@@ -679,6 +679,8 @@ class Handover:
     worker: Worker
     nbytes: int
     origin: str  # a registration of that worker which holds the shard, or ""
+    layout_id: str = ""  # of whose layout the shard is; "": it is as it was published
+    manifest_id: str = ""  # of that shard, where the layout is not the published one
     registered: bool = False  # the copy is a member
     chunks: int = 0  # verified when its deadline was set last
 

@@ -20,10 +20,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from tensorhub.coordinator import bridges
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Handover, Holding, Member, Model, Version, Worker
+from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
+from tensorhub.coordinator.ways import Layout
 from tensorhub.messages import DropCopy, MakeCopy
 from tensorhub.scheduler.links import distance
 from tensorhub.types import OpKind, Purpose
@@ -135,13 +138,17 @@ class Handovers:
             return False
         here = {copy.member.worker.incarnation}
         here |= {w.holding.member.worker.incarnation for w in model.withdrawals.values() if w.closes and not w.begun}
-        return not any(
-            other.member.worker.incarnation not in here
-            and not other.member.dropped
-            and self._retentions.is_reliable(other)
-            and not _wants_to_leave(model, other)
-            for other in copy.version.holdings.of(copy.shard).steady
-        )
+
+        def stays(other: Holding) -> bool:
+            return (
+                other.member.worker.incarnation not in here
+                and not other.member.dropped
+                and self._retentions.is_reliable(other)
+                and not _wants_to_leave(model, other)
+            )
+
+        version, layout = copy.version, copy.layout
+        return not (any(map(stays, layout.of(copy.shard).steady)) or self._retentions.is_kept(version, stays, but=layout))
 
     def _counts(self, model: Model, version: Version) -> bool:
         """Whether it is retained, and not lost."""
@@ -168,8 +175,12 @@ class Handovers:
 
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps and no other could take over (its own workers copy it); what only spot workers hold."""
-        for shard, holdings in version.holdings.items():
-            reliable = filter(self._retentions.may_count, version.holdings.of(shard).steady)
+        whole = (layout for layout in version.layouts if layout.counts and all(layout.values()))
+        layout = next(whole, None)
+        if layout is None or self._retentions.is_kept(version, self._retentions.may_count, but=layout):
+            return
+        for shard, holdings in layout.items():
+            reliable = filter(self._retentions.may_count, layout.of(shard).steady)
             one = next(reliable, None)
             if one is None:
                 spot = next((h for h in holdings if h.is_source), None)
@@ -185,28 +196,47 @@ class Handovers:
     def _grant(self, model: Model, wish: Wish) -> None:
         """Begin an attempt, unless one that will do is under way, or nobody can be asked now."""
         holding = wish.holding
-        version, shard = holding.version, holding.shard
+        version, shard, layout = holding.version, holding.shard, holding.layout
+        layout_id = layout.layout_id if holding.bridges else ""
         if len(model.handovers) >= HANDOVERS_PER_MODEL_MAX or any(
-            h.version is version and h.shard == shard and h.worker is not wish.going for h in model.handovers.values()
+            h.version is version and (h.shard, h.layout_id) == (shard, layout_id) and h.worker is not wish.going
+            for h in model.handovers.values()
         ):
             return
-        worker = self._successor(model, wish)
+        if not layout.counts:
+            return
+        copies = self._copies_of(version, layout)
+        there = copies.of(shard) if copies is not None else Holders[Holding]()
+        if holding.bridges and any(
+            h.member.worker is not wish.going and self._retentions.is_reliable(h) for h in there.steady
+        ):
+            return
+        worker = self._successor(model, wish, there)
         if worker is None:
             return
         mine = (m for m in worker.members.values() if m.holding is not None and m.holding.is_source)
-        origin = next((m.registration for m in mine if m.holding in version.holdings[shard]), "")
-        handover = Handover(self._cluster.new_id(), version, shard, worker, holding.member.nbytes, origin)
+        origin, manifest_id = next((m.registration for m in mine if m.holding in there), ""), ""
+        if holding.bridges:  # a copy has other chunks, which are read out of this layout
+            origin, manifest_id = "", self._cluster.manifests.id_of(layout.manifests[shard])
+        what = worker, holding.member.nbytes, origin, layout_id, manifest_id
+        handover = Handover(self._cluster.new_id(), version, shard, *what)
         model.handovers[handover.copy] = handover
         self._set_deadline(handover)
         self._tell_to_make(handover)
 
-    def _successor(self, model: Model, wish: Wish) -> Worker | None:
+    def _copies_of(self, version: Version, layout: Layout) -> Layout | None:
+        """In which layout copies of its shards are: its own, if that is the published one; else one that is cut from it."""
+        if not layout.origin_id:
+            return layout
+        return version.others.get((layout.layout_id, self._cluster.describe(version, layout)))
+
+    def _successor(self, model: Model, wish: Wish, there: Holders[Holding]) -> Worker | None:
         """The worker whose copy is made soonest: the holder's own, else the nearest, else the one with most room. One that
-        could not make it comes last, and not before a while has passed.
+        could not make it comes last, and not before a while has passed. `there`: who has it where copies are.
         """
         holding = wish.holding
         version, shard, near = holding.version, holding.shard, holding.member.worker
-        copies = (copy for copy in model.copies.values() if copy.holding in version.holdings[shard])
+        copies = (copy for copy in model.copies.values() if copy.holding in there)
         have = {copy.worker.incarnation for copy in copies}
         fit: list[tuple[int, bool, int, int, str]] = []
         for worker in (near,) if wish.here else self._cluster.hosts.values():
@@ -249,8 +279,8 @@ class Handovers:
         self._cluster.timers.set("handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s)
 
     def _tell_to_make(self, handover: Handover) -> None:
-        make = MakeCopy(handover.copy, handover.version.info, handover.shard, handover.origin)
-        self._cluster.send(handover.worker.session, make)
+        what = handover.shard, handover.origin, handover.layout_id, handover.manifest_id
+        self._cluster.send(handover.worker.session, MakeCopy(handover.copy, handover.version.info, *what))
 
     def _tell_to_drop(self, handover: Handover) -> None:
         """An attempt is given up. If a copy comes of it all the same, it is dropped like one that is not needed."""
@@ -281,7 +311,8 @@ def _could_take(group: Group, version: Version) -> bool:
     """Whether this group could become another reliable holder of all of it."""
     if group.spot or len(group.members) < group.world_size:
         return False
-    if (group.layout_id, group.world_size) != (version.layout_id, version.info.world_size):
-        return False
     used = all(member.serves and member.purpose is Purpose.USE for member in group.members.values())
-    return used and group.name != version.publisher.group
+    if not used or group.name == version.publisher.group:
+        return False
+    reads_all = not all(member.partial for member in group.members.values())
+    return version.is_laid_out_as(group) or (reads_all and bridges.misfit(group, version) is None)

@@ -309,11 +309,13 @@ def _ordered(holding: Holding) -> None:
 
 def _retained(version: Version, retained: Collection[int]) -> None:
     told = version.retained == (version.number in retained)
-    demand(told or not any(version.holdings.values()), "holders are told what is retained", version)  # R4
+    is_held = any(there for layout in version.layouts for there in layout.values())
+    demand(told or not is_held, "holders are told what is retained", version)  # R4
 
 
 def _told(holding: Holding) -> None:
-    keep = holding.committed and holding.version.retained and not holding.member.group.spot and not holding.bridges
+    keep = holding.committed and holding.version.retained and not holding.member.group.spot
+    keep = keep and holding.layout.covers
     model, registration = holding.member.group.model, holding.member.registration
     demand(holding.told == keep or holding in model.notices, "who must not leave at will was told so", holding)  # R4
     unaware = registration in model.unaware

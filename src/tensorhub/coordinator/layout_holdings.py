@@ -75,6 +75,11 @@ class LayoutHoldings(Shards[H]):
             return False
         return bool(self.description) or len(self.manifests) == len(self.parts) == len(self) > 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether who holds all of its shards keeps the version: it can be read out of them."""
+        return self.is_described if self.origin_id else True
+
     def has_each_class(self) -> bool:
         """Whether of each class some shard is held, complete and committed, by a replica that takes readers."""
         return self.have_sources() or all(any(self.of(s).sources for s in shards) for shards in self.classes.values())

@@ -6,7 +6,7 @@ Not responsible for what follows from the answer: `withdrawals` and `fills` let 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
@@ -14,6 +14,7 @@ from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
+from tensorhub.coordinator.ways import Layout
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 from tensorhub.types import Purpose
@@ -47,7 +48,8 @@ class Retentions:
                 yield from self._alone(copy.holding, going)
 
     def _alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica whose shards nobody else holds reliably, if its version is retained.
+        """The holdings of its replica whose shards nobody else holds reliably, if its version is retained, and not kept in
+        another layout.
 
         A replica stops serving when its first rank leaves. A version that has lost another shard cannot be fetched any more:
         nothing is kept for it.
@@ -55,17 +57,25 @@ class Retentions:
         version, replica, group = holding.version, holding.replica, holding.member.group
         if (
             group.spot
-            or holding.bridges
             or not holding.is_source
             or version.number not in group.model.retained()
-            or self.is_lost(version)
+            or self._is_lost_in(holding.layout)
         ):
             return
-        for ours in replica.holdings.values():
-            steady = version.holdings.of(ours.shard).steady
-            others = (h for h in steady if h.replica is not replica and h.member.worker is not going)
-            if ours.is_source and not any(map(self.is_reliable, others)):
-                yield ours
+
+        def stays(other: Holding) -> bool:
+            return other.replica is not replica and other.member.worker is not going and self.is_reliable(other)
+
+        ours = [h for h in replica.holdings.values() if h.is_source]
+        alone = [h for h in ours if not any(map(stays, h.layout.of(h.shard).steady))]
+        if alone and not self.is_kept(version, stays, but=holding.layout):
+            yield from alone
+
+    @staticmethod
+    def is_kept(version: Version, stays: Callable[[Holding], bool], but: Layout) -> bool:
+        """Whether such holders have all of it in some layout but this one."""
+        others = (layout for layout in version.layouts if layout is not but and layout.counts)
+        return any(all(any(map(stays, each.of(shard).steady)) for shard in each) for each in others)
 
     def is_reliable(self, holding: Holding) -> bool:
         """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`).
@@ -79,8 +89,13 @@ class Retentions:
         return holding.is_steady and self._cluster.counts_on(holding.member.worker)
 
     def is_lost(self, version: Version) -> bool:
-        """Whether some shard has no holder, and none is expected back."""
-        return not self._cluster.is_recovering and not all(version.holdings.values())
+        """Whether it is held in no layout as a whole, and nothing is expected back."""
+        return all(map(self._is_lost_in, version.layouts))
+
+    def _is_lost_in(self, layout: Layout) -> bool:
+        """Whether some shard of it has no holder there, and none is expected back; or all of them together are not all."""
+        known = self._cluster.is_recovering or (layout.counts and all(layout.values()))
+        return not (layout.covers and known)
 
     def refusal(self, holding: Holding, what: str = "") -> RetentionError:
         """Why this holder may not go, for the error of `what`."""
@@ -101,9 +116,7 @@ class Retentions:
         holding = member.holding
         if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
             return None
-        if holding.bridges:
-            return None  # nobody counts on it
-        keep = holding.version.number in member.group.model.retained()
+        keep = holding.layout.covers and holding.version.number in member.group.model.retained()
         if keep is not holding.told:
             member.retained_seq += 1  # repeated, a notice has the same number: a rank may answer only the first Outcome
         self._to_be_told(holding, keep=keep)
@@ -117,7 +130,7 @@ class Retentions:
             if version.retained is not keep:
                 version.retained = keep
                 self._cluster.note(version)
-                for holdings in version.holdings.values():
+                for holdings in (there for layout in version.layouts for there in layout.values()):
                     model.notices.extend(holdings)
         self._tell_some(model)
         if model.unanswered and not model.notices and not model.unaware:
@@ -135,7 +148,7 @@ class Retentions:
 
     def _tell(self, holding: Holding) -> None:
         member, version = holding.member, holding.version
-        keep = version.retained and not member.group.spot and not holding.bridges
+        keep = version.retained and not member.group.spot and holding.layout.covers
         if holding.committed and holding.told is not keep:
             self._to_be_told(holding, keep=keep)
             member.retained_seq += 1

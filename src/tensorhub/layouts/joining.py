@@ -139,9 +139,21 @@ def reading_for(
     others there; it ties what is not tied there; it is alone, and leaves unread what it may not. RegistrationError: it is
     cut into too many chunks.
     """
-    reader = reader_of(publication, manifest, declared)
-    reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=declared.rank)
-    key = msgpack.packb([GRID, published.publication_id, reader.coordinates_id, declared.rank])
+    return _resharded(published, publication, manifest, reader_of(publication, manifest, declared), declared.rank)
+
+
+def reading_of_copy(published: Published, publication: Publication, manifest: Manifest, rank: int) -> ReshardedManifest:
+    """What a copy of that rank's shard reads of it: all that it has, to where it has that. `manifest`: that rank's."""
+    if rank >= len(publication.ranks):
+        raise ManifestMismatch(f"a copy of rank {rank} was ordered, of {len(publication.ranks)}")
+    return _resharded(published, publication, manifest, publication.ranks[rank], rank)
+
+
+def _resharded(
+    published: Published, publication: Publication, manifest: Manifest, reader: Coordinates, rank: int
+) -> ReshardedManifest:
+    reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=rank)
+    key = msgpack.packb([GRID, published.publication_id, reader.coordinates_id, rank])
     return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader, published)
 
 

@@ -214,12 +214,17 @@ class MakeCopy:
 
     `registration`: one of the worker's own that holds the content, to copy from. "": read it from others, by a replicate
     call of the new registration. It is done when the coordinator counts the copy. Or CopyRefused answers.
+
+    `layout_id`: it is a shard of a layout that was read out of another one, and registers so; the part `manifest_id` is
+    that shard's manifest.
     """
 
     copy: Id
     version: VersionInfo
     shard: Rank
     registration: Id
+    layout_id: Name = ""
+    manifest_id: Id = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class PlanReading:
     and what came of it.
 
     `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled; None:
-    those of the whole model, or of what these `names` are patterns of.
+    those of the whole model, or of what these `names` are patterns of. `copies`: it is a copy of that rank's shard.
     """
 
     number: int
@@ -153,6 +153,7 @@ class PlanReading:
     manifest: Manifest | None
     declared: Declaration
     names: tuple[str, ...] | None = None
+    copies: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

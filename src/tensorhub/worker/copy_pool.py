@@ -134,9 +134,10 @@ class CopyPool:
         self.attempts[attempt.number] = attempt
         return attempt
 
-    def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
+    def manifest(self, info: VersionInfo, shard: int, timeout_s: float, part_id: str = "") -> Steps[Manifest]:
+        """`part_id`: see `AskManifest`."""
         attempt = self._attempt()
-        self.act(AskManifest(attempt.number, info, shard, timeout_s))
+        self.act(AskManifest(attempt.number, info, shard, timeout_s, part_id))
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
         text = f"{what}: the coordinator did not answer within {timeout_s:g} s"
         try:

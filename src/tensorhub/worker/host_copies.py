@@ -353,12 +353,13 @@ class HostCopies:
         if held is not None:
             manifest = held.manifest
         else:
-            manifest = yield from pool.manifest(info, order.shard, timeout_s)
+            manifest = yield from pool.manifest(info, order.shard, timeout_s, order.manifest_id)
         if order.registration in self.budget.plan(order.copy, Purpose.RETENTION, manifest.region_bytes):
             raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
         yield from pool.make_room(order.copy, Purpose.RETENTION, manifest.region_bytes)
         group, spot = f"copy/{order.copy}", pool.is_spot
         of_host = _one_shard(order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=spot)
+        of_host = replace(of_host, layout_id=order.layout_id)
         yield from pool.known(pool.start(of_host), timeout_s)
         if held is not None and order.registration not in self._in_files:
             call: Call = CopyCall(held.version, manifest, LocalCopy(order.registration, held.generation))
@@ -392,7 +393,9 @@ class HostCopies:
 def _one_shard(
     registration: str, group: str, info: VersionInfo, shard: int, manifest: Manifest, purpose: Purpose, *, spot: bool
 ) -> Shard:
-    """A copy of one shard is a group of its own, whatever the layout of its version."""
+    """A copy of one shard is a group of its own, whatever the layout of its version. (It says of no layout that it is its
+    own, unless that is not the published one.)
+    """
     return Shard(
         registration=registration,
         model=info.model,
@@ -400,7 +403,7 @@ def _one_shard(
         rank=0,
         world_size=1,
         spot=spot,
-        layout_id=manifest.layout_id,
+        layout_id="",
         manifest=manifest,
         number=shard,
         medium=Medium.HOST,

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from tensorhub import messages
 from tensorhub.errors import TensorHubError
-from tensorhub.layouts.joining import Declaration, publication_of, reading_for
+from tensorhub.layouts.joining import Declaration, publication_of, reading_for, reading_of_copy
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.manifest import Manifest
+from tensorhub.types import Purpose
 from tensorhub.worker.calls import PlanReading
 from tensorhub.worker.gathering import Gathering
 from tensorhub.worker.member_context import MemberContext
@@ -39,6 +40,8 @@ def plan(action: PlanReading) -> Planned | TensorHubError:
     try:
         publication = action.publication or publication_of(action.published, action.parts)
         base = action.manifest or whole_manifest(action.published, publication, action.names)
+        if action.copies is not None:
+            return Planned(publication, reading_of_copy(action.published, publication, base, action.copies), base)
         return Planned(publication, reading_for(action.published, publication, base, action.declared), base)
     except TensorHubError as error:
         return error
@@ -110,5 +113,6 @@ class Planning:
             return
         shard, self._number = self._context.shard, self._context.cause
         declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
-        what = self._published, gathering.found, known, self.base, declared, shard.names
+        copies = shard.number if shard.purpose is Purpose.RETENTION else None
+        what = self._published, gathering.found, known, self.base, declared, shard.names, copies
         self._context.act(PlanReading(self._number, *what))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tensorhub.coordinator import bridges
+from tensorhub.coordinator import bridges, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
@@ -57,10 +58,10 @@ def half_a_selected_chunk_is_enough() -> Iterator[None]:
 
 @bug("G7: who bridges is not given another source when one of several is lost")
 def bridge_is_not_mended() -> Iterator[None]:
-    def lacking(before: Callable[..., list[Any]], self: RankPart, without: Any = None) -> list[Any]:
-        return [] if self.leases else before(self, without)
+    def lacking(before: Callable[..., list[Any]], part: RankPart, without: Any = None) -> list[Any]:
+        return [] if part.leases else before(part, without)
 
-    with around(RankPart, "lacking", lacking):
+    with around(supply, "lacking", lacking):
         yield
 
 
@@ -113,6 +114,20 @@ def nothing_encloses() -> Iterator[None]:
         replaced(Owner, "enclosed", enclosed),
         replaced(Owner, "read_from", read_from),
     ):
+        yield
+
+
+@bug(
+    "G5: some rank of another layout is taken for a copy of all of a retained version",
+    faults=(Fault.CRASH, Fault.RESTART, Fault.COORDINATOR),
+    seeds_max=300,
+)
+def one_rank_of_another_layout_keeps_all() -> Iterator[None]:
+    def is_kept(version: Version, stays: Callable[[Holding], bool], but: object) -> bool:
+        others = (layout for layout in version.others.values() if layout is not but)
+        return any(stays(each) for layout in others for shard in layout for each in layout.of(shard).steady)
+
+    with replaced(Retentions, "is_kept", staticmethod(is_kept)):
         yield
 
 

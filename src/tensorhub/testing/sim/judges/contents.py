@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tensorhub.coordinator import Publication
 from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.resharded import ReshardedManifest
@@ -77,6 +79,15 @@ class Contents:
         """Whether its own user has overwritten that there."""
         return (handle.id, content_id) in self._spoilt
 
+    def is_all(self, content_id: str, handles: Iterable[JudgedHandle]) -> bool:
+        """Whether these, which hold different parts of it in another layout, have every byte of it."""
+        ranks = self._publishers[self.publications[content_id]]
+        published = sum(map(_area, map(_box_of, ranks.values())))
+        return (
+            sum(_area(box_of(h.grid.lies)) for h in handles if isinstance(h.grid, ReshardedManifest) and h.grid.lies)
+            >= published
+        )
+
     def held_by(self, handle: JudgedHandle, content_id: str) -> tuple[str, ...]:
         """What the memory of that handle holds, where it holds that."""
         truth, grid = self.truth[content_id], handle.grid
@@ -113,6 +124,11 @@ class Contents:
             self.spoil(handle, version.content_id, chunk, cells[chunk])
             wrong.remove(chunk)
         demand(len(cells) == len(truth) and not wrong, f"content: {handle} holds {[*cells]}, published was {truth}")
+
+
+def _area(box: Box) -> int:
+    top, bottom, left, right = box
+    return (bottom - top) * (right - left)
 
 
 def _box_of(shard: Shard) -> Box:

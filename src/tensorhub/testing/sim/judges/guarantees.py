@@ -287,6 +287,8 @@ class Guarantees:
         declared, bound, size = handle.shard.declared, running.binding, handle.shard.world_size
         if bound is None or running.key is None or (declared is not None and declared.partial):
             return
+        if handle.shard.purpose is Purpose.RETENTION:
+            return  # a copy of one shard
         parts = self._parts.setdefault(running.key, {})
         parts[handle.shard.rank] = manifest.parts
         if len(parts) == size and handle.shard.serves:

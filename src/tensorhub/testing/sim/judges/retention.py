@@ -6,19 +6,24 @@ coordinator's own books say is used as little as may be.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
 from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import ReplicaState
+from tensorhub.layouts.resharded import publication_in
 from tensorhub.messages import Done
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
-from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.registration_session import LEASE_MARGIN
+
+Layout = tuple[str, int]  # what was read, and by how many ranks: their copies alone belong together
+AS_PUBLISHED: Layout = ("", 0)
 
 
 class RetentionJudge:
@@ -117,9 +122,9 @@ class RetentionJudge:
             return  # its replica does not serve any more, whoever of them hears it first
         if isinstance(record.what, CloseCall | SetAsideCall) and self._is_whole(handle, record, content_id):
             is_one = handle.shard.purpose is Purpose.RETENTION  # a copy of one shard; its worker's others ask for themselves
-            shards = [handle.shard.number] if is_one else list(self._contents.truth[content_id])
-            alone = (shard for shard in shards if not self._others(handle, shard, record, elsewhere=True))
-            record.alone = next(alone, None)
+            alone = self._lacks(handle, record, elsewhere=True)
+            alone = [shard for shard in alone if shard == handle.shard.number or not is_one]
+            record.alone = next(iter(alone), None)
 
     def _goes_before(self, handle: JudgedHandle, content_id: str) -> bool:
         """Whether a mate's leave is decided, which waits for that one's readers. (It is judged when they are gone.)"""
@@ -162,9 +167,7 @@ class RetentionJudge:
             return  # nor does it, if that mate's leave was granted: its readers are waited for before it hears of that
         if not self._is_reliable(handle) or not self._is_whole(handle, record, content_id):
             return  # it does not count, or the version was lost before
-        lacks = [
-            shard for shard in self._contents.truth[content_id] if not self._others(handle, shard, record, elsewhere=False)
-        ]
+        lacks = self._lacks(handle, record, elsewhere=False)
         lacks += [record.alone] if record.alone is not None else []  # when its process could end
         demand(
             not lacks,
@@ -180,27 +183,34 @@ class RetentionJudge:
     # -- who holds
 
     def _is_whole(self, handle: JudgedHandle, record: JudgedCall, content_id: str) -> bool:
-        """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
-        for shard in self._contents.truth[content_id]:
-            holders = (h for h in self._world.all_handles() if _has_shard(h, shard))
-            holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, record.began, handle))
-            holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
-            if not any(map(self._is_reliable, holders)):
-                return False
-        return True
+        """Whether, in the layout in which this handle holds it, every shard of it surely has a reliable holder."""
+        layout = _layout_of(handle)
+        holders = (h for h in self._world.all_handles() if h.shard.serves and _layout_of(h) == layout)
+        holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, record.began, handle))
+        holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
+        return not self._missing(content_id, layout, filter(self._is_reliable, holders))
 
-    def _others(self, handle: JudgedHandle, shard: int, record: JudgedCall, *, elsewhere: bool) -> bool:
-        """Whether some other group keeps that shard of what this handle holds; `elsewhere`: in another process."""
+    def _lacks(self, handle: JudgedHandle, record: JudgedCall, *, elsewhere: bool) -> list[int]:
+        """Which shards of what this handle holds no other group keeps, in its layout; none, if others keep all of it in
+        another one. `elsewhere`: in another process.
+        """
         assert handle.member.content is not None
-        content_id = handle.member.content.version.content_id
-        holders = (h for h in self._world.all_handles() if _has_shard(h, shard))
-        return any(
-            h.shard.group != handle.shard.group
-            and not (elsewhere and h.worker is handle.worker)
-            and self._is_reliable(h)
-            and self._seems_to_hold(h, content_id, record.began)
-            for h in holders
-        )
+        content_id, mine = handle.member.content.version.content_id, _layout_of(handle)
+        found: dict[Layout, list[JudgedHandle]] = {mine: []}
+        for h in self._world.all_handles():
+            is_other = h.shard.group != handle.shard.group and not (elsewhere and h.worker is handle.worker)
+            if is_other and h.shard.serves and self._is_reliable(h) and self._seems_to_hold(h, content_id, record.began):
+                found.setdefault(_layout_of(h), []).append(h)
+        lacks = {layout: self._missing(content_id, layout, holders) for layout, holders in found.items()}
+        return lacks[mine] if all(lacks.values()) else []
+
+    def _missing(self, content_id: str, layout: Layout, holders: Iterable[JudgedHandle]) -> list[int]:
+        """Which shards of that layout none of these holds; all, where they leave out some of what was published."""
+        there = {h.shard.number: h for h in holders}
+        of, ranks = layout
+        shards = [*self._contents.truth[content_id]] if not of else [*range(ranks)]
+        lacks = [shard for shard in shards if shard not in there]
+        return shards if of and not lacks and not self._contents.is_all(content_id, there.values()) else lacks
 
     def _is_reliable(self, handle: JudgedHandle) -> bool:
         """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker that
@@ -302,18 +312,23 @@ class RetentionJudge:
             return
         versions = models[model].versions if model in models else {}
         for version in [versions[number] for number in numbers if number in versions]:
-            for holding in [h for holdings in version.holdings.values() for h in holdings if h.told]:
+            held = (h for layout in version.layouts for there in layout.values() for h in there)
+            for holding in [h for h in held if h.told]:
                 handle = self._world.handle_of(holding.member.registration)
                 content = handle.member.content if handle is not None and handle.worker.alive else None
                 if content is not None and content.generation == holding.generation:
                     demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
 
 
-def _has_shard(handle: JudgedHandle, shard: int) -> bool:
-    """Whether it may hold that published shard. Who holds a version in another layout does not count."""
+def _layout_of(handle: JudgedHandle) -> Layout:
+    """In which layout it holds what it holds, or held last."""
     content, staged = handle.member.content, handle.member.staged
-    manifest = content.manifest if content is not None else staged.manifest if staged is not None else None
-    return handle.shard.number == shard and handle.shard.serves and not is_of_other_layout(manifest)
+    manifest = content.manifest if content is not None else staged.manifest if staged is not None else handle.grid
+    of = publication_in(manifest) if manifest is not None else None
+    if of is None:
+        return AS_PUBLISHED
+    is_one = handle.shard.purpose is Purpose.RETENTION
+    return of.publication_id, len(of.shards) if is_one else handle.shard.world_size
 
 
 def _asks_to_leave(handle: JudgedHandle) -> bool:
