@@ -17,6 +17,7 @@ from typing import assert_never
 from tensorhub import messages
 from tensorhub.coordinator import access, invariants, limits
 from tensorhub.coordinator.actions import Action, Durable
+from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.answers import Answers
 from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.cluster import Cluster
@@ -134,7 +135,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self._withdrawals,
             self._handovers,
             self._operations,
-            self._testimonies,
+            Announcements(self.cluster, self._holdings, self._testimonies),
             manifest_questions,
         )
         self._visitors = Visitors(self.cluster, self._membership)

@@ -1,35 +1,34 @@
 """Workers and ranks: who is there, who is suspected, who is lost (G9, R11), and who belongs to which group.
 
-Not responsible for what a lost rank's operation or memory means: `operations` and `readers` are told.
+Not responsible for what may be registered (`registrations`), for what those hold who come back (`announcements`), nor for
+what a lost rank's operation or memory means: `operations` and `holdings` are told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 
-from tensorhub.coordinator import bridges, limits
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import DOOR
+from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
-from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
+from tensorhub.coordinator.entities import Group, Member, Session, Worker
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions, held_ids
 from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.registrations import misfit, too_much
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.states import ReplicaState, WorkerState
-from tensorhub.coordinator.testimonies import Testimonies
+from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import CoordinatorUnavailable, ProtocolError, RegistrationError, TensorHubError
-from tensorhub.layouts.published import Published
+from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
     BegunWith,
     Deregister,
     Done,
     EpochChanged,
-    Held,
     Join,
     Publish,
     Register,
@@ -37,7 +36,7 @@ from tensorhub.messages import (
     Registered,
     Welcome,
 )
-from tensorhub.types import Medium, Purpose
+from tensorhub.types import Purpose
 
 LOOKS_APART = 1 / 8  # of a lease, between two looks for what lies unread
 AWAY_LEASES_MAX = 2  # without a connection; however many wait at the door
@@ -54,7 +53,7 @@ class Membership:
     _withdrawals: Withdrawals
     _handovers: Handovers
     _operations: Operations
-    _testimonies: Testimonies
+    _announcements: Announcements
     _manifest_questions: ManifestQuestions
     _missed: dict[str, None] = field(default_factory=dict, init=False)  # who is away and overdue, unless he is at the door
     _gone: dict[str, None] = field(default_factory=dict, init=False)  # those of them who were not there
@@ -315,7 +314,7 @@ class Membership:
         if known is not None and known.worker is worker:
             self._register_again(known, message, held_parts)
             return
-        error = self._registration_error(message) or self._too_much(worker, message, parts, held_parts)
+        error = misfit(cluster, message) or too_much(cluster, worker, message, parts, held_parts)
         if known is not None:  # G9: what another worker says of it changes nothing
             error = RegistrationError(f"the registration {known.registration!r} is worker {known.worker.name!r}'s")
         if error is None and worker.read_only:
@@ -361,7 +360,7 @@ class Membership:
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
         cluster.touch(group.model, wakes=not member.worker.read_only)
-        keep = message.held is None or self._announce(member, message.held, held_parts, message.request)
+        keep = message.held is None or self._announcements.heard(member, message.held, held_parts, message.request)
         self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
@@ -382,7 +381,9 @@ class Membership:
         for version in group.model.versions.values() if member.serves else ():
             self._cluster.wake_all(version.starving)
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
-        keep = held is None or counts or (not publishes and self._announce(member, held, held_parts, message.request))
+        keep = held is None or counts
+        if held is not None and not counts and not publishes:
+            keep = self._announcements.heard(member, held, held_parts, message.request)
         self._tell_registered(member, message, keep)
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
@@ -404,63 +405,6 @@ class Membership:
         for member in self._cluster.members.values():
             if member.unheard:
                 self._confirm(member, member.unheard)
-
-    def _registration_error(self, message: Register) -> TensorHubError | None:
-        if message.rank >= message.world_size:
-            return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
-        if (message.medium is Medium.HOST) == (message.purpose is Purpose.USE):
-            return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
-        if len(message.part_ids) not in (0, 3):
-            return RegistrationError("a rank's parts are its catalogue, arrangement and coordinates: name all, or none")
-        is_copy = message.purpose in (Purpose.RETENTION, Purpose.SEED)
-        any_shard = is_copy or not (message.serves or message.layout_id)
-        if (message.world_size > 1 and (is_copy or not message.serves)) or not (any_shard or message.shard == message.rank):
-            return RegistrationError(
-                "memory that serves holds its own rank's shard; a fetch, and a copy of one shard, is a group of its own"
-            )
-        model = self._cluster.models.get(message.model)
-        group = model.groups.get(message.group) if model is not None else None
-        if group is None:
-            return None
-        if group.world_size != message.world_size:
-            return RegistrationError(
-                f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not {message.world_size}: "
-                "give every rank the same world_size, or take another group name"
-            )
-        kinds = {(member.medium, member.purpose) for member in group.members.values()}
-        if kinds and kinds != {(message.medium, message.purpose)}:
-            return RegistrationError(f"group {group.name!r} is registered with other memory: all its ranks take one medium")
-        before = group.members.get(message.rank)
-        if before is not None and before.worker.session is not None:
-            return RegistrationError(
-                f"rank {message.rank} of group {group.name!r} of {message.model!r} is registered by worker "
-                f"{before.worker.name!r}, which is connected: close it first, or take another group name "
-                "(two sets of one model in one process need two groups)",
-                retryable=True,  # it may close, or be found dead
-            )
-        return None
-
-    def _too_much(self, worker: Worker, message: Register, *parts: tuple[bytes, ...]) -> TensorHubError | None:
-        """Which bound this registration would exceed. Where it is a bound on all workers, there may soon be room again."""
-        cluster = self._cluster
-        bytes_here = cluster.manifest_bytes[worker.incarnation] + sum(map(len, (message.manifest, *parts[0])))
-        blobs = [message.manifest, *chain(*parts), *([message.held.manifest] if message.held is not None else [])]
-        what, in_all = "", False
-        if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
-            what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
-        elif worker.read_only and len(worker.members) >= limits.REGISTRATIONS_OF_GUEST_MAX:
-            what = f"it has {len(worker.members)} fetches under way already (REGISTRATIONS_OF_GUEST_MAX)"
-        elif bytes_here > limits.MANIFEST_BYTES_OF_WORKER_MAX:
-            what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
-        elif len(cluster.members) >= limits.REGISTRATIONS_MAX:
-            what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
-        elif not cluster.manifests.has_room_for(*blobs):
-            what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
-        elif not worker.read_only and not cluster.has_room_for(message.model):
-            what, in_all = f"there are {limits.MODELS_MAX} models in all (MODELS_MAX)", True
-        if not what:
-            return None
-        return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
 
     def begun_with(self, worker: Worker, message: BegunWith) -> None:
         """Keep the manifest of what this memory is filled with. If there is no room, the Fill that names it will fail."""
@@ -488,65 +432,6 @@ class Membership:
             self._cluster.guests.registrations.add(member.worker.origin, member.worker, more)
         else:
             member.group.model.members += more
-
-    def _announce(self, member: Member, held: Held, parts: tuple[bytes, ...], request: int) -> bool:
-        """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
-
-        What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
-        held before does not count either if its vote has committed the group to another content.
-        """
-        cluster, group, origins = self._cluster, member.group, b""
-        if held.publication:
-            *found, origins = parts
-            parts = tuple(found)
-        committed = None
-        if group.world_size > 1 and member.purpose is Purpose.USE:  # a prefetch may commit to what its handles hold already
-            committed = cluster.committed_content(group.model.name, group.name)
-        if held.voted or committed not in (None, held.content_id):
-            return True
-        if not member.serves:
-            return False
-        version = group.model.versions.get(held.version)
-        if version is None or not version.visible or version.info.content_id != held.content_id:
-            return False
-        if member.worker.incarnation in version.condemned:
-            return False
-        is_publishers = held.published and group.name == version.publisher.group
-        is_known = not held.publication and (member.fits_any_layout or is_publishers)
-        if not is_known and group.layout_id is None:
-            member.unheard = request
-            return True  # it says this again once all ranks are here
-        is_published = version.is_laid_out_as(group)
-        if is_known or (is_published and not held.publication):
-            layout = version.holdings
-        elif held.publication and (is_published or bridges.misfit(group, version) is None):
-            if not (_is_publication(origins) and cluster.manifests.has_room_for(held.manifest, *parts, origins)):
-                return False
-            layout = cluster.lay_out(version, group, origins)
-        else:
-            return False
-        if member.shard not in layout:
-            return False
-        testimony = version.testimonies.get(member.shard) if layout is version.holdings else None
-        if testimony is not None and testimony.root and held.root not in (b"", testimony.root):
-            return False  # it is not what was published (R8)
-        if layout is not version.holdings and not layout.takes(member.shard, parts):
-            return False
-        is_described = bool(layout.manifests.get(member.shard)) and member.shard in layout.parts
-        if not is_described and not cluster.manifests.has_room_for(held.manifest, *parts):
-            return False
-        cluster.learn(version, layout, member.shard, held.manifest, bridges.as_known(member, version, parts))
-        replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
-        if replica is None:
-            replica = self._holdings.new_replica(version, member)
-        holding = Holding(replica, member, held.generation, True, True, layout)
-        holding.chunks_verified = member.chunks
-        self._holdings.add(holding)
-        if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
-            self._testimonies.publisher_is_back(holding)
-        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
-            self._holdings.make_ready(replica, "announced again by every rank")
-        return True
 
     def deregister(self, worker: Worker, message: Deregister) -> None:
         """A rank closes its handle, or says so again."""
@@ -625,12 +510,3 @@ def _layout_of(group: Group) -> str:
 def _unannounced(worker: Worker) -> Iterator[Member]:
     """Its ranks that it has not named over its present connection."""
     return (member for member in worker.members.values() if member.said_in != worker.session)
-
-
-def _is_publication(said: bytes) -> bool:
-    """Whether that describes who holds what."""
-    try:
-        Published.decode(said)
-    except ProtocolError:
-        return False
-    return True
