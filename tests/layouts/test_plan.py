@@ -12,8 +12,10 @@ from hypothesis import given, settings, strategies as st
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts import Coordinates, Kind, LocalTensor, Plan, Publication, arrange, at, pieces_of, plan, source
+from tensorhub.layouts.boxes import whole
+from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.cells import Cell, Family, Loop, Step, folded
-from tensorhub.layouts.pieces import packed
+from tensorhub.layouts.pieces import Piece, packed
 from tensorhub.layouts.sharding import Cut, cut
 from tests.layouts.worlds import moved, wanted, world
 
@@ -318,3 +320,28 @@ def test_a_reader_rank_of_an_equal_layout_reads_the_rank_local_tensors_of_its_ra
     assert plan(rank_of(1, 3), sources).needs == {1: 5}
     with pytest.raises(ManifestMismatch):
         plan(rank_of(1, 2), sources)
+
+
+# ------------------------------------------------------------------------------------------------- hostile publications
+
+
+def held_so_often(count: int, catalogue: Catalogue | None = None) -> Coordinates:
+    """The same bytes of one tensor, in so many places."""
+    kind = Kind("uint8", (8,))
+    return arrange([Piece("w", kind, whole(kind.shape), region, 0, (1,)) for region in range(count)], catalogue)
+
+
+@pytest.mark.timeout(60)
+def test_many_pieces_of_one_tensor_cost_what_as_many_tensors_do() -> None:
+    """Not the square of it, which would be minutes."""
+    held = held_so_often(2**18)
+    assert plan(held_so_often(1, held.catalogue), [held]).needs == {0: 8}
+
+
+def test_what_is_looked_at_for_each_piece_of_the_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = held_so_often(100)
+    reader = held_so_often(1000, held.catalogue)
+    assert plan(reader, [held]).nbytes == 8000
+    monkeypatch.setattr("tensorhub.layouts.boxes.MEETINGS_MAX", 10_000)
+    with pytest.raises(ManifestMismatch, match="more than 10000 pairs"):
+        plan(reader, [held])

@@ -34,6 +34,7 @@ from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joi
 from tensorhub.layouts.pieces import within
 
 NAMES_MAX = 10  # in one error
+PLACES_PER_MEETING = 8  # that are looked at in the time that two boxes take to be met
 MANY = 60  # stretches of like pieces: then it is worth to look for fewer
 
 
@@ -218,24 +219,30 @@ class _Planning:
             wanted[tensor] = 1
         forms: list[_Forms] = [()] * len(catalogue.names)  # tuples: most are shared, and none costs the garbage collector
         pieces: list[tuple[int, ...]] = [()] * len(catalogue.names)
+        more: dict[int, list[tuple[tuple[int, int], int]]] = {}  # of tensors with several pieces: all but the first
         for number, arrangement in enumerate(self._arrangements):
             numbers = numbers_in(arrangement.catalogue, self._reader.catalogue)
             alone: list[_Forms] = [((number, form),) for form in range(len(arrangement.forms))]
             for piece, (theirs, form) in enumerate(zip(arrangement.tensors, arrangement.form_of, strict=True)):
                 tensor = theirs if numbers is None else numbers[theirs]
-                if tensor >= 0 and wanted[tensor]:
-                    before = forms[tensor]
-                    forms[tensor] = before + alone[form] if before else alone[form]
-                    pieces[tensor] += (piece,)
+                if tensor >= 0 and wanted[tensor] and forms[tensor]:
+                    more.setdefault(tensor, []).append(((number, form), piece))
+                elif tensor >= 0 and wanted[tensor]:
+                    forms[tensor], pieces[tensor] = alone[form], (piece,)
+        for tensor, rest in more.items():
+            forms[tensor] += tuple([form for form, _ in rest])
+            pieces[tensor] += tuple([piece for _, piece in rest])
         return forms, pieces
 
     def _stretches(self) -> Iterator[_Stretch]:
         forms, held_pieces = self._held()
         mine = self._reader.arrangement
         shared = mine.tied
-        numbers: dict[tuple[int, _Forms], int] = {}  # of the likenesses
+        held: dict[_Forms, int] = {}  # numbered once for each tensor, since it may be long
+        held_of = [held.setdefault(each, len(held)) for each in forms]
+        numbers: dict[tuple[int, int], int] = {}  # of the likenesses
         number_of = [
-            numbers.setdefault((form, forms[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
+            numbers.setdefault((form, held_of[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
         ]
         groups: list[list[int]] = [[] for _ in numbers]  # like pieces
         for piece, number in enumerate(number_of):
@@ -243,8 +250,9 @@ class _Planning:
                 groups[number].append(piece)
         for pieces in filter(None, groups):
             likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
+            self._meetings.spend(len(pieces) * len(likeness.held) // PLACES_PER_MEETING)
             found = list(self._equally_far(likeness, pieces, held_pieces))
-            if 3 * len(found) > len(pieces):
+            if 3 * len(found) > len(pieces) > 1:
                 # What alternates, such as gate and up, is told apart by the piece before: each is equally far from its next.
                 after: dict[int, list[int]] = {}
                 for piece in pieces:
@@ -270,6 +278,12 @@ class _Planning:
     def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> Iterator[_Stretch]:
         """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
         mine = self._reader.arrangement
+        if len(pieces) == 1:  # columns of one number each would cost far more than the numbers
+            its = [mine.regions[pieces[0]], mine.offsets[pieces[0]]]
+            for held, (number, _) in zip(held_pieces[mine.tensors[pieces[0]]], likeness.held, strict=True):
+                its += (self._arrangements[number].regions[held], self._arrangements[number].offsets[held])
+            yield _Stretch(likeness, pieces, tuple(its), (0,) * len(its))
+            return
         columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
         theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
         for column, (number, _) in enumerate(likeness.held):
