@@ -319,6 +319,22 @@ def test_groups_of_one_layout_need_the_same() -> None:
     assert "needs other chunks than others of the layout" in outcome.error.message
 
 
+@pytest.mark.parametrize("other", [replace(B, chunks=4), replace(B, nbytes=31)])
+def test_who_says_that_a_selection_is_another_one_is_told_so_at_once(other: Need) -> None:
+    """One list of digests would never do for both: they waited for each other's until their deadlines."""
+    world, trainers = published()
+    readers = filling(world)
+    (late,) = world.group("o", [("own/o", wide(0)[1])])
+    world.fill([late])
+    world.ready(late, A, other)
+    (outcome,) = late.take(Outcome)
+    assert outcome.error is not None
+    assert (outcome.error.kind, outcome.error.retryable) == ("StateError", True)
+    assert f"rank 0 of group 'o' says that the selection {B.selection} of shard 1" in outcome.error.message
+    assert "who reads as own/r0 says 3 of 30" in outcome.error.message
+    finish(world, readers, trainers)
+
+
 def test_there_are_only_so_many_selections(monkeypatch: pytest.MonkeyPatch) -> None:
     world, _ = published()
     monkeypatch.setattr(limits, "SELECTIONS_MAX", 1)

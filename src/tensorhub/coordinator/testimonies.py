@@ -15,6 +15,7 @@ Responsible for lists and roots, and for which votes count. Not responsible for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tensorhub.coordinator import bridges, limits, replicas
@@ -52,13 +53,36 @@ class Testimonies:
         """This rank, which bridges, has said what it needs: it will name roots of that."""
         for need in part.needs or ():
             testimony = self.of_need(part, need)
-            if testimony.need != need and not part.member.worker.read_only and not _is_workers(testimony):
+            if testimony.need != need:  # a guest has said it has other chunks: see `disagreement`
                 key = part.layout.origin_id, need.shard, need.selection
-                self._cluster.forget_selection(part.operation.bound, key)  # a guest has said it has other chunks
+                self._cluster.forget_selection(part.operation.bound, key)
                 self.of_need(part, need)
         for first in replicas.needed(part):
             self._are_replicas_known(part.operation.bound, first)
             self._compare_replicas(part.operation.bound, first)
+
+    @staticmethod
+    def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
+        """Others have said that one of these selections is another one. Its name is a hash of what it is, so somebody is
+        wrong, and no list of digests would ever do for both.
+        """
+        version = part.operation.bound
+        for need in needs:
+            known = version.selections.get((part.layout.origin_id, need.shard, need.selection))
+            if known is None or known.need is None or known.need == need:
+                continue
+            theirs = [each for each in version.others.values() if any(known.need in its for its in each.needs.values())]
+            guests = all(each.layout_id.startswith(READ_ONLY) for each in theirs)
+            if not theirs or (guests and not part.member.worker.read_only):
+                continue  # what a guest has said gives way
+            return StateError(
+                f"rank {part.rank} of group {part.member.group.name!r} says that the selection {need.selection} of shard "
+                f"{need.shard} of version {version.number} has {need.chunks} chunks of {need.nbytes} bytes; who reads as "
+                f"{' or '.join([each.layout_id for each in theirs][:3])} says {known.need.chunks} of {known.need.nbytes}: "
+                "one of them cuts it wrongly, so look whether both run the same release",
+                retryable=True,
+            )
+        return None
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
@@ -381,13 +405,6 @@ class Testimonies:
         if not testimony.width:
             testimony.width = width_in(version.manifests.get(shard) or manifest)
         return testimony
-
-
-def _is_workers(testimony: Testimony) -> bool:
-    """Whether any worker, and not only guests, has said that need."""
-    others = testimony.version.others.values()
-    workers = [each for each in others if not each.layout_id.startswith(READ_ONLY)]
-    return any(testimony.need in needs for each in workers for needs in each.needs.values())
 
 
 def _no_room(testimony: Testimony) -> StateError:
