@@ -10,7 +10,7 @@ import pytest
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.errors import GroupAborted, InvalidType, ManifestMismatch, RegistrationError, StateError
+from tensorhub.errors import GroupAborted, IntegrityError, InvalidType, ManifestMismatch, RegistrationError, StateError
 from tests.rig import OPTIONS, all_of, cluster
 
 pytestmark = pytest.mark.anyio
@@ -90,6 +90,35 @@ async def test_a_publication_must_make_one_whole(parts: list[Any], text: str | N
 
         await all_of(*(publish(each) for each in trained))
         assert c.hubs[0].newest("m") is None
+
+
+async def test_what_ranks_of_different_shards_publish_must_be_equal() -> None:
+    """A norm that each tensor-parallel rank has: readers take it from any of them."""
+    norm, view = tensorhub.source("norm", shape=(3, 2)), tensorhub.source("w", shape=(12, 4))
+    async with cluster("trainer", "reader") as c:
+        memory = [rows(6) | {"norm": np.full((2, 3), 5, np.float32)} for _ in range(2)]
+        sources = [{"w": view[0:6], "norm": norm.T}, {"w": view[6:12], "norm": norm.T}]
+        trained = [
+            await c.hubs[0].register("m", memory[rank], sources=sources[rank], group="t", rank=rank, world_size=2)
+            for rank in range(2)
+        ]
+
+        async def refused(weights: tensorhub.Weights) -> None:
+            with pytest.raises(IntegrityError, match="both have 'norm', and their bytes differ") as caught:
+                await weights.publish(1)
+            assert not caught.value.retryable
+            assert weights.state == "empty"
+
+        memory[1]["norm"][1, 2] = 6
+        await all_of(*(refused(each) for each in trained))
+        memory[1]["norm"][1, 2] = 5
+        for version in (1, 2):
+            await all_of(*(each.publish(version) for each in trained))
+            mine = {"norm": np.zeros((3, 2), np.float32)}
+            reader = await c.hubs[1].register("m", mine, partial=True, group=f"r{version}")
+            assert (await reader.replicate()).version == version
+            assert mine["norm"].min() == 5
+            await all_of(*(each.unpublish() for each in trained))
 
 
 @pytest.mark.parametrize(("ranks", "begin"), [(1, 0), (2, 0), (2, 2)])

@@ -151,6 +151,8 @@ class LeaseLost(TensorHubError):
 class IntegrityError(TensorHubError):
     """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor. Where
     several sources have looked again and found their bytes unchanged, it names the machine that damages what it gets.
+
+    Of a publish: ranks have different bytes of what both publish (docs/layouts.md).
     """
 
     retryable_by_default = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import coverage
-from tensorhub.errors import GroupAborted, ManifestMismatch
+from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -19,6 +19,7 @@ from tensorhub.messages import (
     Outcome,
     Refused,
     Resolve,
+    Shared,
     Start,
     Write,
 )
@@ -344,3 +345,64 @@ def test_a_publisher_that_may_have_missed_the_question_is_asked_again() -> None:
     assert not trainers[1].take(CheckCoverage)
     covered(world, trainers[0], asked)
     assert world.version.visible
+
+
+# ------------------------------------------------------------------------------------------ what several ranks publish
+
+
+def same(world: World, rank: Rank, value: bytes = b"norm", *, number: int = 3) -> None:
+    """It checks what it was asked to, and says which digest its part of the norm has."""
+    (asked,) = rank.take(CheckCoverage)
+    world.say(rank, Covered(asked.key, asked.rank, asked.readers, True, (Shared(number, "'norm'", value),)))
+
+
+def test_where_several_have_the_same_each_is_asked_at_each_publication() -> None:
+    world, trainers = publishing()
+    same(world, trainers[0])
+    assert not is_visible(world)
+    same(world, trainers[1])
+    assert is_visible(world)
+    for each in trainers:
+        world.leave(each)
+        world.fenced(each)
+    world.publish(trainers, 2, is_whole=False)
+    same(world, trainers[1], b"another")
+    assert world.version.number == 2
+    assert not is_visible(world)
+    same(world, trainers[0], b"another")
+    assert is_visible(world)
+
+
+def test_what_has_drifted_apart_is_not_published_and_the_error_names_ranks_and_tensors() -> None:
+    world, trainers = publishing()
+    same(world, trainers[0])
+    same(world, trainers[1], b"drifted")
+    for each in trainers:
+        (error,) = outcomes(each)
+        assert error is not None
+        raised = error.error()
+        assert isinstance(raised, IntegrityError)
+        assert not raised.retryable
+        assert "ranks 0 and 1 of group 't' both have 'norm', and their bytes differ" in str(raised)
+    world.publish(trainers, 1, is_whole=False)
+    for each in trainers:
+        same(world, each, b"mended")
+    assert is_visible(world)
+
+
+def test_what_has_different_numbers_is_not_compared() -> None:
+    world, trainers = publishing()
+    same(world, trainers[0])
+    same(world, trainers[1], b"another", number=4)
+    assert is_visible(world)
+
+
+def test_only_who_has_not_said_its_digests_is_asked_again() -> None:
+    world, trainers = publishing()
+    same(world, trainers[0])
+    (asked,) = trainers[1].take(CheckCoverage)
+    for each in trainers:
+        world.say(each, Resolve(asked.key, each.rank))
+    assert not trainers[0].take(CheckCoverage)
+    same(world, trainers[1])
+    assert is_visible(world)

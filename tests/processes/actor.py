@@ -92,11 +92,11 @@ class Actor:
         """From now on this process checks for ever whether its group reads everything."""
         self._checks = threading.Event()
 
-        def check(action: CheckRanks) -> None:
+        def check(action: CheckRanks, digest: object) -> None:
             self._checks.set()
             threading.Event().wait()
 
-        handle.check = check  # type: ignore[attr-defined]  # which it has imported
+        handle.check = check  # type: ignore[assignment,attr-defined]  # which it has imported
 
     async def checks(self) -> None:
         await anyio.to_thread.run_sync(self._checks.wait)

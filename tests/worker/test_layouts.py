@@ -16,6 +16,7 @@ from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for, said_parts
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.shared import Share
 from tensorhub.layouts.views import at, source
 from tensorhub.manifest import Manifest, RegionSpec, TensorDescription, build_manifest, id_of
 from tensorhub.messages import (
@@ -319,9 +320,13 @@ def asked_whether_all_is_read(*others: Shard) -> tuple[Reader, str]:
     return reader, described.publication_id
 
 
+def digested(shares: Sequence[Share]) -> list[bytes]:
+    return [b"equal"] * len(shares)
+
+
 def checked(reader: Reader) -> None:
     action = reader.wants(CheckRanks)
-    reader.do(reader.member.ranks_checked(action.number, check(action), 0))
+    reader.do(reader.member.ranks_checked(action.number, check(action, digested), 0))
 
 
 def test_where_it_will_lie_is_said_and_its_parts_when_they_are_asked_for() -> None:
@@ -421,7 +426,7 @@ def test_who_has_begun_to_write_is_asked_for_nothing_more() -> None:
     reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
     reader.answer()
     for action in [each for each in reader.actions if isinstance(each, CheckRanks)]:
-        reader.do(reader.member.ranks_checked(action.number, check(action), 0))
+        reader.do(reader.member.ranks_checked(action.number, check(action, digested), 0))
     reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))
     assert not reader.said(Covered)
 

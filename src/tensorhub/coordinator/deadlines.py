@@ -109,7 +109,11 @@ class Deadlines:
         if unsure:
             text = f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests its publisher has made"
             return Blame(OperationTimeout(text))
-        asked = sorted(part.rank for part in parts if part.checks) if operation.kind is OpKind.PUBLISH else []
+        asked = (
+            sorted(part.rank for part in parts if part.checks and part.rank not in operation.agree)
+            if operation.kind is OpKind.PUBLISH
+            else []
+        )
         if asked:
             text = f"{what}: rank(s) {asked} did not check in time whether the ranks publish one whole version"
             return Blame(OperationTimeout(text))

@@ -600,7 +600,11 @@ class Operation(_Moving[OperationState]):
     version: Version | None = None  # set while RUNNING or later, and for a publish once it is staged
     writing: bool = False  # every rank was told to overwrite
     unchanged: bool = False  # every rank held the bound content already
-    covers: bool = False  # its ranks, which read another layout, are known to read every byte, where they must
+    covers: bool = False  # its ranks, which read another layout or publish, are known to have every byte, where they must
+    agree: set[int] = field(default_factory=set)  # of a publish: ranks whose digests of what they share are in `shared`
+    shared: dict[int, tuple[bytes, int]] = field(
+        default_factory=dict
+    )  # by number: the digest, and the rank that said it first
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED

@@ -105,7 +105,9 @@ class Operations:
                 if blame is not None:
                     self._decisions.abort(operation, blame)
             case Covered() if operation.running:
-                self._coverage.heard(part, message)
+                blame = self._coverage.heard(part, message)
+                if blame is not None:
+                    self._decisions.abort(operation, blame)
             case Prepared() if operation.running and part.reading and not part.voted:
                 self._testimonies.claim(part, message)
             case Compared() if operation.running:

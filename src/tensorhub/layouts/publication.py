@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.boxes import Box, Meetings, left_over, overlapping, shown, volume, whole
+from tensorhub.layouts.boxes import Box, Meetings, left_over, overlapping, shown, taken_out, volume, whole
 from tensorhub.layouts.catalogue import Catalogue, Kind, merged, numbers_in
 
 FAULTS_MAX = 1000  # that are listed; the error's text shows fewer
@@ -60,6 +61,23 @@ class Publication:
                     places[tensor].append((number, *place))
         first: dict[tuple[tuple[int, ...], ...], int] = {}
         return {tensor: first.setdefault(tuple(sorted(its)), tensor) for tensor, its in places.items()}
+
+    @cached_property
+    def overlaps(self) -> tuple[tuple[int, Box, frozenset[int]], ...]:
+        """What several classes hold: tensor, part, and the numbers of the classes. It is within one piece of each."""
+        alike, meetings = _Likenesses(self.catalogue, [each.coordinates for each in self.classes]), Meetings()
+        shared_of: dict[_Likeness, list[tuple[Box, frozenset[int]]]] = {}
+        found = []
+        for tensor, likeness in enumerate(alike.of_tensor):
+            if likeness not in shared_of:
+                is_local = self.catalogue.kind(tensor).ranks
+                shared_of[likeness] = [] if is_local else _shared(alike.boxes(likeness), meetings)
+            found += [(tensor, box, holders) for box, holders in shared_of[likeness]]
+        return tuple(found)
+
+    def places(self, rank: Coordinates) -> Iterator[tuple[int, int, int, int]]:
+        """Of each piece of a rank: the tensor's number in the catalogue, region, offset, form."""
+        return _places(rank, self.catalogue)
 
     def check(self, *, may_repeat: bool = False) -> Publication:
         """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank (`may_repeat`: or
@@ -130,32 +148,68 @@ def refuse(faults: Iterable[str], what: str, advice: str = "") -> None:
 # ----------------------------------------------------------------------------------------------------- coverage
 
 
+_Likeness: TypeAlias = "tuple[object, ...]"  # the kind's number, and (arrangement, form) of each piece
+
+
+class _Likenesses:
+    """Tensors are alike if they are of one kind and the holders have the same forms of them: one answer goes for all, as
+    when plans are made. `of_tensor[i]`: that of tensor i.
+    """
+
+    def __init__(self, catalogue: Catalogue, holders: Sequence[Coordinates]) -> None:
+        arrangements = {each.arrangement.arrangement_id: each.arrangement for each in holders}
+        self._of_arrangement: dict[str, list[tuple[int, Coordinates]]] = {key: [] for key in arrangements}
+        for number, each in enumerate(holders):
+            self._of_arrangement[each.arrangement.arrangement_id].append((number, each))
+        held: list[list[tuple[str, int]]] = [[] for _ in catalogue.names]
+        for key, arrangement in arrangements.items():
+            numbers = numbers_in(arrangement.catalogue, catalogue)
+            keys = [(key, form) for form in range(len(arrangement.forms))]
+            for tensor, form in zip(arrangement.tensors, arrangement.form_of, strict=True):
+                number = tensor if numbers is None else numbers[tensor]
+                if number >= 0:
+                    held[number].append(keys[form])
+        self.of_tensor: list[_Likeness] = [(kind, *forms) for kind, forms in zip(catalogue.kind_of, held, strict=True)]
+        self._forms = dict(zip(self.of_tensor, held, strict=True))
+
+    def boxes(self, likeness: _Likeness) -> Iterator[tuple[int, Box]]:
+        """Who holds which box of them."""
+        for key, form in self._forms[likeness]:
+            for number, each in self._of_arrangement[key]:
+                yield number, each.geometry[form][1]
+
+
 def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str) -> Iterator[str]:
-    """Tensors of which a part is in no piece of these, a sentence each. Likeness by likeness, as plans are made."""
-    arrangements = {each.arrangement.arrangement_id: each.arrangement for each in holders}
-    of_arrangement: dict[str, list[Coordinates]] = {key: [] for key in arrangements}
-    for each in holders:
-        of_arrangement[each.arrangement.arrangement_id].append(each)
-    held: list[list[tuple[str, int]]] = [[] for _ in catalogue.names]
-    for key, arrangement in arrangements.items():
-        numbers = numbers_in(arrangement.catalogue, catalogue)
-        keys = [(key, form) for form in range(len(arrangement.forms))]
-        for tensor, form in zip(arrangement.tensors, arrangement.form_of, strict=True):
-            number = tensor if numbers is None else numbers[tensor]
-            if number >= 0:
-                held[number].append(keys[form])
-    left_of: dict[tuple[object, ...], list[Box]] = {}
-    meetings = Meetings()
-    for name, kind_number, forms in zip(catalogue.names, catalogue.kind_of, held, strict=True):
+    """Tensors of which a part is in no piece of these, a sentence each."""
+    alike, meetings = _Likenesses(catalogue, holders), Meetings()
+    left_of: dict[_Likeness, list[Box]] = {}
+    for name, kind_number, likeness in zip(catalogue.names, catalogue.kind_of, alike.of_tensor, strict=True):
         kind = catalogue.kinds[kind_number]
         if kind.ranks:
             continue  # each rank's is its own
-        likeness = (kind_number, *forms)
         if likeness not in left_of:
-            boxes = [each.geometry[form][1] for key, form in forms for each in of_arrangement[key]]
-            left_of[likeness] = left_over(whole(kind.shape), dict.fromkeys(boxes), meetings)
+            boxes = dict.fromkeys(box for _, box in alike.boxes(likeness))
+            left_of[likeness] = left_over(whole(kind.shape), boxes, meetings)
         if left := left_of[likeness]:
             yield _missing(name, kind, left, otherwise)
+
+
+def _shared(held: Iterable[tuple[int, Box]], meetings: Meetings) -> list[tuple[Box, frozenset[int]]]:
+    """Parts that several have, and who has each: its first holder, and all others whose part with that is the same."""
+    by_holder = sorted(held, key=lambda each: each[0])
+    if overlapping([box for _, box in by_holder], meetings) is None:
+        return []
+    first: list[tuple[Box, int]] = []  # no two of these boxes share an element
+    found: dict[Box, set[int]] = {}
+    for holder, box in by_holder:
+        left = [box]
+        for part, owner in first:
+            if owner != holder and left:
+                taken, left = taken_out(left, part, meetings)
+                for each in taken:
+                    found.setdefault(each, {owner}).add(holder)
+        first += [(each, holder) for each in left]
+    return [(box, frozenset(holders)) for box, holders in found.items()]
 
 
 def _missing(name: str, kind: Kind, left: Sequence[Box], otherwise: str) -> str:

@@ -11,6 +11,7 @@ from tensorhub.messages.values import (
     FORMER_KEYS_MAX,
     NEEDS_MAX,
     PARTS_ASKED_MAX,
+    SHARED_MAX,
     STRAYS_MAX,
     Begun,
     DigestList,
@@ -25,6 +26,7 @@ from tensorhub.messages.values import (
     Rank,
     Root,
     SelectionRoot,
+    Shared,
     Stray,
     WorldSize,
 )
@@ -166,11 +168,15 @@ class ReadyToWrite:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Answer to CheckCoverage, which has named these `readers`: they read, or publish, every byte."""
+    """Answer to CheckCoverage, which has named these `readers`: they read, or publish, every byte. `shared`: what this rank
+    publishes and ranks of other shards do, too. `shares`: whether any rank has such bytes, with digests.
+    """
 
     key: OpKey
     rank: Rank
     readers: Id
+    shares: bool = False
+    shared: Annotated[tuple[Shared, ...], Length(SHARED_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)

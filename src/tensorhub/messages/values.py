@@ -23,6 +23,7 @@ PartIds = Annotated[tuple[Id, ...], Length(3)]
 """The ids of a rank's catalogue, arrangement and coordinates (`tensorhub.layouts`). Empty: whole or rank-local tensors, as
 its manifest says. Of what was read from another layout they are always there, and its catalogue is that of the publication.
 """
+SHARED_MAX = 4096  # parts that one rank's shard has in common with others
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
 DIFFERENCES_TOLD_MAX = 64  # between tensors, that one rank tells the others of its group
 PARTS_ASKED_MAX = 7  # of one Register: of what is registered, and of what is held; and what describes its origin
@@ -156,6 +157,17 @@ class SelectionRoot:
     selection: Id
     root: Root
     shard: Rank = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The digest of what a publisher's rank has, and ranks of other shards have as well, under the same number. `what`: for
+    an error.
+    """
+
+    number: U64
+    what: Text
+    digest: Root
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,16 +158,18 @@ class PlanReading:
 
 @dataclass(frozen=True, slots=True)
 class CheckRanks:
-    """Check whether these readers read all of the publication; or whether that is one, if it is its own reader. Then call
-    `Member.ranks_checked` with the number and what is wrong (`worker.coverage.check`). `published`, `parts` and
-    `publication`: as in PlanReading.
+    """Check whether these readers read all of the publication; or, without readers, whether it is one, and what this rank
+    shares with others. Then call `Member.ranks_checked` with the number and what was found (`worker.coverage.check`).
+    `published`, `parts` and `publication`: as in PlanReading.
     """
 
     number: int
     published: Published
     parts: Mapping[str, bytes]
     publication: Publication | None
-    readers: Published
+    readers: Published | None
+    rank: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
 from tensorhub.worker.comparing import Wrong
 from tensorhub.worker.copying import Copying
+from tensorhub.worker.coverage import Found
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
@@ -289,11 +290,11 @@ class Member:
             self.running.planned(number, made)
         return self._context.take_actions()
 
-    def ranks_checked(self, number: int, error: TensorHubError | None, now: float) -> list[calls.Action]:
+    def ranks_checked(self, number: int, found: Found | TensorHubError, now: float) -> list[calls.Action]:
         """What was asked with the CheckRanks of that number."""
         self._context.enter(now)
         if isinstance(self.running, Filling | Publishing) and self.running.may_check:
-            self.running.coverage.checked(number, error)
+            self.running.coverage.checked(number, found)
         return self._context.take_actions()
 
     def pull_done(self, now: float, root: bytes = b"", roots: tuple[messages.SelectionRoot, ...] = ()) -> list[calls.Action]:
@@ -428,7 +429,7 @@ class Member:
                     call.manifest_came(message)
             case messages.CheckCoverage() if isinstance(call, Publishing):
                 if message.key == call.key and call.may_check:
-                    call.coverage.asked(message.readers, message.readers)
+                    call.coverage.asked("", message.readers)
             case (
                 messages.Start()
                 | messages.ReadyAgain()

@@ -15,14 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from itertools import islice
 from typing import Concatenate, ParamSpec, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
-from tensorhub.digests import pack
-from tensorhub.errors import DrainTimeout
+from tensorhub.digests import pack, root_of
+from tensorhub.errors import DrainTimeout, StateError
+from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Origin
@@ -190,6 +193,15 @@ class SharedOwner:
                 access, memory = answer
                 self.digests_of(access, memory)
             missing = missing[len(access.chunks) :]
+
+    def digests_of_shares(self, registration: RegistrationId, generation: int, shares: Sequence[Share]) -> list[bytes]:
+        """Of what this rank publishes and others do, too. Blocks. StateError: it was taken back."""
+        with self.access(None, registration, generation, ContentId(""), [0], 1, 0.0) as answer:
+            if not isinstance(answer, tuple):
+                raise StateError("the memory was taken back before what it shares with other ranks was digested")
+            chunks = tuple([(strip,) for share in shares for strip in share.chunks])
+            made = iter(answer[1].selected(Selection(chunks)).digests(range(len(chunks))))
+            return [root_of(pack(list(islice(made, len(share.chunks))), answer[1].width)) for share in shares]
 
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """See `Owner.complete`."""

@@ -38,7 +38,7 @@ from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import ContentId, HandleState, OpKind, Purpose, RegistrationId, VersionInfo
 from tensorhub.worker import calls
-from tensorhub.worker.coverage import check
+from tensorhub.worker.coverage import Found, check
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 from tensorhub.worker.planning import Planned, plan
@@ -305,15 +305,16 @@ class Handle(CallersHandle):
 
     async def _check_ranks(self, action: calls.CheckRanks) -> None:
         """As `_plan`."""
-        error: TensorHubError | None
+        found: Found | TensorHubError
+        digest = partial(self._owner.digests_of_shares, self._registration, action.generation)
         try:
-            error = await anyio.to_thread.run_sync(check, action)
+            found = await anyio.to_thread.run_sync(check, action, digest)
         except Exception as failure:
             log.exception("ranks_not_checked", registration=self._registration)
-            error = StateError(
+            found = StateError(
                 f"{self.member.shard.title}: what its ranks read or publish could not be checked: {text_of(failure)}"
             )
-        self.apply(self.member.ranks_checked(action.number, error, clock.now()))
+        self.apply(self.member.ranks_checked(action.number, found, clock.now()))
 
     def _planned(self, action: calls.PlanReading) -> Planned | TensorHubError:
         started, made = time.perf_counter(), plan(action)

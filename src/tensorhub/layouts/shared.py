@@ -1,0 +1,104 @@
+"""What a rank publishes that ranks of other shards publish, too: norms of tensor-parallel ranks, key-value heads.
+
+Readers of other layouts take such bytes from any of these ranks. So they must be equal. Each rank digests what it shares,
+in the order of the tensor's indices, which does not depend on where that lies in memory. A `Share` has one number on all
+ranks that have it, and its digest is compared by that.
+
+Responsible for what is shared, and for where it lies on one rank. Not responsible for digests, nor for comparing them. What
+replicas of one shard have in common (`Publication.classes`) is compared by their chunks instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tensorhub.layouts.arrangement import Coordinates
+from tensorhub.layouts.boxes import Box, Span, shown, volume, whole
+from tensorhub.layouts.pieces import within
+from tensorhub.layouts.publication import Publication
+from tensorhub.strips import Strip, shortest
+
+SHARES_MAX = 1024  # of one publication, about: where more is shared, several parts make one share
+CHUNK_BYTES = 4 * 2**20  # that are digested at once
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`what`: for an error. `chunks`: where its bytes lie on this rank, cut at the same indices on all."""
+
+    number: int
+    what: str
+    chunks: tuple[Strip, ...]
+
+
+def shares_of(publication: Publication, rank: int) -> tuple[Share, ...] | None:
+    """Those of this rank. None: no ranks of different shards have anything in common."""
+    overlaps = publication.overlaps
+    if not overlaps:
+        return None
+    mine = next(number for number, each in enumerate(publication.classes) if rank in each.ranks)
+    together: dict[frozenset[int], list[tuple[int, Box]]] = {}  # by who has it
+    for tensor, box, holders in overlaps:
+        together.setdefault(holders, []).append((tensor, box))
+    at_once = -(-len(overlaps) // SHARES_MAX)
+    groups = [
+        (holders, parts[at : at + at_once]) for holders, parts in together.items() for at in range(0, len(parts), at_once)
+    ]
+    lie = _Lying(publication, publication.classes[mine].coordinates)
+    return tuple(
+        [
+            Share(number, _named(publication, parts), tuple([strip for part in parts for strip in lie.strips(*part)]))
+            for number, (holders, parts) in enumerate(groups)
+            if mine in holders
+        ]
+    )
+
+
+def _named(publication: Publication, parts: list[tuple[int, Box]]) -> str:
+    tensor, box = parts[0]
+    name, kind = publication.catalogue.names[tensor], publication.catalogue.kind(tensor)
+    first = repr(name) if box == whole(kind.shape) else f"{name!r} {shown(box)}"
+    return first if len(parts) == 1 else f"{first} or {len(parts) - 1} parts that follow"
+
+
+class _Lying:
+    """Where one rank has what it shares."""
+
+    def __init__(self, publication: Publication, rank: Coordinates) -> None:
+        self._rank = rank
+        wanted = {tensor for tensor, _, _ in publication.overlaps}
+        self._pieces: dict[int, list[tuple[int, int, int]]] = {}  # by tensor: region, offset and form of each piece
+        for tensor, *place in publication.places(rank):
+            if tensor in wanted:
+                self._pieces.setdefault(tensor, []).append((place[0], place[1], place[2]))
+
+    def strips(self, tensor: int, box: Box) -> Iterator[Strip]:
+        """It is within one of the rank's pieces, as `Publication.overlaps` has met them."""
+        for region, offset, form in self._pieces[tensor]:
+            kind, its, strides = self._rank.geometry[form]
+            if all(_is_within(part, of) for part, of in zip(box, its, strict=True)):
+                for part in _cut(box, kind.itemsize):
+                    begin, steps = within(part, its, strides)
+                    loops = tuple([(times, apart) for times, apart in steps if times > 1])
+                    yield shortest(Strip(region, offset + begin, 0, 0, 1, loops, kind.itemsize))
+                return
+
+
+def _is_within(part: Span, of: Span) -> bool:
+    if not of.start <= part.start <= part.last <= of.last or (part.start - of.start) % of.step:
+        return False
+    return part.size == 1 or part.step % of.step == 0
+
+
+def _cut(box: Box, itemsize: int) -> Iterator[Box]:
+    """The same indices in order, in boxes of at most CHUNK_BYTES."""
+    if volume(box) * itemsize <= CHUNK_BYTES:
+        yield box
+        return
+    dimension = next(number for number, each in enumerate(box) if each.size > 1)
+    its = box[dimension]
+    at_once = max(1, CHUNK_BYTES * its.size // (volume(box) * itemsize))
+    for at in range(0, its.size, at_once):
+        taken = its.take(Span(at, min(at_once, its.size - at)))
+        yield from _cut((*box[:dimension], taken, *box[dimension + 1 :]), itemsize)
