@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tensorhub.errors import TransportUnavailable
-from tensorhub.runtime.data import serving as serving_module
+from tensorhub.runtime.data import served_lanes as lanes_module
 from tensorhub.testing.conformance import Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.strided_target import SIZES
@@ -193,7 +193,7 @@ def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(make_so
 def test_a_resting_link_gives_its_place_to_who_needs_it(
     transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_module, "REST_S", 0.0)
+    monkeypatch.setattr(lanes_module, "REST_S", 0.0)
     source = make_source()
     channel = read_all(transport, source)
     link, lane = channel._link, Lane(channel._connection)

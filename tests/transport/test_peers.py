@@ -12,7 +12,7 @@ import pytest
 
 from tensorhub.messages import ChunksFollow, Read
 from tensorhub.protocol.codec import FROM_OWNER
-from tensorhub.runtime.data import serving as serving_module
+from tensorhub.runtime.data import served_lanes as lanes_module
 from tensorhub.transport import peers as peers_module, sockets
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.peers import Peer, Peers
@@ -165,7 +165,7 @@ async def test_it_is_given_up_by_age_by_number_and_at_the_end(monkeypatch: pytes
 async def test_an_owner_whose_places_are_taken_by_connections_that_rest(
     monkeypatch: pytest.MonkeyPatch, rest_s: float, is_used: bool
 ) -> None:
-    monkeypatch.setattr(serving_module, "REST_S", rest_s)
+    monkeypatch.setattr(lanes_module, "REST_S", rest_s)
     a = Node("a", manifest_of(), filled=True, readers_max=1).open(complete=True)
     b = Node("b", manifest_of(), filled=False).open(complete=False)
     async with reading(a, b) as peers:

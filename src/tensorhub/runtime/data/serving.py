@@ -3,15 +3,14 @@
 `SharedOwner` puts the pure `Owner` behind one condition variable. It is what transports know of a worker's memory
 (`transport.owner.OwnedMemory`). While a lane digests or sends it holds no lock, only a counted access; the generation is
 checked, under the lock, for every send call. One-sided readers have no access: they look at the registration's generation
-word, which is cleared under the same lock. Responsible for lanes and for ending them. Not responsible for which versions
-exist, nor for who is told to read here.
+word, which is cleared under the same lock. Not responsible for whom there is room to serve (`served_lanes`), for which
+versions exist, nor for who is told to read here.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -30,11 +29,12 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Origin
 from tensorhub.runtime.data.selections import Selections
+from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
 from tensorhub.transport.owner import Lane, OpenMemory, OwnerSide
 from tensorhub.transport.shm.segments import Segment
-from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
+from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.fencing import look
 from tensorhub.worker.grids import Covers
 from tensorhub.worker.owner import Owner
@@ -42,7 +42,6 @@ from tensorhub.worker.owner import Owner
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
 FENCE_TIMEOUT_S = 60.0
 DIGESTED_BYTES = 32 * 2**20  # in one access, before a fence gets its turn
-REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ class SharedOwner:
         self._memory: dict[RegistrationId, ChunkMemory] = {}
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
         self._selections = Selections()
-        self._lanes: set[Lane] = set()
+        self._lanes = ServedLanes(self._changed)
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
         # Always a registration's open generation; 0, from before the fence, where it is closed.
@@ -473,40 +472,9 @@ class SharedOwner:
             self._lanes.add(lane)
 
     def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
-        """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
+        """See `ServedLanes.admit`."""
         with self._changed:
-            served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
-            of_one = [each for each in served if each.reader == reader]
-            if len(of_one) >= of_one_max:
-                if not self._stop_resting(of_one):
-                    return (
-                        f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
-                        "let some fetches end first"
-                    )
-            elif len(served) >= readers_max and not (
-                self._stop_resting(served)
-                or (not reader.startswith(READ_ONLY) and self._stop_guest(served, readers_max // 2))
-            ):
-                return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
-            lane.reader, lane.rests_from = reader, time.monotonic()
-            return ""
-
-    def _stop_resting(self, lanes: Sequence[Lane]) -> bool:
-        """End the one whose reader keeps it for later, longest of all; False: each of them may be in use."""
-        resting = [(each.rests_from, each) for each in lanes if each.rests_from is not None]
-        since, lane = min(resting, key=lambda each: each[0], default=(0.0, None))
-        if lane is None or time.monotonic() - since < REST_S:
-            return False
-        self._stop(lane)
-        return True
-
-    def _stop_guest(self, lanes: Sequence[Lane], guests_max: int) -> bool:
-        """End one of the read-only reader that has most, if all of these have more than so many: they give way to others."""
-        of = Counter(each.reader for each in lanes if each.is_read_only)
-        if of.total() <= guests_max:
-            return False
-        self._stop(max(lanes, key=lambda each: of[each.reader]))
-        return True
+            return self._lanes.admit(lane, reader, readers_max, of_one_max)
 
     def remove_lane(self, lane: Lane) -> None:
         """The lane's thread is done with it."""
@@ -522,23 +490,18 @@ class SharedOwner:
         with self._changed:
             for lane in self._lanes:
                 if lane.reader == reader:
-                    self._stop(lane)
+                    self._lanes.stop(lane)
             self._changed.wait_for(lambda: all(lane.reader != reader for lane in self._lanes), timeout_s)
 
     def stop(self, lane: Lane) -> None:
         """Have a lane end soon."""
         with self._changed:
-            self._stop(lane)
+            self._lanes.stop(lane)
 
     def _stop_those_inside(self, accesses: Iterable[int]) -> None:
         for lane in [self._inside.get(access) for access in accesses]:
             if lane is not None and not lane.is_stopped:
-                self._stop(lane)
-
-    def _stop(self, lane: Lane) -> None:
-        lane.is_stopped = True
-        lane.connection.shutdown()
-        self._changed.notify_all()
+                self._lanes.stop(lane)
 
 
 def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,78 @@
+"""The lanes that serve readers, and whom there is room to serve: connections are bounded in all, and by reader.
+
+A lane whose reader keeps its connection for later gives way first; then read-only readers give way to workers.
+
+Not responsible for what a lane may read (`serving`), nor for its thread (`acceptor`). Whoever calls holds the owner's lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from threading import Condition
+
+from tensorhub.transport.owner import Lane
+from tensorhub.types import READ_ONLY, Incarnation
+
+REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
+
+
+class ServedLanes:
+    """Those of one owner. `changed`: its lock, which is notified when a lane is stopped."""
+
+    def __init__(self, changed: Condition) -> None:
+        self._changed = changed
+        self._lanes: set[Lane] = set()
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes)
+
+    def add(self, lane: Lane) -> None:
+        self._lanes.add(lane)
+
+    def discard(self, lane: Lane) -> None:
+        self._lanes.discard(lane)
+
+    def stop(self, lane: Lane) -> None:
+        """Have it end soon."""
+        lane.is_stopped = True
+        lane.connection.shutdown()
+        self._changed.notify_all()
+
+    def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
+        """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
+        served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
+        of_one = [each for each in served if each.reader == reader]
+        if len(of_one) >= of_one_max:
+            if not self._stop_resting(of_one):
+                return (
+                    f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
+                    "let some fetches end first"
+                )
+        elif len(served) >= readers_max and not (
+            self._stop_resting(served) or (not reader.startswith(READ_ONLY) and self._stop_guest(served, readers_max // 2))
+        ):
+            return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
+        lane.reader, lane.rests_from = reader, time.monotonic()
+        return ""
+
+    def _stop_resting(self, lanes: Sequence[Lane]) -> bool:
+        """End the one whose reader keeps it for later, longest of all; False: each of them may be in use."""
+        resting = [(each.rests_from, each) for each in lanes if each.rests_from is not None]
+        since, lane = min(resting, key=lambda each: each[0], default=(0.0, None))
+        if lane is None or time.monotonic() - since < REST_S:
+            return False
+        self.stop(lane)
+        return True
+
+    def _stop_guest(self, lanes: Sequence[Lane], guests_max: int) -> bool:
+        """End one of the read-only reader that has most, if all of these have more than so many: they give way to others."""
+        of = Counter(each.reader for each in lanes if each.is_read_only)
+        if of.total() <= guests_max:
+            return False
+        self.stop(max(lanes, key=lambda each: of[each.reader]))
+        return True
