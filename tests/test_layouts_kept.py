@@ -5,6 +5,7 @@ adapters, which are models of their own beside their base.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import tensorhub
 from tensorhub.hub import Hub
 from tensorhub.tools import seed_shard
 from tests.rig import OPTIONS, all_of, cluster, until
+from tests.test_coordinator_restart import cluster as restartable
 from tests.test_resharding import TRAINERS, is_held, is_published, new_version, read_from, rollout, trainer
 
 pytestmark = pytest.mark.anyio
@@ -65,6 +67,27 @@ async def test_rollouts_keep_what_their_trainer_takes_back_and_hand_it_over_when
         assert read_from(reports) == {"host"}
         await all_of(*(each.replicate() for each in trained))
         assert is_published(memory, 1)
+
+
+async def test_after_a_restart_copies_of_another_layout_are_a_whole_again(tmp_path: Path) -> None:
+    async with (
+        restartable("trainer", "engine", "late", state_dir=tmp_path) as (coordinator, hubs),
+        tensorhub.connect(coordinator.address, name="host", options=HOSTED, token="") as host,
+    ):
+        trained, _ = await trainer(hubs[:1], 1)
+        await host.retain("m", latest=1)
+        await all_of(*(each.publish(1) for each in trained))
+        weights, _ = await rollout(hubs[1:2], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        await all_of(*(each.close() for each in trained))
+        await all_of(*(each.close() for each in weights))
+        await coordinator.restart(*hubs, host)
+        weights, mine = await rollout(hubs[2:], "late")
+        reports = await all_of(*(each.replicate(1) for each in weights))
+        assert is_held(mine, 1)
+        assert read_from(reports) == {"host"}
+        await all_of(*(each.close() for each in weights))
+        assert len([r for r in (await host.describe("m")).replicas if r.state == "ready"]) == len(weights)
 
 
 async def seeds(hub: Hub) -> None:

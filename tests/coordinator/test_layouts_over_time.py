@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tensorhub.digests import root_of
 from tensorhub.errors import RetentionError
 from tensorhub.layouts.published import Published
@@ -21,6 +23,7 @@ from tensorhub.messages import (
     Outcome,
     Prepared,
     Refused,
+    Register,
     RegisterAgain,
     Registered,
     Resolve,
@@ -34,7 +37,7 @@ from tensorhub.messages import (
 )
 from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
-from tensorhub.types import OpKind, VersionInfo
+from tensorhub.types import Medium, OpKind, Purpose, VersionInfo
 from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published, wide
 
@@ -286,6 +289,24 @@ def test_who_may_leave_some_unread_keeps_nothing() -> None:
     assert not asks_to_leave(world, trainer)
     assert asks_to_leave(world, reader)
     assert is_refused(world, trainer)
+
+
+@pytest.mark.parametrize("purpose", [Purpose.RETENTION, Purpose.SEED])
+@pytest.mark.parametrize("layout_id", ["", "own/t0", "own/r0"])
+def test_a_copy_of_a_shard_that_no_layout_has_reads_nothing(layout_id: str, purpose: Purpose) -> None:
+    world, trainer, readers = retained(1)
+    rank = world.arrive("copy", 0, 1, layout_id, registers=False)
+    where = ("m", rank.group, 0, 5, 1, True, False, Medium.HOST, purpose, layout_id, 1, CHUNKS)
+    world.say(rank, Register(3, rank.name, *where, MANIFEST, None, id_of(MANIFEST)))
+    (registered,) = rank.take(Registered)
+    assert registered.keep
+    world.fill([rank])
+    assert not rank.take(Start)
+    for each in (trainer, *readers):
+        acknowledge(world, each)
+    assert asks_to_leave(world, trainer)
+    world.fenced(trainer)
+    assert not rank.take(Start)
 
 
 def test_what_a_rank_of_another_layout_has_lost_its_mates_need_not_keep() -> None:

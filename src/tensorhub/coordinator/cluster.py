@@ -52,7 +52,7 @@ from tensorhub.machine import Timers
 from tensorhub.manifest import id_of
 from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.scheduler.links import Links
-from tensorhub.types import OpKey, Options, Purpose
+from tensorhub.types import OpKey, Options
 
 LOST_KEPT_MAX = 4096
 
@@ -324,8 +324,8 @@ class Cluster:
         layout = version.others.get(key)
         if layout is None:
             layout = version.others[key] = LayoutHoldings(*key)
-            copies = all(member.purpose is Purpose.RETENTION for member in group.members.values())
-            layout.lay_out(len(Published.decode(origins).shards) if copies else group.world_size)
+            are_copies = all(member.is_of_one_shard for member in group.members.values())
+            layout.lay_out(len(Published.decode(origins).shards) if are_copies else group.world_size)
             layout.origins = self.manifests.keep(origins)
             layout.covers = not all(member.partial for member in group.members.values())
             self.note(version)

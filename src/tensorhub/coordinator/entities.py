@@ -154,7 +154,12 @@ class Member:
     @property
     def fits_any_layout(self) -> bool:
         """Whether it takes a published shard of any version: a fetch that has no layout, or a copy of one shard."""
-        return not self.layout_id and (not self.serves or self.purpose in (Purpose.RETENTION, Purpose.SEED))
+        return not self.layout_id and (not self.serves or self.is_of_one_shard)
+
+    @property
+    def is_of_one_shard(self) -> bool:
+        """Whether it is a copy of a shard, and a group of its own."""
+        return self.purpose in (Purpose.RETENTION, Purpose.SEED)
 
     @property
     def part(self) -> RankPart | None:

@@ -21,8 +21,8 @@ def misfit(operation: Operation, version: Version) -> Blame | None:
         error = bridges.misfit(operation.group, version)
         return Blame(error) if error is not None else None
     info = version.info
-    one = next((part.shard for part in operation.parts.values() if part.member.fits_any_layout), None)
-    if one is None or one < info.world_size:
+    one = max(part.shard for part in operation.parts.values())
+    if one < info.world_size:
         return None
     text = (
         f"version {info.version} of {info.model!r} has no rank {one}: its world_size is {info.world_size}, "

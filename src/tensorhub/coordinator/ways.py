@@ -20,7 +20,6 @@ from typing import NamedTuple
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, Version
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
-from tensorhub.types import Purpose
 
 Layout = LayoutHoldings[Holding]
 
@@ -69,15 +68,16 @@ def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way
         yield Way(version.holdings, None)
     if member.fits_any_layout:
         return
-    held, is_copy = _held(version, operation), member.purpose is Purpose.RETENTION
+    held, is_copy = _held(version, operation), member.is_of_one_shard
     for origin in version.others.values() if is_published or is_copy else version.layouts:
         if is_copy and not (origin.layout_id == member.layout_id and member.shard in origin):
             continue  # it is a copy of a shard of that one
         if not origin.is_described or id(origin) in held:  # nobody reads what he overwrites
             continue
         origin_id = cluster.describe(version, origin)
-        if begun is None or begun.publication == origin_id:
-            yield Way(version.others.get((member.group.reads_as, origin_id)), origin)
+        layout = version.others.get((member.group.reads_as, origin_id))
+        if (begun is None or begun.publication == origin_id) and (layout is None or member.shard in layout):
+            yield Way(layout, origin)
 
 
 def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None:
