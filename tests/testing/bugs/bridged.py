@@ -82,7 +82,7 @@ def fills_are_origins() -> Iterator[None]:
         yield
 
 
-@bug("R8: chunks of one layout are taken for equal, whatever the layout that its selections are cut from")
+@bug("R8: chunks of one layout are taken for equal, whatever the layout that its selections are cut from", faults=())
 def one_grid_for_all_origins() -> Iterator[None]:
     def lay_out(before: Callable[..., Any], self: Cluster, version: Version, group: Any, origins: bytes) -> Any:
         known = [layout for layout in version.others.values() if layout.layout_id == group.layout_id]
