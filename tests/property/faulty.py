@@ -202,7 +202,7 @@ class FaultyCluster(StepwiseCluster):
             self._watch(handle)
 
     def _keep_connected(self, worker: SimWorker) -> None:
-        """As `TimedWorker`: give up a connection in which nothing comes back, and make one where there is none."""
+        """As `drivers.keeper`: give up a connection in which nothing comes back, and make one where there is none."""
         link = worker.link
         if link is not None:
             if worker.beats.is_in_vain():

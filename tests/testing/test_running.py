@@ -452,7 +452,7 @@ def test_a_broken_guarantee_raises_out_of_the_block(run: Callable[..., list[str]
         async with cluster.connect(name="a", options=OPTIONS) as hub:
             weights = await hub.register("actor", tensors(1))
             await weights.publish(1)
-            [handle] = cluster._simulation.processes()["a"].handles
+            [handle] = cluster._simulation.users()["a"].worker.handles
             handle.cells[0] = "something"  # as if TensorHub had written it
             cluster._simulation.timed.shells.touch(handle)
             await anyio.sleep(30)

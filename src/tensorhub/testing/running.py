@@ -22,12 +22,13 @@ from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.hub import Hub
 from tensorhub.opening import Opening
 from tensorhub.testing.drivers.facades import WorkerFacade
-from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedWorker, WorkerCrashed
+from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedUser, WorkerCrashed
 from tensorhub.testing.drivers.timeline import Party
 from tensorhub.testing.drivers.virtual import check_virtual, ordered_tasks
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.network import COORDINATOR
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import Location, Options, check_flag, check_name
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class RunningCluster:
         simulation.died = self._died
 
     def __repr__(self) -> str:
-        names = ", ".join(self._simulation.processes())
+        names = ", ".join(self._simulation.users())
         return f"<RunningCluster {self.seed} at {self.now:.3f} s: {names}>"
 
     @property
@@ -102,7 +103,7 @@ class RunningCluster:
     @property
     def workers(self) -> tuple[str, ...]:
         """Names of the workers that are connected, or try to be."""
-        return tuple(self._simulation.processes())
+        return tuple(self._simulation.users())
 
     @property
     def faults(self) -> dict[str, int]:
@@ -161,17 +162,17 @@ class RunningCluster:
             await self._welcomed(facade)
         except BaseException:
             if facade.worker.alive and not self._simulation.is_over:
-                facade.worker.leave()
+                facade.user.leave()
             raise
         return Hub(facade, facade.thread)
 
     @contextlib.asynccontextmanager
     async def _block(self, join: Callable[[], WorkerFacade]) -> AsyncIterator[Hub]:
         facade, simulation = self._join(join), self._simulation
-        worker = facade.worker
+        user, worker = facade.user, facade.worker
         try:
             await self._welcomed(facade)
-            with worker.scope:
+            with user.scope:
                 hub = Hub(facade, facade.thread)
                 try:
                     yield hub
@@ -179,23 +180,23 @@ class RunningCluster:
                     with anyio.CancelScope(shield=True):
                         await hub.close()
         except Exception as error:
-            if worker.is_gone:
+            if user.is_gone:
                 raise WorkerCrashed(f"{worker.name} has crashed") from error
             raise
         finally:
             if worker.alive and not simulation.is_over:
                 simulation.sync()
-                worker.leave()
-        if worker.is_gone:
+                user.leave()
+        if user.is_gone:
             raise WorkerCrashed(f"{worker.name} has crashed")
 
     async def _welcomed(self, facade: WorkerFacade) -> None:
         simulation = self._simulation
         seconds = simulation.world.options.connect_timeout_s if simulation.timed.timeline.coordinator.alive else 0.0
         with anyio.move_on_after(seconds):
-            await facade.worker.welcome_came.wait()
+            await facade.user.welcome_came.wait()
         simulation.check_running(facade.worker)
-        if not facade.worker.welcome_came.is_set():
+        if not facade.user.welcome_came.is_set():
             raise CoordinatorUnavailable(f"the coordinator at {self.address} does not answer")
 
     def start(self, name: str, main: Callable[..., Awaitable[object]], *arguments: object) -> None:
@@ -242,9 +243,9 @@ class RunningCluster:
     def crash(self, name: str) -> None:
         """The process is killed, its memory is gone. Code in its `connect` block is cancelled."""
         self._now()
-        worker = self._simulation.processes().get(name)
-        if worker is not None:
-            worker.crash()
+        user = self._simulation.users().get(name)
+        if user is not None:
+            user.worker.crash()
         else:
             self._process(name)
         self._died(name)
@@ -257,12 +258,12 @@ class RunningCluster:
 
     def preempt(self, name: str, notice_s: float = 2.0) -> None:
         """The process is told to end (its code is cancelled, and its hub closes) and is killed after `notice_s`."""
-        worker = self._worker(name)
-        worker.is_preempted = True
-        worker.scope.cancel()
+        user = self._user(name)
+        user.is_preempted = True
+        user.scope.cancel()
         self._died(name)
         self._simulation.world.driver.note(f"{name} is preempted")
-        self._simulation.timed.timeline.after(notice_s, worker, worker.crash)
+        self._simulation.timed.timeline.after(notice_s, user.worker, user.worker.crash)
 
     def restart(self, name: str) -> None:
         """Run again what was started under that name and has died."""
@@ -393,12 +394,15 @@ class RunningCluster:
         self._simulation.sync()
         return self._simulation.world.now
 
-    def _worker(self, name: str) -> HostedWorker:
+    def _user(self, name: str) -> HostedUser:
         self._now()
-        worker = self._simulation.processes().get(name)
-        if worker is None:
+        user = self._simulation.users().get(name)
+        if user is None:
             raise StateError(f"no worker {name!r} is connected; there are {', '.join(self.workers) or 'none'}")
-        return worker
+        return user
+
+    def _worker(self, name: str) -> SimWorker:
+        return self._user(name).worker
 
     def _party(self, name: str) -> Party:
         return self._simulation.timed.timeline.coordinator if name == COORDINATOR else self._worker(name)

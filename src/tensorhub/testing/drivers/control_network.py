@@ -12,7 +12,7 @@ from tensorhub.coordinator import DOOR, Connected, Disconnected, Received, Silen
 from tensorhub.messages import FromWorker, Prepared, Rollback
 from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.drivers.injecting import Injector
-from tensorhub.testing.drivers.timed_worker import TimedWorker
+from tensorhub.testing.drivers.keeper import Keeper
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.network import COORDINATOR, Link
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
@@ -22,9 +22,12 @@ from tensorhub.testing.sim.world import World
 class ControlNetwork:
     """What is on its way between workers and the coordinator, in virtual time."""
 
-    def __init__(self, world: World, timeline: Timeline, faults: Injector, touch: Callable[[SimHandle], None]) -> None:
+    def __init__(
+        self, world: World, timeline: Timeline, faults: Injector, keeper: Keeper, touch: Callable[[SimHandle], None]
+    ) -> None:
         """`touch`: has a handle checked."""
         self._world = world
+        self._keeper = keeper
         self._touch = touch
         self._timeline = timeline
         self._faults = faults
@@ -172,7 +175,7 @@ class ControlNetwork:
         link.down_due = max(link.down_due, timeline.now + self.latency())
         timeline.at(link.down_due, worker, self._arrive_down, worker, link)
 
-    def _arrive_down(self, worker: TimedWorker, link: Link) -> None:
+    def _arrive_down(self, worker: SimWorker, link: Link) -> None:
         timeline = self._timeline
         blocked = self._blocked(worker, link)
         if blocked:
@@ -187,9 +190,9 @@ class ControlNetwork:
             return
         if message is not None:
             timeline.trace(worker.name, "<-", message)
-        worker.received(link, message)
+        self._keeper.received(worker, link, message)
         if message is not None and worker.link is link and self._faults.doubles(message):
-            worker.received(link, message)
+            self._keeper.received(worker, link, message)
 
     def coordinator_died(self) -> None:
         """Every connection breaks, also those that are being made."""

@@ -28,10 +28,11 @@ from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
 from tensorhub.runtime.worker.ports import CallersCopies
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.stream_sync import StreamSync
-from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
+from tensorhub.testing.drivers.hosted import HostedCluster, HostedUser
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import (
     FetchReport,
     Location,
@@ -72,7 +73,7 @@ class _Mode(AsyncMode):
 class CallersLoop:
     """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation shares."""
 
-    def __init__(self, cluster: HostedCluster, worker: HostedWorker, close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, cluster: HostedCluster, worker: SimWorker, close: Callable[[], Awaitable[None]]) -> None:
         self.mode = _Mode()
         self._cluster = cluster
         self._worker = worker
@@ -136,7 +137,7 @@ class CallersLoop:
 class Waiting:
     """For what one worker was asked for, until it ends or the worker does."""
 
-    def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
+    def __init__(self, cluster: HostedCluster, worker: SimWorker) -> None:
         self._cluster = cluster
         self._worker = worker
 
@@ -167,12 +168,12 @@ class Waiting:
 class HandleFacade(CallersHandle):
     """What carries the calls of `Weights` out, and lets them wait for their ends: on a simulated handle."""
 
-    def __init__(self, cluster: HostedCluster, simulated: TensorHandle, worker: HostedWorker) -> None:
+    def __init__(self, cluster: HostedCluster, simulated: TensorHandle, user: HostedUser) -> None:
         super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
         self.simulated = simulated
         self._cluster = cluster
-        self._worker = worker
-        self._waiting = Waiting(cluster, worker)
+        self._tasks = user.tasks
+        self._waiting = Waiting(cluster, user.worker)
         self._hook: HookRequest | None = None
         simulated.on_answer, simulated.on_hook = self._answered, self._hook_begins
         simulated.on_end = lambda: self.call_ended()
@@ -190,7 +191,7 @@ class HandleFacade(CallersHandle):
     # -- its calls
 
     def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._worker.tasks.start_soon(task)
+        self._tasks.start_soon(task)
 
     async def _before_publish(self, timeout_s: float) -> None:
         """Its cells need nothing."""
@@ -224,7 +225,7 @@ class HandleFacade(CallersHandle):
 class HostCopiesFacade(CallersCopies):
     """Those of a simulated worker."""
 
-    def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
+    def __init__(self, cluster: HostedCluster, worker: SimWorker) -> None:
         self.machine = worker.copies.machine
         self._cluster = cluster
         self._copies = worker.copies
@@ -249,21 +250,22 @@ class WorkerFacade(CallersWorker):
     @classmethod
     def join(cls, cluster: HostedCluster, name: str, location: Location, options: Options, *, prefetch: bool) -> Self:
         """That of a new process, which connects."""
-        worker = cluster.new_process(name, location, options)
-        facade = cls(cluster, worker, options, prefetch=prefetch)
-        worker.connect()
+        user = cluster.new_user(name, location, options)
+        facade = cls(cluster, user, options, prefetch=prefetch)
+        cluster.world.keeper.connect(user.worker)
         return facade
 
-    def __init__(self, cluster: HostedCluster, worker: HostedWorker, options: Options, *, prefetch: bool) -> None:
+    def __init__(self, cluster: HostedCluster, user: HostedUser, options: Options, *, prefetch: bool) -> None:
         self.cluster = cluster
-        self.worker = worker
+        self.user = user
+        self.worker = worker = user.worker
         self.thread = CallersLoop(cluster, worker, self.close)
         self.name = worker.name
         self.options = replace(options, digest="xxh3-64", pack_bytes=0)
         self.prefetches = prefetch
         self._groups = count(1)
         self._handles: list[HandleFacade] = []
-        self.version_watches, self.coordinator, self.pins = worker.version_watches, worker.coordinator, worker.kept_pins
+        self.version_watches, self.coordinator, self.pins = user.version_watches, user.coordinator, user.pins
         self.copies = HostCopiesFacade(cluster, worker)
         self.router: Router[Any] = worker.router
 
@@ -279,14 +281,15 @@ class WorkerFacade(CallersWorker):
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
     def start_handle(self, shard: Shard, memory: Memory) -> HandleFacade:
-        handle = HandleFacade(self.cluster, self.worker.take_memory(shard, memory), self.worker)
+        handle = HandleFacade(self.cluster, self.user.register(shard, memory), self.user)
         self._handles.append(handle)
         return handle
 
     def drop_handle(self, handle: CallersHandle) -> None:
         if self.worker.alive and not self.cluster.is_over:
             assert isinstance(handle, HandleFacade)
-            self.worker.drop_memory(handle.simulated)
+            if handle.simulated in self.worker.handles:
+                handle.simulated.give_up()
 
     # -- its end
 
@@ -300,6 +303,6 @@ class WorkerFacade(CallersWorker):
             self.cluster.sync()
         if self.worker.alive and not self.cluster.is_over:
             self.worker.say(Leave("closed"))
-            self.worker.leave()
+            self.user.leave()
         self.thread.has_ended = True
-        self.worker.tasks.cancel()
+        self.user.tasks.cancel()

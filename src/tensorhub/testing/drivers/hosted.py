@@ -1,4 +1,4 @@
-"""A simulated cluster whose users are somebody else's tasks: the driver that shares their clock, and their workers.
+"""A simulated cluster whose users are somebody else's tasks: the driver that shares their clock, and what each has.
 
 Theory of operation. The simulation's queue of events is driven by a task of the caller's own loop, in that loop's virtual
 time: when every other task waits, the next event happens; if it is due later, the loop's clock moves on, to a timer of the
@@ -10,36 +10,32 @@ Not responsible for what a caller sees (`running`), nor for what the public clas
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, assert_never
 
 import anyio
 import anyio.abc
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.memory.regions import Memory
-from tensorhub.messages import (
-    Announce,
-    FromWorker,
-    Pin,
-    Unpin,
-    Welcome,
-)
+from tensorhub.messages import Announce, FromWorker
 from tensorhub.runtime.worker.coordinator_client import Answer, CoordinatorClient
 from tensorhub.runtime.worker.pins import Arguments, Pins
 from tensorhub.runtime.worker.version_watches import VersionWatches
+from tensorhub.testing.drivers.injecting import StruckUsers
 from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.drivers.timed import TimedCluster
-from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.virtual import idle
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.handle import CallRecord, HandleShell
-from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
-from tensorhub.testing.sim.worker import SimHandle, SimWorker
+from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Anew
 
 USERS_OWN = frozenset(
     {Fault.HOOK, Fault.CANCEL, Fault.DIFFER, Fault.HASTE, Fault.OVERWRITE, Fault.LIE}
@@ -75,133 +71,71 @@ class Tasks:
             scope.cancel()
 
 
-class HostedWorker(TimedWorker):
-    """A process whose user is one `connect` block. It has the runtime's own questions, pins and watches."""
+class HostedUser:
+    """One `connect` block, and the worker that it uses, with the runtime's own questions, pins and watches."""
 
-    def __init__(self, cluster: HostedCluster, name: str, location: Location, options: Options, life: int) -> None:
-        super().__init__(cluster.world, name, location, ("tcp",), timeline=cluster.timed.timeline)
-        self.lives = life
-        self.incarnation = f"{name}.{life}"
-        self.host_bytes = options.host_memory_bytes
-        self.copies = SimHostCopies(self, options.op_timeout_s)
+    def __init__(self, cluster: HostedCluster, worker: SimWorker, op_timeout_s: float) -> None:
+        self.worker = worker
         self.scope = anyio.CancelScope()  # of the code that runs in it
         self.is_preempted = False
         self.has_crashed = False
         self.welcome_came = anyio.Event()
         self.tasks = Tasks(cluster)
-        self._idents = count(1)
-        self.coordinator = CoordinatorClient(self, cluster.world.numbers, lambda: f"{self.incarnation}-{next(self._idents)}")
+        idents = count(1)
+        self.coordinator = CoordinatorClient(self, cluster.world.numbers, lambda: f"{worker.incarnation}-{next(idents)}")
         self.version_watches = VersionWatches(self)
-        self.kept_pins = Pins(self.coordinator, options.op_timeout_s)
-        self.kept_pins.tasks = self.tasks
-        self._hosted = cluster
-
-    # -- its end
+        self.pins = Pins(self.coordinator, op_timeout_s)
+        self.pins.tasks = self.tasks
+        self._cluster = cluster
 
     @property
     def is_gone(self) -> bool:
-        """Whether it ended by other than its own will."""
+        """Whether its process ended by other than its own will."""
         return self.has_crashed or self.is_preempted
 
-    def crash(self) -> None:
-        self.has_crashed = True
-        super().crash()
-        self.scope.cancel()
-        self.let_go()
-        self._hosted.died(self.name)
+    # -- what it says itself
+
+    @property
+    def online(self) -> bool:
+        return self.worker.is_online
+
+    def say(self, message: FromWorker) -> None:
+        self._cluster.sync()
+        self.worker.say(message)
+
+    # -- its end
 
     def leave(self) -> None:
-        """It has said goodbye: what it holds goes with it."""
-        self.cluster.driver.note(f"{self.name} leaves")
-        super().crash()
+        """It has said goodbye: what its process holds goes with it."""
+        self._cluster.world.driver.note(f"{self.worker.name} leaves")
+        self.worker.end()
         self.let_go()
 
     def let_go(self) -> None:
-        """It is no more: nobody waits for an answer any longer."""
+        """Its process is no more: nobody waits for an answer any longer."""
+        worker = self.worker
         self.tasks.cancel()
-        asked: list[CallRecord | CopyRequest] = [*self.copies.wanted.values()]
-        for handle in [handle for handle in self.handles if isinstance(handle, TensorHandle)]:
+        asked: list[CallRecord | CopyRequest] = [*worker.copies.wanted.values()]
+        for handle in [handle for handle in worker.handles if isinstance(handle, TensorHandle)]:
             handle.registration_error = (
-                StateError(OVER) if self._hosted.is_over else WorkerCrashed(f"{self.name} has crashed")
+                StateError(OVER) if self._cluster.is_over else WorkerCrashed(f"{worker.name} has crashed")
             )
             asked += [handle.last_call] if handle.last_call is not None else []
             handle.on_answer()
         for tell in [tell for each in asked for tell in each.on_end]:
             tell()
 
-    def disconnect(self) -> None:
-        super().disconnect()
-        self.coordinator.lost()
-
     # -- registering
 
-    def new_handle(self, shard: Shard) -> SimHandle:
-        return TensorHandle(self.cluster, self, shard, self._memory)
-
-    _memory: Memory | None = None
-
-    def take_memory(self, shard: Shard, memory: Memory) -> TensorHandle:
-        """Register a caller's own memory."""
-        self._memory = memory
-        try:
-            handle = self.take(shard)
-        finally:
-            self._memory = None
-        assert isinstance(handle, TensorHandle)
+    def register(self, shard: Shard, memory: Memory) -> TensorHandle:
+        """A caller's own memory."""
+        handle = TensorHandle(self._cluster.world, self.worker, shard, memory)
+        self.worker.add(handle)
         return handle
 
-    def drop_memory(self, handle: SimHandle) -> None:
-        """Its caller has not got it."""
-        if handle in self.handles:
-            handle.give_up()
 
-    # -- saying and hearing
-
-    @property
-    def online(self) -> bool:
-        return self.link is not None and self.link.welcomed
-
-    def say(self, message: FromWorker) -> None:
-        """What its user promises is noted as it is said."""
-        self._hosted.sync()
-        match message:
-            case Pin() if self.link is not None:
-                self.pins[message.pin] = (message.model, message.version)
-            case Unpin() if self.link is not None:
-                self.pins.pop(message.pin, None)
-            case _:
-                pass
-        super().say(message)
-
-    def say_pins(self) -> None:
-        self.kept_pins.welcomed()
-
-    def _end_pins(self) -> None:
-        """Its user does."""
-
-    def _announced(self, message: Announce) -> None:
-        self.version_watches.announced(message)
-
-    def _answered(self, message: Answer) -> None:
-        super()._answered(message)
-        self.coordinator.answered(message)
-
-    def _welcomed(self, message: Welcome) -> None:
-        super()._welcomed(message)
-        self.welcome_came.set()
-
-    def say_watches(self) -> None:
-        super().say_watches()
-        self.version_watches.welcomed()
-
-    def forget_versions(self) -> None:
-        self.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
-
-
-class HostedCluster:
+class HostedCluster(StruckUsers):
     """A cluster whose users are a caller's tasks: it stands for them, as far as they are users."""
-
-    hasty_until = 0.0
 
     def __init__(
         self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
@@ -220,7 +154,7 @@ class HostedCluster:
         self.preempts: Callable[[str, float], None] = lambda name, notice_s: None
         self.died: Callable[[str], None] = lambda name: None
         self._origin = anyio.current_time()
-        self._lives: dict[str, int] = {}
+        self._users: dict[SimWorker, HostedUser] = {}
 
     # -- time
 
@@ -271,9 +205,8 @@ class HostedCluster:
     def end(self) -> None:
         """Nothing happens any more."""
         self.is_over = True
-        for worker in self.world.workers.values():
-            if isinstance(worker, HostedWorker) and worker.alive:
-                worker.let_go()
+        for user in self.users().values():
+            user.let_go()
 
     def check_over(self) -> None:
         """Raise StateError if nothing happens any more."""
@@ -286,21 +219,25 @@ class HostedCluster:
         if not worker.alive:
             raise WorkerCrashed(f"{worker.name} has crashed")
 
-    # -- workers
+    # -- users, each with a process
 
-    def new_process(self, name: str, location: Location, options: Options) -> HostedWorker:
-        """A new process, which is still to connect."""
-        if name in self.processes():
+    def new_user(self, name: str, location: Location, options: Options) -> HostedUser:
+        """That of a new process, which is still to connect."""
+        if name in self.users():
             raise StateError(f"a worker {name!r} is connected already: in a simulation each needs a name of its own")
-        life = self._lives.get(name, 0)
-        older = [worker.lives for worker in self.world.workers.values() if worker.name == name]
-        self._lives[name] = life = max([life, *older]) + 1
-        worker = self.world.workers[f"{name}.{life}"] = HostedWorker(self, name, location, options, life)
-        return worker
+        world, timeout_s = self.world, options.op_timeout_s
+        life = 1 + max([worker.lives for worker in world.workers.values() if worker.name == name], default=0)
+        world.host_bytes = options.host_memory_bytes
+        new_handle = partial(TensorHandle, memory=None)
+        worker = SimWorker(world, name, location, life=life, new_handle=new_handle, op_timeout_s=timeout_s)
+        world.workers[worker.incarnation] = worker
+        worker.newest["actor"] = None
+        user = self._users[worker] = HostedUser(self, worker, timeout_s)
+        return user
 
-    def processes(self) -> dict[str, HostedWorker]:
-        """Those that are alive, by name."""
-        return {w.name: w for w in self.world.workers.values() if isinstance(w, HostedWorker) and w.alive}
+    def users(self) -> dict[str, HostedUser]:
+        """Those whose processes are alive, by their names."""
+        return {worker.name: user for worker, user in self._users.items() if worker.alive}
 
     def expect_error(self, error: Exception) -> None:
         """A caller's own code has raised this: it may end a call."""
@@ -308,30 +245,49 @@ class HostedCluster:
         if not isinstance(error, (TensorHubError, *world.user_errors)):
             world.user_errors = (*world.user_errors, type(error))
 
-    # -- what they are told: their handles tell them
+    # -- what they are told; their handles tell them of calls
 
-    def hook_called(self, handle: HandleShell) -> None:
-        pass
+    def welcomed(self, worker: SimWorker) -> None:
+        self._users[worker].welcome_came.set()
 
-    def ended(self, handle: HandleShell, record: CallRecord) -> None:
-        pass
+    def anew(self, worker: SimWorker, step: Anew) -> None:
+        user = self._users[worker]
+        match step:
+            case Anew.FORGET_VERSIONS:
+                user.version_watches.state_lost({handle.shard.model for handle in worker.router.handles.values()})
+            case Anew.WATCH:
+                user.version_watches.welcomed()
+            case Anew.PIN:
+                user.pins.welcomed()
+            case _:
+                assert_never(step)
 
-    def rolled_back(self, to: int) -> None:
-        pass
+    def announced(self, worker: SimWorker, message: Announce) -> None:
+        self._users[worker].version_watches.announced(message)
+
+    def answered(self, worker: SimWorker, message: Answer) -> None:
+        self._users[worker].coordinator.answered(message)
+
+    def disconnected(self, worker: SimWorker) -> None:
+        self._users[worker].coordinator.lost()
+
+    def crashed(self, worker: SimWorker) -> None:
+        user = self._users[worker]
+        user.has_crashed = True
+        user.scope.cancel()
+        user.let_go()
+        self.died(worker.name)
 
     # -- what strikes them
-
-    def differ(self) -> None:
-        """No: callers make their own mistakes."""
 
     def restart_one(self) -> bool:
         return self.restarts(self.timed.timeline.random)
 
-    def preempt(self, worker: TimedWorker) -> bool:
+    def preempt(self, worker: SimWorker) -> bool:
         if not any(handle.shard.spot for handle in worker.handles):
             return False
         self.preempts(worker.name, self.timed.timeline.random.choice((0.2, 2.0)))
         return True
 
-    def may_die(self, worker: TimedWorker) -> bool:
+    def may_die(self, worker: SimWorker) -> bool:
         return worker.name not in self.spared

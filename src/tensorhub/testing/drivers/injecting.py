@@ -11,13 +11,12 @@ from typing import Protocol
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
-from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.network import COORDINATOR, Link
 from tensorhub.testing.sim.pulling import SimLane
-from tensorhub.testing.sim.worker import SimHandle, SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
 
@@ -31,22 +30,25 @@ CALM_MAX = 8  # times half as many faults
 BROADER_EACH = 200  # events, until there were kinds enough
 
 
-class StruckUsers(Protocol):
-    """Those who call, as faults strike them."""
+class StruckUsers(WorkerUsers):
+    """Users whom faults strike. These make no mistakes, and are neither restarted nor preempted."""
 
-    hasty_until: float  # calls have hardly any time
+    hasty_until = 0.0  # calls have hardly any time
 
     def differ(self) -> None:
         """The ranks of some group will not call alike."""
 
     def restart_one(self) -> bool:
         """A dead process is started again. Whether there was one."""
+        return False
 
-    def preempt(self, worker: TimedWorker) -> bool:
+    def preempt(self, worker: SimWorker) -> bool:
         """It is told to go, with little time. False: it is not spot."""
+        return False
 
-    def may_die(self, worker: TimedWorker) -> bool:
+    def may_die(self, worker: SimWorker) -> bool:
         """Whether it may crash, or be preempted."""
+        return True
 
 
 class StruckCoordinator(Protocol):
@@ -144,7 +146,7 @@ class Injector:
         for _, link in self._world.links.values():
             link.held_until = 0.0
 
-    def stall(self, worker: TimedWorker, until: float) -> None:
+    def stall(self, worker: SimWorker, until: float) -> None:
         """Its readers are accepted, and sent nothing."""
         self._stalled[worker.name] = until
         for lane in [lane for handle in worker.handles for lane in handle.serving]:
@@ -203,7 +205,6 @@ class Injector:
             voters[0].cancel()
             self.happens(Fault.CANCEL)
         if self._ambushes:
-            assert isinstance(worker, TimedWorker)
             kind = self._ambushes.pop()
             running = [handle.member.running for handle in voters]
             ends = [call.next_deadline() for call in running if call is not None]
@@ -218,7 +219,6 @@ class Injector:
         holders = [handle.worker for handle in self._world.live_handles() if handle.member.state is HandleState.READY]
         if holders:
             worker, kind = self._random.choice(holders), self._absences.pop()
-            assert isinstance(worker, TimedWorker)
             if self._strike_worker(kind, worker, COORDINATOR, self._timeline.now + ABSENT_S):
                 self.happens(kind)
 
@@ -267,16 +267,16 @@ class Injector:
 
     # -- striking
 
-    def _worker(self) -> TimedWorker | None:
+    def _worker(self) -> SimWorker | None:
         """Somebody; often one that reads or is read."""
         lane = self._lane() if self._random.random() < 0.5 else None
+        alive = [worker for worker in self._world.workers.values() if worker.alive]
         if lane is not None and lane.source is not None:
-            workers = [w for w in (lane.reader.worker, lane.source.worker) if w.alive]
+            ends = [lane.reader.worker, lane.source.worker]
+            workers = [worker for end in ends for worker in alive if worker is end]
         else:
-            workers = [w for w in self._world.workers.values() if w.alive]
-        worker = self._random.choice(workers) if workers else None
-        assert worker is None or isinstance(worker, TimedWorker)
-        return worker
+            workers = alive
+        return self._random.choice(workers) if workers else None
 
     def _handle(self) -> SimHandle | None:
         handles = [handle for handle in self._world.live_handles() if handle.shard.serves]
@@ -344,7 +344,7 @@ class Injector:
         self.coordinator.crash(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
         return True
 
-    def _fall_behind(self, worker: TimedWorker) -> bool:
+    def _fall_behind(self, worker: SimWorker) -> bool:
         """The coordinator reads nothing of what comes from that worker, or from anybody: it is starved, so that its timers
         run, or stopped, so that they do not. Workers go on saying things, and give up connections that bring no answer.
         """
@@ -395,7 +395,7 @@ class Injector:
     def _mend_hook(handle: SimHandle) -> None:
         handle.hook_error = None
 
-    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "", until: float = 0.0) -> bool:
+    def _strike_worker(self, kind: Fault, worker: SimWorker, other: str = "", until: float = 0.0) -> bool:
         random, now, world = self._random, self._timeline.now, self._world
         link = worker.link
         match kind:

@@ -22,13 +22,12 @@ from tensorhub.coordinator import (
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Heartbeat, HeartbeatAck
 from tensorhub.testing.sim.assertion import GuaranteeBroken
-from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
 from tensorhub.testing.sim.pulling import Frame, LaneEnd, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
-from tensorhub.testing.sim.worker import SimHandle, SimWorker
+from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Options
 from tensorhub.worker.calls import Fence
@@ -51,7 +50,8 @@ class StepwiseCluster:
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
         self.world = world = World(self, options, host_bytes=host_bytes, manifest=manifest)
-        world.data = world.control = world.process = world.callers = self
+        world.data = world.control = world.process = world.keeper = self
+        world.users = WorkerUsers()
         self.worker, self.handle, self.fetcher, self.group = world.worker, world.handle, world.fetcher, world.group
 
     # -- its world, as those see it who let things happen
@@ -147,14 +147,11 @@ class StepwiseCluster:
     def stepped(self) -> None:
         """Everything is checked later."""
 
-    def hook_called(self, handle: HandleShell) -> None:
-        """It returns when its turn comes."""
+    def connect(self, worker: SimWorker) -> None:
+        worker.connect()
 
-    def ended(self, handle: HandleShell, record: CallRecord) -> None:
-        """Its caller looks."""
-
-    def rolled_back(self, to: int) -> None:
-        """So does that one."""
+    def disconnected(self, worker: SimWorker) -> None:
+        """It stays so."""
 
     def new_link(self, worker: SimWorker) -> Link:
         link = Link(next(self.world.sessions))

@@ -12,28 +12,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
-from typing import Protocol
 
 from tensorhub.testing.drivers.control_network import ControlNetwork
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.drivers.data_network import DataNetwork
 from tensorhub.testing.drivers.injecting import Injector, StruckUsers
+from tensorhub.testing.drivers.keeper import Keeper
 from tensorhub.testing.drivers.shells import Shells
-from tensorhub.testing.drivers.timed_worker import TimedWorker
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.faults import Fault, FaultPlan
-from tensorhub.testing.sim.handle import Callers
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Options
 
 FULL_CHECK_EVERY = 100
-
-
-class TimedUsers(Callers, StruckUsers, Protocol):
-    """Those who call, and are struck."""
 
 
 class TimedCluster:
@@ -58,14 +51,14 @@ class TimedCluster:
         self.world = world = World(
             self.shells,
             options or drawn,
-            new_worker=partial(TimedWorker, timeline=timeline),
             chunks=chunks,
             manifest=make_manifest(chunks, "xxh3-64"),
         )
         plan = FaultPlan(random, self.allowed)
         self.injector = Injector(world, timeline, plan, events)
         world.data = DataNetwork(world, timeline, self.injector)
-        world.control = network = ControlNetwork(world, timeline, self.injector, self.shells.touch)
+        world.keeper = keeper = Keeper(world, timeline)
+        world.control = network = ControlNetwork(world, timeline, self.injector, keeper, self.shells.touch)
         self.process = world.process = CoordinatorProcess(world, timeline, self.injector, network.coordinator_died)
         self.injector.coordinator = self.process
         self.process.tick_soon()
@@ -73,9 +66,9 @@ class TimedCluster:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.seed} at {self.now:.3f} s, {self.events} events, {self.injector.plan!r}>"
 
-    def populate(self, users: TimedUsers) -> None:
+    def populate(self, users: StruckUsers) -> None:
         """From now on these call, and are struck."""
-        self.world.callers = self.injector.users = users
+        self.world.users = self.injector.users = users
 
     @property
     def now(self) -> float:
@@ -144,7 +137,6 @@ class TimedCluster:
         world = self.world
         world.check_agreement()
         for worker in world.workers.values():
-            assert isinstance(worker, TimedWorker)
             for name in worker.newest if worker.alive else ():
                 model, told = world.coordinator.cluster.models.get(name), worker.newest[name]
                 newest = model.newest_visible() if model is not None else None

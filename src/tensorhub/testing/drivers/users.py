@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.testing.drivers.timed_worker import TimedWorker
+from tensorhub.runtime.control.link import RECONNECT_S_MAX
+from tensorhub.testing.drivers.injecting import StruckUsers
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
@@ -63,7 +64,7 @@ class UserGroup:
         return self.world_size == other.world_size or (self.cut is not None and other.cut is not None)
 
 
-class Users:
+class Users(StruckUsers):
     """Everybody who calls."""
 
     def __init__(self, world: World, timeline: Timeline, layouts: list[Layout]) -> None:
@@ -76,7 +77,6 @@ class Users:
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
         self._newest = 0  # the largest number that was ever meant to be published
-        self.hasty_until = 0.0  # calls have hardly any time
         self.is_over = False  # nobody calls by himself any more
         self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one group, on average
         self._fetch_rate = random.choice((0.0, 0.1, 0.3))
@@ -129,14 +129,15 @@ class Users:
         self._world.chunks = rows
         self._world.manifest, _, _ = described(Layout(rows, 1), 0)
 
-    def new_process(self) -> TimedWorker:
+    def new_process(self) -> SimWorker:
         """A new worker, somewhere."""
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
         location = Location(site=random.choice(("here", "there")), host=random.choice((name, "shared")))
         self._world.host_bytes = random.choice((0, 1, 2, 3)) * self._world.manifest.nbytes
         worker = self._world.worker(name, location)
-        assert isinstance(worker, TimedWorker)
+        worker.newest["actor"] = None
+        self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
         worker.copies_refused = random.choice((0, 0, 0, 1, 3))
         return worker
 
@@ -153,7 +154,7 @@ class Users:
             self.replace(*self._random.choice(places))
         return bool(places)
 
-    def preempt(self, worker: TimedWorker) -> bool:
+    def preempt(self, worker: SimWorker) -> bool:
         """It closes what it has, with little time; then it is gone. False: it is not spot."""
         if not any(handle.shard.spot for handle in worker.handles):
             return False
@@ -162,10 +163,6 @@ class Users:
             if handle.idle and handle.shard.purpose is Purpose.USE:
                 handle.close(notice_s)
         self._timeline.after(notice_s, worker, worker.crash)
-        return True
-
-    def may_die(self, worker: TimedWorker) -> bool:
-        """Whether it may crash, or be preempted."""
         return True
 
     def end(self) -> None:
@@ -295,7 +292,6 @@ class Users:
         worker = random.choice(workers) if workers else None
         if worker is None or worker.link is None:
             return
-        assert isinstance(worker, TimedWorker)
         match random.choice(self._orders):
             case "rollback":
                 known = worker.newest["actor"] if random.random() < 0.8 else None
@@ -309,7 +305,21 @@ class Users:
                 if worker.pins:
                     worker.unpin(random.choice(list(worker.pins)))
 
+    def _end_pins(self, worker: SimWorker) -> None:
+        """Say again, until it is heard and done, which pins are over."""
+        if worker.is_online:
+            for pin in list(worker.unpinned):
+                worker.unpin(pin)
+        self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
+
     # -- what becomes of calls
+
+    def welcomed(self, worker: SimWorker) -> None:
+        """Whoever still waits for a rollback asks for it again, by its name."""
+        undone = list(worker.rollbacks.values())
+        worker.rollbacks.clear()
+        for each in undone:
+            worker.rollback(each.to, each.model, each.ident)
 
     def rolled_back(self, to: int) -> None:
         """Whoever has restarted from an older checkpoint publishes the next number once more."""

@@ -77,14 +77,12 @@ class Callers(Protocol):
     def ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
 
-    def rolled_back(self, to: int) -> None:
-        """A rollback has returned."""
-
 
 class HandleWorld(LaneWorld, Protocol):
     """What it needs of its world."""
 
-    callers: Callers
+    @property
+    def users(self) -> Callers: ...
 
     def call_ended(self, handle: HandleShell, record: CallRecord) -> None:
         """A call has returned, or raised."""
@@ -358,7 +356,7 @@ class HandleShell:
                 self.generation = action.generation
             case calls.CallHook():
                 self.hooks.append(action)
-                self.cluster.callers.hook_called(self)
+                self.cluster.users.hook_called(self)
             case calls.PlanReading():
                 self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
             case calls.CheckRanks():

@@ -17,7 +17,7 @@ from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.judges.rooms import Rooms
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
-from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
+from tensorhub.types import FetchReport, Purpose, Selector
 from tensorhub.worker.calls import FillCall, Finish, Say
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
@@ -71,7 +71,7 @@ class CopyRequest:
 class SimHostCopies:
     """Those of one worker."""
 
-    def __init__(self, worker: SimWorkerPort, op_timeout_s: float = 60.0) -> None:
+    def __init__(self, worker: SimWorkerPort, op_timeout_s: float) -> None:
         self.worker = worker
         self._cluster = cluster = worker.cluster
         self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
@@ -87,9 +87,6 @@ class SimHostCopies:
 
     def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
         return self.want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
-
-    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
-        return self.want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
 
     def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
         return self.want(

@@ -5,6 +5,7 @@ Responsible for carrying out what `worker.router` says of each message. Not resp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, assert_never
 
@@ -21,7 +22,7 @@ from tensorhub.testing.sim.layouts import Layout, described
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
-from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector
+from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector, VersionInfo
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.heartbeats import Heartbeats
@@ -98,6 +99,51 @@ class WorkerWorld(HandleWorld, Protocol):
     host_bytes: int  # of each worker that is made from now on
 
     control: ControlPlane
+    keeper: Keeper
+
+    @property
+    def users(self) -> WorkerUsers: ...
+
+
+class Keeper(Protocol):
+    """Who keeps workers connected."""
+
+    def connect(self, worker: SimWorker) -> None:
+        """It is to have a connection."""
+
+    def disconnected(self, worker: SimWorker) -> None:
+        """It has lost its connection."""
+
+
+class WorkerUsers:
+    """Whose code runs in workers, and calls their handles. These look for themselves, and hear nothing."""
+
+    def hook_called(self, handle: HandleShell) -> None:
+        """Its before_write runs."""
+
+    def ended(self, handle: HandleShell, record: CallRecord) -> None:
+        """A call has returned, or raised."""
+
+    def welcomed(self, worker: SimWorker) -> None:
+        """It is welcomed over a new connection, and has said what it has to say."""
+
+    def anew(self, worker: SimWorker, step: Anew) -> None:
+        """Over a new connection it is at this step."""
+
+    def disconnected(self, worker: SimWorker) -> None:
+        """It has lost its connection."""
+
+    def announced(self, worker: SimWorker, message: messages.Announce) -> None:
+        """It is told which version is the newest."""
+
+    def answered(self, worker: SimWorker, message: Answer) -> None:
+        """Something that it has asked for itself has its answer."""
+
+    def rolled_back(self, to: int) -> None:
+        """A rollback has returned."""
+
+    def crashed(self, worker: SimWorker) -> None:
+        """Its process is no more."""
 
 
 class ControlPlane(Protocol):
@@ -122,13 +168,23 @@ class ControlPlane(Protocol):
 class SimWorker:
     """One worker process."""
 
-    def __init__(self, cluster: WorkerWorld, name: str, location: Location, transports: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        cluster: WorkerWorld,
+        name: str,
+        location: Location,
+        transports: tuple[str, ...] = ("tcp",),
+        *,
+        life: int = 1,
+        new_handle: Callable[[WorkerWorld, SimWorker, Shard], SimHandle] = SimHandle,
+        op_timeout_s: float = 60.0,
+    ) -> None:
         self.cluster = cluster
         self.name = name
         self.location = location
         self.endpoints = tuple(Endpoint(transport, name) for transport in transports)
-        self.lives = 1
-        self.incarnation = f"{name}.1"
+        self.lives = life
+        self.incarnation = f"{name}.{life}"
         self.alive = True
         self.stopped_until = 0.0  # its threads do not run before
         self.owner = Owner()
@@ -145,11 +201,13 @@ class SimWorker:
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
-        self.copies = SimHostCopies(self)
+        self.copies = SimHostCopies(self, op_timeout_s)
         self.copies_refused = 0  # that it will refuse to make
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self.router = Router[SimHandle](cluster.numbers)
+        self.newest: dict[str, VersionInfo | None] = {}  # of the models that it watches, as it was told
+        self._new_handle = new_handle
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
         self._asked_unpins: dict[int, str] = {}  # by request
         self.rollbacks: dict[int, messages.Rollback] = {}  # by request: those that were said, and not answered
@@ -187,18 +245,18 @@ class SimWorker:
 
     def take(self, shard: Shard) -> SimHandle:
         """What registers that memory, of any kind."""
-        handle = self.new_handle(shard)
-        self.handles.append(handle)
-        self.router.add(shard, handle)
-        self.copies.machine.began(handle.member)
-        self.cluster.by_registration[shard.registration] = handle
-        if self.link is not None and self.link.welcomed:
-            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        handle = self._new_handle(self.cluster, self, shard)
+        self.add(handle)
         return handle
 
-    def new_handle(self, shard: Shard) -> SimHandle:
-        """Its shell."""
-        return SimHandle(self.cluster, self, shard)
+    def add(self, handle: SimHandle) -> None:
+        """It is this worker's from now on."""
+        self.handles.append(handle)
+        self.router.add(handle.shard, handle)
+        self.copies.machine.began(handle.member)
+        self.cluster.by_registration[handle.shard.registration] = handle
+        if self.link is not None and self.link.welcomed:
+            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
 
     def drop(self, handle: HandlePort) -> None:
         """Forget a handle that is no more."""
@@ -237,15 +295,22 @@ class SimWorker:
         self.unsure_at = self.cluster.now
         if link.welcomed:
             self.cut_off_at = self.cluster.now
-        self._pins_uncertain()
+        self.cluster.guarantees.history.cut_off(self)
         self.cluster.control.link_lost(self, link)
         for handle in self.handles:
             if handle.last_call is not None and not handle.last_call.done:
                 handle.last_call.online = False
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(self.cluster.now))
+        self.cluster.keeper.disconnected(self)
+        self.cluster.users.disconnected(self)
 
     def crash(self) -> None:
+        """The process and its memory are no more, and its users have not wanted that."""
+        self.end()
+        self.cluster.users.crashed(self)
+
+    def end(self) -> None:
         """The process and its memory are no more."""
         self.cluster.driver.note(f"{self.name} crashes")
         self.alive = False
@@ -263,14 +328,9 @@ class SimWorker:
             for lane in list(handle.serving):
                 self.cluster.data.source_died(lane)
         link, self.link = self.link, None
-        self._pins_uncertain()
+        self.cluster.guarantees.history.cut_off(self)
         if link is not None:
             self.cluster.control.link_lost(self, link)
-
-    def _pins_uncertain(self) -> None:
-        """They count for a lease; nobody can rely on them until they are said again."""
-        for pin in self.pins:
-            self.cluster.guarantees.history.unpinned(pin)
 
     def say(self, message: messages.FromWorker) -> None:
         """Tell the coordinator; without a session it is not said, as `runtime.control.link` has it."""
@@ -370,7 +430,10 @@ class SimWorker:
                 case Reply():
                     self.say(routed.message)
                 case messages.Announce():
-                    self._announced(routed)
+                    if routed.model in self.newest:
+                        self.newest[routed.model] = routed.newest
+                    self.cluster.guarantees.history.announced(self, routed)
+                    self.cluster.users.announced(self, routed)
                 case messages.CutReader():
                     self._cut(routed)
                 case messages.TellChunks():
@@ -379,9 +442,6 @@ class SimWorker:
                     self.copies.dropped(routed)
                 case _:
                     assert_never(routed)
-
-    def _announced(self, message: messages.Announce) -> None:
-        """Which version is the newest: users of this worker look for themselves (see `drivers.timed_worker`)."""
 
     def _tell(self, handle: SimHandle, message: messages.ToRank) -> None:
         guarantees, record = self.cluster.guarantees, handle.last_call
@@ -404,7 +464,7 @@ class SimWorker:
     def _welcomed(self, message: messages.Welcome) -> None:
         if self.link is None:
             return
-        self.link.welcomed = True
+        is_new, self.link.welcomed = not self.link.welcomed, True
         self.unsure_at = now = self.cluster.now
         for step in self.router.welcomed(message):
             match step:
@@ -412,26 +472,27 @@ class SimWorker:
                     step.handle.apply(step.handle.member.state_lost(now))
                 case Resume():
                     step.handle.apply(step.handle.member.connected(now, message.lease_s))
-                case Anew.FORGET_VERSIONS:
-                    self.forget_versions()
-                case Anew.WATCH:
-                    self.say_watches()
-                case Anew.PIN:
-                    self.say_pins()
+                case Anew():
+                    self._anew(step)
                 case _:
                     assert_never(step)
         self.copies.connected()
+        if is_new:
+            self.cluster.users.welcomed(self)
 
-    def forget_versions(self) -> None:
-        """The coordinator has lost its state: what was newest is nothing to it."""
-
-    def say_watches(self) -> None:
-        """A session is up: say again of which models the newest version is to be told."""
-
-    def say_pins(self) -> None:
-        """A session is up: say again what is to be kept."""
-        for pin, (model, version) in list(self.pins.items()):
-            self.pin(version, model, pin)
+    def _anew(self, step: Anew) -> None:
+        match step:
+            case Anew.FORGET_VERSIONS:
+                pass  # the news that it has come to are its last
+            case Anew.WATCH:
+                for model in self.newest:
+                    self.say(messages.Watch(model))
+            case Anew.PIN:
+                for pin, (model, version) in list(self.pins.items()):
+                    self.pin(version, model, pin)
+            case _:
+                assert_never(step)
+        self.cluster.users.anew(self, step)
 
     def _dismissed(self, message: messages.Dismissed) -> None:
         """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
@@ -452,14 +513,17 @@ class SimWorker:
 
     def _answered(self, message: Answer) -> None:
         self.copies.heard(message)
-        if not isinstance(message, messages.Done | messages.Refused):
-            return  # which only the runtime's questions ask for
+        if isinstance(message, messages.Done | messages.Refused):
+            self._done(message)
+        self.cluster.users.answered(self, message)
+
+    def _done(self, message: messages.Done | messages.Refused) -> None:
         request, refused = message.request, isinstance(message, messages.Refused)
         self.cluster.guarantees.history.answered(self, message)
         self.answers[request] = message.error.error() if isinstance(message, messages.Refused) else None
         rollback = self.rollbacks.pop(request, None)
         if rollback is not None and not refused:
-            self.cluster.callers.rolled_back(rollback.to)
+            self.cluster.users.rolled_back(rollback.to)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)

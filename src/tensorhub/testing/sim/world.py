@@ -2,13 +2,13 @@
 
 `World` is what there is: the coordinator with its store, workers and connections. It knows what each step does. Others
 decide when that happens, and whoever puts a cluster together gives them to it: a driver of shells, two planes, the
-coordinator's process, and callers. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a
+coordinator's process, who keeps workers connected, and users. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a
 clock and faults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any, Protocol, assert_never
 
@@ -42,7 +42,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
-from tensorhub.testing.sim.handle import BrokenHook, Callers, CallRecord, HandleShell
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.losses import Losses
 from tensorhub.testing.sim.judges.ports import JudgedHandle
@@ -52,7 +52,7 @@ from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import Driver
 from tensorhub.testing.sim.pulling import DataPlane
 from tensorhub.testing.sim.rendering import show_error
-from tensorhub.testing.sim.worker import ControlPlane, SimHandle, SimWorker
+from tensorhub.testing.sim.worker import ControlPlane, Keeper, SimHandle, SimWorker, WorkerUsers
 from tensorhub.types import HandleState, Location, OpKey, Options
 
 
@@ -73,10 +73,6 @@ class CoordinatorHost(Protocol):
         """A step is over."""
 
 
-# A process that is not connected yet: its world, its name, where it is, and the transports by which it is read.
-NewWorker = Callable[["World", str, Location, tuple[str, ...]], SimWorker]
-
-
 class World:
     """The coordinator, its store, its workers, and the guarantees."""
 
@@ -84,14 +80,14 @@ class World:
     data: DataPlane
     control: ControlPlane
     process: CoordinatorHost
-    callers: Callers
+    keeper: Keeper
+    users: WorkerUsers
 
     def __init__(
         self,
         driver: Driver,
         options: Options | None = None,
         *,
-        new_worker: NewWorker = SimWorker,
         chunks: int = CHUNKS,
         manifest: Manifest = MANIFEST,
         host_bytes: int = 0,
@@ -99,7 +95,6 @@ class World:
         self.driver = driver
         self.options = options or Options()
         self.user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
-        self._new_worker = new_worker
         self.host_bytes = host_bytes  # of each worker that is made from now on
         self.chunks = chunks
         self.manifest = manifest
@@ -127,8 +122,8 @@ class World:
 
     def worker(self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)) -> SimWorker:
         """A new worker process, which connects."""
-        worker = self.workers[name] = self._new_worker(self, name, location or Location(host=name), transports)
-        worker.connect()
+        worker = self.workers[name] = SimWorker(self, name, location or Location(host=name), transports)
+        self.keeper.connect(worker)
         return worker
 
     def handle(self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any) -> SimHandle:
@@ -361,4 +356,4 @@ class World:
         what = f"v{record.version.version} changed={record.changed}" if record.version else show_error(record.error)
         self.driver.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
         self.guarantees.ended(handle, record)
-        self.callers.ended(handle, record)
+        self.users.ended(handle, record)

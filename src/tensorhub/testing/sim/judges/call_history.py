@@ -121,6 +121,11 @@ class CallHistory:
             case _:
                 pass
 
+    def cut_off(self, worker: JudgedWorker) -> None:
+        """Its pins count for a lease; nobody can rely on them until they are said again."""
+        for pin in [pin for pin, (_, call) in self._pins.items() if call.who.rpartition(".")[0] == worker.name]:
+            self.unpinned(pin)
+
     def unpinned(self, pin: str) -> None:
         """Nobody can count on that pin any more, until it is said again."""
         if pin in self._pins:
