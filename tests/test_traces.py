@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Location
 
@@ -409,7 +410,7 @@ def changed_source_is_quarantined(cluster: StepwiseCluster) -> None:
     keeper.replicate()
     cluster.run()
     from_here(cluster, "-- the trainer writes, and somebody reads")
-    trainer.overwrite()
+    misdeeds.overwrite(trainer)
     reader.replicate()
     cluster.run()
     cluster.note("-- it takes its memory back")

@@ -26,6 +26,7 @@ from tensorhub.messages import (
 )
 from tensorhub.protocol import codec
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location, OpKey, Options
 from tensorhub.worker.chunk_reports import tell
@@ -97,7 +98,7 @@ def test_a_liar_is_found_behind_an_honest_middleman_who_is_not_blamed() -> None:
     cluster, (trainer, liar, middle, reader) = published("liar", "middle", "reader")
     liar.replicate()
     cluster.run()
-    assert liar.lie()
+    assert misdeeds.lie(liar)
     middle.replicate()
     run_but(cluster, Choice("read", middle.name))
     reader.replicate()
@@ -118,7 +119,7 @@ def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None
     cluster, (_, liar, middle, reader) = published("liar", "middle", "reader")
     liar.replicate()
     cluster.run()
-    assert liar.lie()
+    assert misdeeds.lie(liar)
     wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
     middle.replicate()
     reads = [Choice("read", each.name) for each in (middle, reader)]
@@ -143,7 +144,7 @@ def test_who_copies_what_his_own_prefetch_has_read_from_a_liar_is_not_blamed() -
     cluster, (trainer, liar, middle, reader) = published("liar", "middle", "reader")
     liar.replicate()
     cluster.run()
-    assert liar.lie()
+    assert misdeeds.lie(liar)
     wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
     middle.prefetch()
     copy = middle.copy
@@ -242,7 +243,7 @@ def test_a_liar_that_comes_back_is_not_taken_for_a_holder() -> None:
     cluster, (_, liar, reader) = published("liar", "reader")
     liar.replicate()
     cluster.run()
-    liar.lie()
+    misdeeds.lie(liar)
     reader.replicate()
     while not cluster.coordinator.cluster.models["actor"].versions[1].condemned:
         cluster.do(cluster.choices()[0])
@@ -315,7 +316,7 @@ def test_a_list_is_told_again_where_only_its_root_is_known() -> None:
     cluster.run()
     cluster.coordinator.cluster.forget_list(list_of(cluster))
     list_of(cluster).answered.clear()
-    liar.lie()
+    misdeeds.lie(liar)
     reader.replicate()
     cluster.run()
     cluster.advance(3.0)
@@ -534,8 +535,8 @@ def only_a_root_is_known(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]
 
 def test_a_holder_that_says_nothing_does_not_hold_others_up() -> None:
     cluster, (mute, honest, liar, reader) = only_a_root_is_known("mute", "honest", "liar")
-    assert liar.lie()
-    mute.tell_digests = lambda question: None  # type: ignore[method-assign]
+    assert misdeeds.lie(liar)
+    mute.digests.tell = lambda question: None  # type: ignore[method-assign]
     asked = reader.replicate()
     cluster.run()
     assert said(cluster, "TellDigests")[-1] == "mute"
@@ -593,8 +594,8 @@ def _told_wrongly() -> tuple[StepwiseCluster, tuple[SimHandle, SimHandle, SimHan
     root, content = list_of(cluster).root, teller.member.content
     assert content is not None
     wrong = Digests(teller.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True)
-    teller.tell_digests = lambda question: teller.worker.say(wrong)  # type: ignore[method-assign]
-    assert liar.lie()
+    teller.digests.tell = lambda question: teller.worker.say(wrong)  # type: ignore[method-assign]
+    assert misdeeds.lie(liar)
     reader.replicate()
     cluster.run()
     cluster.advance(20.0)

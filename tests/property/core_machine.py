@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tensorhub.coordinator import invariant_counts
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout, StateError
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Fault, GuaranteeBroken, SimHandle, SimWorker
+from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.testing.sim.network import COORDINATOR, Link
@@ -319,14 +320,14 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(index=ANY, then=THEN)
     def overwrite(self, index: int, then: Then) -> None:
         handle = self.pick(index)
-        if handle is not None and handle.overwrite():
+        if handle is not None and misdeeds.overwrite(handle):
             self.happens(Fault.OVERWRITE)
         self.go_on(then)
 
     @rule(index=ANY, then=THEN)
     def lie(self, index: int, then: Then) -> None:
         users = self.users()
-        if any(handle.lie() for handle in [*users[index % max(1, len(users)) :], *users]):
+        if any(misdeeds.lie(handle) for handle in [*users[index % max(1, len(users)) :], *users]):
             self.happens(Fault.LIE)
         self.go_on(then)
 

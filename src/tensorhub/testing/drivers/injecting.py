@@ -12,6 +12,7 @@ from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.testing.drivers.timeline import Timeline
+from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.network import COORDINATOR, Link
@@ -384,9 +385,9 @@ class Injector:
             case Fault.CANCEL if handle.member.running is not None and handle.worker.stopped_until <= self._timeline.now:
                 handle.cancel()
             case Fault.OVERWRITE:
-                return handle.overwrite()
+                return misdeeds.overwrite(handle)
             case Fault.LIE:
-                return handle.lie()
+                return misdeeds.lie(handle)
             case _:
                 return False
         return True

@@ -2,29 +2,29 @@
 
 Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
 it. A new action of `worker.calls` gets its case in `HandleShell._do`. Not responsible for what a fill writes (`filler`), nor
-for when anything happens.
+for what is said of digests (`digests`), nor for when anything happens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, assert_never
 
 from tensorhub.accesses import Access
-from tensorhub.coordinator import Digested
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
-from tensorhub.messages import DigestAgain, Held, Prepared, Publish, Register, TellDigests
-from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.messages import Held, Prepared, Publish, Register
+from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.layouts import cell_of, covered, is_of_other_layout
-from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells, digest_of, sent_digest
+from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
 from tensorhub.testing.sim.rendering import show
@@ -130,6 +130,7 @@ class HandleShell:
         self.staging_id = RegistrationId(calls.staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
         self.filler = SimFiller(cluster, self, lambda: cluster.data.chunks_offered(self))
+        self.digests = SimDigests(cluster, self)
 
     def __repr__(self) -> str:
         return f"<SimHandle {self.name} {self.member.state} v={self.member.version}>"
@@ -173,48 +174,6 @@ class HandleShell:
         """The caller does not want its running call any more."""
         self.cluster.driver.note(f"{self.name} cancels")
         self.apply(self.member.cancel(StateError(why), self.cluster.now))
-
-    def overwrite(self) -> bool:
-        """Write published memory, which nobody may; False: there is none."""
-        if self.shard.medium is Medium.HOST:
-            return False  # no user has that memory
-        content = self.member.content
-        if content is None or self.member.state is not HandleState.READY or self.access is not None:
-            return False
-        self.cluster.driver.note(f"{self.name} is written while it is published")
-        chunk = self._chunk_to_spoil()
-        cell = f"{self.name}!{next(self.cluster.numbers)}.{chunk}"
-        self.cluster.guarantees.contents.spoil(self, content.version.content_id, chunk, cell)
-        self.cells[chunk] = cell
-        return True
-
-    def lie(self) -> bool:
-        """Overwrite what was read from others, and forget its digests, so that those of the new bytes vouch for them.
-        False: it holds nothing of that kind, or nobody could know better.
-        """
-        content, cluster = self.member.content, self.cluster
-        if content is None or self.member.state is not HandleState.READY or self.access is not None or content.published:
-            return False
-        info, held = content.version, self.worker.owner._memories.get(self.id)
-        known = any(isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store)
-        if not known or held is None or self.lied == info.content_id:
-            return False
-        cluster.driver.note(f"{self.name} lies")
-        chunk, self.lied = self._chunk_to_spoil(), info.content_id
-        cell = f"{self.name}?{next(cluster.numbers)}.{chunk}"
-        cluster.guarantees.contents.spoil(self, info.content_id, chunk, cell)
-        cluster.guarantees.contents.lies.add(cell)
-        self.cells[chunk], held.own.digests[chunk] = cell, None
-        for grid in held.selections.values():
-            grid.digests = [None if chunk in grid.covers(n) else digest for n, digest in enumerate(grid.digests)]
-        return True
-
-    def _chunk_to_spoil(self) -> int:
-        """Often one that somebody has read, which others may notice."""
-        number = next(self.cluster.numbers)
-        held = self.worker.owner._memories.get(self.id)
-        known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None] if held is not None else []
-        return known[number % len(known)] if known and number % 2 else number % len(self.cells)
 
     # -- accesses of its own
 
@@ -422,33 +381,6 @@ class HandleShell:
         """All that was wanted is there."""
         self.apply(self.member.pull_done(self.cluster.now, *self.filler.roots(start)))
 
-    def tell_made(self) -> None:
-        """Say which digests were made of what is published."""
-        for message in self.interpreter.tell_made(self.worker.owner)[0]:
-            self.worker.say(message)
-
-    def tell_digests(self, question: TellDigests) -> None:
-        """Say which digests the cells of this memory have, or of what is staged for it."""
-        owner, generation, content = self.worker.owner, question.generation, self.member.content
-        if content is not None and self.interpreter.must_make(question):
-            selection, content_id = question.selection, ContentId(content.version.content_id)
-            chunks = range(owner.chunk_count(self.id, selection))
-            access = owner.begin(self.id, generation, content_id, chunks, 2**62, selection)
-            if isinstance(access, Access) and not self.is_spoilt(access):
-                for chunk, known in zip(access.chunks, access.digests, strict=True):
-                    sent_digest(owner, access, chunk, known, self.cell_in(selection, chunk))
-                owner.end(access)
-
-        def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
-            digests = owner.digests(target, generation, selection)
-            return None if digests is None else (8, digests)
-
-        def read_from(target: RegistrationId) -> Sequence[int]:
-            return owner.read_from(target, generation, question.origin)
-
-        for message in self.interpreter.tell_digests(question, listed, read_from):
-            self.worker.say(message)
-
     def lay_out(self, manifest: Manifest) -> None:
         """From now on its cells are that manifest's chunks: none of what it has is one of those of another grid."""
         before, self.grid = self.grid, manifest
@@ -478,17 +410,6 @@ class HandleShell:
         found = grid or (held.manifest if held is not None else self.grid)
         assert found is not None
         return found
-
-    def is_spoilt(self, access: Access) -> bool:
-        """Whether what vouches for this access has changed. Then it has ended, and the coordinator hears so."""
-        known = self.worker.owner.vouched_by(access)
-        spoilt = next((chunk for chunk, digest in known.items() if digest_of(self.cells[chunk]) != digest), None)
-        if spoilt is None:
-            return False
-        self.worker.owner.end(access)
-        self.cluster.driver.took("a replica finds out that its memory has changed")
-        self.digest_again(DigestAgain("", self.id, access.generation, spoilt))
-        return True
 
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
@@ -541,24 +462,6 @@ class HandleShell:
         self.hooks.popleft()
         self.hook_calls += 1
         self.apply(self.member.hook_returned(self.hook_error, self.cluster.now))
-
-    def digest_again(self, question: DigestAgain) -> None:
-        """Tell whether a cell has changed since its digest was made (R8)."""
-        content, changed, digest = self.member.content, None, b""
-        if content is not None:
-            right = (question.generation, ContentId(content.version.content_id))
-            chunk, selection = self.interpreter.asked_about(question)
-            access = self.worker.owner.begin(self.id, *right, [chunk], 1, selection)
-            if isinstance(access, Access):
-                if content.manifest.digest != "none":
-                    cell = self.cell_in(selection, chunk)
-                    known = sent_digest(self.worker.owner, access, chunk, access.digests[0], cell)
-                    changed, digest = digest_of(cell) != known, known.to_bytes(8, "big")
-                self.worker.owner.end(access)
-                if changed:
-                    self.changed = content.version.content_id if self.member.state in HOLDING else ""
-                    self.cluster.guarantees.retained.lost(self)  # and the coordinator will hear so
-        self.apply(self.interpreter.digested_again(question, changed, digest, self.worker.owner, self.cluster.now)[0])
 
     def source_ended(self, lease: str, reason: str) -> None:
         """Have a source of the running fill fail."""

@@ -66,6 +66,9 @@ class HandlePort(JudgedHandle, Protocol):
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
 
+    def cell_in(self, selection: str, chunk: int) -> str:
+        """What that chunk of a selection holds, or ("") of its own grid."""
+
     def take_staging(self, nbytes: int) -> None:
         """Take memory for what is staged, of which there is room."""
 

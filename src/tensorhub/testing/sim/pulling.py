@@ -22,6 +22,7 @@ from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests, patience_s
 from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.layouts import covered, is_of_other_layout, part_of
 from tensorhub.testing.sim.memory import digest_of, sent_digest
@@ -46,6 +47,7 @@ class LaneEnd(HandlePort, Protocol):
     """A handle that reads, or is read."""
 
     filler: SimFiller
+    digests: SimDigests
     pull: Reading | None  # the last fill's
     serving: dict[SimLane, None]  # of others, which read this memory
     reads_backwards: bool  # the last chunk of a request first
@@ -56,21 +58,12 @@ class LaneEnd(HandlePort, Protocol):
     def select(self, generation: int, selection: Selection) -> None:
         """A reader says of which of its bytes the next chunks are."""
 
-    def cell_in(self, selection: str, chunk: int) -> str:
-        """What that chunk of a selection holds, or ("") of its own grid."""
-
     @property
     def layout_of_cells(self) -> Manifest:
         """Of which its cells are the chunks."""
 
-    def is_spoilt(self, access: Access) -> bool:
-        """Whether what vouches for this access has changed. Then it has ended."""
-
     def pull_done(self, start: StartPull) -> None:
         """All that was wanted is there."""
-
-    def tell_made(self) -> None:
-        """Say which digests were made of what is published."""
 
 
 class LaneWorld(WorldPort, Protocol):
@@ -213,7 +206,7 @@ class SimLane:
         if self.part is not None:
             self.source.select(grant.generation, self.part.selection)
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
-        if isinstance(begun, Access) and not grant.root and self.source.is_spoilt(begun):
+        if isinstance(begun, Access) and not grant.root and self.source.digests.is_spoilt(begun):
             return Refusal("this memory has changed since it was verified")
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
@@ -257,7 +250,7 @@ class SimLane:
             found.append((number, cell, digest))
         self.let_go()
         if source.worker.alive:
-            source.tell_made()
+            source.digests.tell_made()
         return Frame(tuple(found))
 
     def _enclosed(self, source: LaneEnd) -> Frame | None:

@@ -417,9 +417,9 @@ class SimWorker:
                     self._tell(routed.handle, routed.message)
                 case Examine(handle=handle, question=question):
                     if isinstance(question, messages.DigestAgain):
-                        handle.digest_again(question)
+                        handle.digests.make_again(question)
                     else:
-                        handle.tell_digests(question)
+                        handle.digests.tell(question)
                 case messages.MakeCopy() if self.copies_refused:
                     self.copies_refused -= 1
                     self.say(messages.CopyRefused(routed.copy, "not here"))

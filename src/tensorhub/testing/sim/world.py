@@ -2,8 +2,8 @@
 
 `World` is what there is: the coordinator with its store, workers and connections. It knows what each step does. Others
 decide when that happens, and whoever puts a cluster together gives them to it: a driver of shells, two planes, the
-coordinator's process, who keeps workers connected, and users. In `drivers.stepwise` the caller picks one step after the other; `drivers.timed` has a
-clock and faults.
+coordinator's process, who keeps workers connected, and users. In `drivers.stepwise` the caller picks one step after the
+other; `drivers.timed` has a clock and faults.
 """
 
 from __future__ import annotations
