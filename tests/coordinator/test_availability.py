@@ -222,7 +222,7 @@ def test_after_a_rollback_an_older_version_of_the_new_lineage_may_replace_what_w
     cluster, trainer, _, reader = newest_left()
     publish(cluster, trainer, number=3)
     replicate(cluster, reader)
-    trainer.worker.rollback(1)
+    trainer.worker.asks.rollback(1)
     cluster.run()
     asked = reader.update("available")
     cluster.run()
@@ -236,7 +236,7 @@ def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_w
     cluster.run()
     for number in range(1, 6):
         publish(cluster, trainer, number=number)
-    trainer.worker.rollback(2)
+    trainer.worker.asks.rollback(2)
     cluster.run()
     asked = reader.replicate("available")
     cluster.run()
@@ -254,7 +254,7 @@ def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
     publish(cluster, trainer, number=3)
     asked = reader.replicate("available")
     let_all_but_reads_happen(cluster)
-    trainer.worker.rollback(1)
+    trainer.worker.asks.rollback(1)
     let_all_but_reads_happen(cluster)
     text = str(error_of(asked))
     assert "held now: version 1 by 1 replica; the selector 'available' gets 1" in text

@@ -28,7 +28,7 @@ def published() -> tuple[Behind, SimHandle, SimHandle]:
     cluster = Behind()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     trainer.publish(1)
     reader.replicate()
     cluster.run()

@@ -106,7 +106,7 @@ def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
         fetcher = worker.fetcher(model=f"fetched{number}")
         fetcher.fetch(timeout_s=1)
         worker.register(f"g{number}", model=f"registered{number}")
-        worker.retain(number % 2, f"retained{number}")
+        worker.asks.retain(number % 2, f"retained{number}")
     cluster.advance(2)
     models = cluster.coordinator.cluster.models
     assert not any(name.startswith("fetched") for name in models)
@@ -129,9 +129,9 @@ def test_a_name_is_forgotten_in_the_very_step_that_speaks_of_it() -> None:
     asker.say(Heartbeat(1))
     cluster.run()
     cluster.now += 5
-    request = asker.rollback(1)
+    request = asker.asks.rollback(1)
     cluster.run()
-    assert isinstance(asker.answers[request], VersionConflict)
+    assert isinstance(asker.asks.answers[request], VersionConflict)
     assert cluster.coordinator.cluster.models == {}
 
 

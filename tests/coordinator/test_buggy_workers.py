@@ -44,7 +44,7 @@ def test_a_registration_is_its_own_workers() -> None:
     trainer.publish(1)
     cluster.run()
     say(buggy, registers(trainer.id, "mine"))
-    error = buggy.answers[7]
+    error = buggy.asks.answers[7]
     assert isinstance(error, RegistrationError)
     assert "is worker 'trainer''s" in str(error)
     reader = cluster.handle("reader")
@@ -74,11 +74,11 @@ def test_a_pin_is_its_own_workers() -> None:
     cluster.run()
     trainer.publish(1)
     cluster.run()
-    pin, _ = one.pin(1)
+    pin, _ = one.asks.pin(1)
     cluster.run()
     for version in (1, 5):
         say(other, Pin(7, pin, "actor", version))
-        assert isinstance(other.answers.pop(7), StateError)
+        assert isinstance(other.asks.answers.pop(7), StateError)
     assert model_of(cluster).pins[pin].incarnation == one.incarnation
 
 
@@ -91,13 +91,13 @@ def test_a_rollback_that_is_said_again_with_another_number_is_what_it_was() -> N
         cluster.run()
         trainer.unpublish()
         cluster.run()
-    trainer.worker.rollback(1, ident="same")
+    trainer.worker.asks.rollback(1, ident="same")
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
-    trainer.worker.rollback(3, ident="same")
+    trainer.worker.asks.rollback(3, ident="same")
     cluster.run()
     assert (model_of(cluster).mark, model_of(cluster).lineage) == (1, 1)
-    assert not any(error for error in trainer.worker.answers.values())
+    assert not any(error for error in trainer.worker.asks.answers.values())
 
 
 def test_who_publishes_holds_nothing_else() -> None:

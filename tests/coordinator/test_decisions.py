@@ -206,13 +206,13 @@ def test_a_rollback_that_waits_for_a_publication_goes_on_when_its_write_fails() 
     cluster.run()
     asked = second.publish(2)
     unstored(cluster)
-    request = first.worker.rollback(0)
+    request = first.worker.asks.rollback(0)
     unstored(cluster)
     assert len(cluster.unstored) == 1
     cluster.fail_store()
     cluster.run()
     assert not_recorded(asked)
-    assert first.worker.answers[request] is None
+    assert first.worker.asks.answers[request] is None
     again = second.publish(1)
     cluster.run()
     assert again.number == 1
@@ -227,11 +227,11 @@ def test_a_groups_fill_that_waits_for_a_rollback_goes_on_when_its_write_fails() 
     calls = [handle.replicate() for handle in readers]
     while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
         cluster.do(choices[0])
-    request = other.worker.rollback(1)
+    request = other.worker.asks.rollback(1)
     unstored(cluster)
     assert not any(call.has_ended() for call in calls)
     assert len(cluster.unstored) == 1
     cluster.fail_store()
     cluster.run()
-    assert isinstance(other.worker.answers[request], CoordinatorUnavailable)
+    assert isinstance(other.worker.asks.answers[request], CoordinatorUnavailable)
     assert [call.number for call in calls] == [1, 1]

@@ -32,7 +32,7 @@ def cluster_of(
             cluster.handle(name, spot=spot and name == "trainer")
     cluster.run()
     trainer = cluster.workers["trainer"].handles[0]
-    trainer.worker.retain(latest)
+    trainer.worker.asks.retain(latest)
     cluster.run()
     trainer.publish(1)
     cluster.run()
@@ -148,7 +148,7 @@ def test_the_nearest_worker_takes_it() -> None:
     cluster.world.host_bytes = ROOM
     cluster.worker("near")
     cluster.run()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     trainer.publish(1)
     cluster.run()
     assert ended_after(cluster, trainer.unpublish())
@@ -165,7 +165,7 @@ def test_each_shard_is_handed_over() -> None:
     trainers = cluster.group("trainer", 2)
     cluster.group("reader", 2)
     cluster.run()
-    trainers[0].worker.retain(1)
+    trainers[0].worker.asks.retain(1)
     cluster.run()
     for handle in trainers:
         handle.publish(1)
@@ -187,7 +187,7 @@ def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> 
     for name in ("one", "other"):
         cluster.worker(name)
     cluster.run()
-    trainers[0].worker.retain(1)
+    trainers[0].worker.asks.retain(1)
     cluster.run()
     for handle in trainers:
         handle.publish(1)
@@ -209,7 +209,7 @@ def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool
     if not alone:
         handles.append(cluster.handle("second", "g", 1, 2))
     cluster.run()
-    handles[0].worker.retain(1)
+    handles[0].worker.asks.retain(1)
     cluster.run()
     for handle in handles:
         handle.publish(1)
@@ -280,7 +280,7 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     cluster.run()
-    trainer.worker.retain(2)
+    trainer.worker.asks.retain(2)
     for number in (1, 2, 3):
         trainer.publish(number)
         cluster.run()
@@ -329,7 +329,7 @@ def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     cluster.run()
-    trainer.worker.retain(2)
+    trainer.worker.asks.retain(2)
     for number in (1, 2):
         trainer.publish(number)
         cluster.run()
@@ -337,7 +337,7 @@ def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
     asked = trainer.call(CloseCall())  # its shell did not set them aside
     cluster.run()
     assert not asked.has_ended()
-    trainer.worker.rollback(1)
+    trainer.worker.asks.rollback(1)
     cluster.run()
     assert ended(asked)
 
@@ -348,7 +348,7 @@ def test_ranks_that_close_do_not_count_on_one_another() -> None:
     for name in ("one", "two"):
         cluster.worker(name)
     cluster.run()
-    trainers[0].worker.retain(1)
+    trainers[0].worker.asks.retain(1)
     cluster.run()
     for handle in trainers:
         handle.publish(1)
@@ -524,11 +524,11 @@ def test_a_copy_of_what_is_not_retained_any_more_is_dropped(how: str) -> None:
     cluster, trainer = cluster_of(room=("trainer",))
     assert ended_after(cluster, trainer.unpublish())
     if how == "lower":
-        trainer.worker.retain(0)
+        trainer.worker.asks.retain(0)
     elif how == "newer":
         trainer.publish(2)
     else:
-        trainer.worker.rollback(0)
+        trainer.worker.asks.rollback(0)
     cluster.run()
     assert 1 not in copies(cluster).values()
     assert [h for h in trainer.worker.handles if h.shard.purpose is Purpose.RETENTION and h.member.version == 1] == []
@@ -555,7 +555,7 @@ def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() 
     cluster.world.host_bytes = ROOM
     cluster.worker("one")
     cluster.run()
-    trainers[0].worker.retain(1)
+    trainers[0].worker.asks.retain(1)
     cluster.run()
     for handle in trainers:
         handle.publish(1)
@@ -637,7 +637,7 @@ def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_ov
     trainer = cluster.handle("trainer")
     other = cluster.handle("trainer", "second")
     cluster.run()
-    trainer.worker.retain(2)
+    trainer.worker.asks.retain(2)
     for number in (1, 2, 3):
         trainer.publish(number)
         cluster.run()

@@ -37,9 +37,9 @@ def model_of(cluster: StepwiseCluster) -> Model:
 
 def rollback(cluster: StepwiseCluster, handle: SimHandle, to: int) -> None:
     """Roll back and wait for the answer; raises what it is refused with."""
-    request = handle.worker.rollback(to)
+    request = handle.worker.asks.rollback(to)
     cluster.run()
-    error = handle.worker.answers[request]
+    error = handle.worker.asks.answers[request]
     if error is not None:
         raise error
 
@@ -90,9 +90,9 @@ def test_what_cannot_be_rolled_back_to() -> None:
     cluster.handle("other", model="fresh")
     cluster.run()
     for name in ("fresh", "unknown"):
-        request = trainer.worker.rollback(0, name)
+        request = trainer.worker.asks.rollback(0, name)
         cluster.run()
-        assert "nothing was published under it yet" in str(trainer.worker.answers[request])
+        assert "nothing was published under it yet" in str(trainer.worker.asks.answers[request])
     assert model_of(cluster).lineage == 0
     assert "unknown" not in cluster.coordinator.cluster.models
 
@@ -119,12 +119,12 @@ def test_a_publish_that_is_being_recorded_finishes_first() -> None:
     cluster.run()
     asked = other.publish(2)
     until_it_is_being_stored(cluster)
-    request = trainer.worker.rollback(1)
+    request = trainer.worker.asks.rollback(1)
     run_but(cluster, "store")
     assert len(cluster.unstored) == 1  # the rollback waits
     cluster.run()
     assert asked.number == 2
-    assert trainer.worker.answers[request] is None
+    assert trainer.worker.asks.answers[request] is None
     assert (other.member.state, model_of(cluster).mark) == (HandleState.EMPTY, 1)
 
 
@@ -142,7 +142,7 @@ def test_a_fill_that_is_being_recorded_finishes_first() -> None:
         cluster.run()
     calls = [handle.replicate() for handle in readers]
     until_it_is_being_stored(cluster)
-    trainers[0].worker.rollback(1)
+    trainers[0].worker.asks.rollback(1)
     run_but(cluster, "store")
     assert len(cluster.unstored) == 1
     cluster.run()
@@ -162,7 +162,7 @@ def test_nothing_else_begins_to_be_recorded_while_a_rollback_is() -> None:
     cluster.run()
     calls = [handle.replicate() for handle in readers]
     run_but(cluster, "read")
-    request = other.worker.rollback(1)
+    request = other.worker.asks.rollback(1)
     until_it_is_being_stored(cluster)
     asked = other.publish(2)
     run_but(cluster, "store")
@@ -172,7 +172,7 @@ def test_nothing_else_begins_to_be_recorded_while_a_rollback_is() -> None:
     assert not any(call.has_ended() for call in calls)
     assert len(cluster.unstored) == 1
     cluster.run()
-    assert other.worker.answers[request] is None
+    assert other.worker.asks.answers[request] is None
     assert [call.number for call in calls] == [1, 1]
     asked = other.publish(2)
     cluster.run()
@@ -202,9 +202,9 @@ def test_a_fill_of_a_later_version_is_over(hold: bool) -> None:
     cluster.run()
     asked = reader.replicate("latest", hold=hold)
     run_but(cluster, "read", "hook")
-    rollback_request = keeper.worker.rollback(1)
+    rollback_request = keeper.worker.asks.rollback(1)
     run_but(cluster, "read", "hook")
-    assert keeper.worker.answers[rollback_request] is None
+    assert keeper.worker.asks.answers[rollback_request] is None
     cluster.run()
     with pytest.raises(VersionUnavailable, match="was rolled back to 1; ask again") as caught:
         _ = asked.number
@@ -248,8 +248,8 @@ def test_watchers_hear_that_the_newest_is_an_older_one() -> None:
 
     trainer.worker.hear = listening  # type: ignore[method-assign]
     trainer.worker.say(Watch("actor"))
-    request = trainer.worker.rollback(2)
-    while request not in trainer.worker.answers:
+    request = trainer.worker.asks.rollback(2)
+    while request not in trainer.worker.asks.answers:
         cluster.do(cluster.choices()[0])
     assert heard == [3, 2]  # before Done
     rollback(cluster, trainer, 0)
@@ -262,53 +262,53 @@ def test_watchers_hear_that_the_newest_is_an_older_one() -> None:
 
 def test_a_retry_is_not_a_second_rollback() -> None:
     cluster, trainer, _ = trained()
-    trainer.worker.rollback(1, ident="mine")
+    trainer.worker.asks.rollback(1, ident="mine")
     cluster.run()
     trainer.publish(2)
     cluster.run()
     for _ in range(2):
-        request = trainer.worker.rollback(1, ident="mine")
+        request = trainer.worker.asks.rollback(1, ident="mine")
         cluster.run()
-        assert trainer.worker.answers[request] is None
+        assert trainer.worker.asks.answers[request] is None
         assert (model_of(cluster).lineage, trainer.member.version) == (1, 2)
         cluster.restart()
         trainer.worker.connect()
         cluster.run()
-    first, second = (trainer.worker.rollback(1, ident="twice") for _ in range(2))
+    first, second = (trainer.worker.asks.rollback(1, ident="twice") for _ in range(2))
     cluster.run()
-    assert first not in trainer.worker.answers  # the retry stands for it
-    assert trainer.worker.answers[second] is None
+    assert first not in trainer.worker.asks.answers  # the retry stands for it
+    assert trainer.worker.asks.answers[second] is None
     assert model_of(cluster).lineage == 2
 
 
 def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> None:
     cluster, trainer, _ = trained()
     for ident in ("mine", "theirs"):
-        trainer.worker.rollback(1, ident=ident)
+        trainer.worker.asks.rollback(1, ident=ident)
         cluster.run()
     trainer.publish(2)
     cluster.run()
     for _ in range(2):
-        request = trainer.worker.rollback(1, ident="mine")
+        request = trainer.worker.asks.rollback(1, ident="mine")
         cluster.run()
-        assert trainer.worker.answers[request] is None
+        assert trainer.worker.asks.answers[request] is None
         assert (model_of(cluster).lineage, trainer.member.version) == (2, 2)
         cluster.restart()
         trainer.worker.connect()
         cluster.run()
     for number in range(500):
-        trainer.worker.rollback(1, ident=f"other {number:050}")
+        trainer.worker.asks.rollback(1, ident=f"other {number:050}")
         cluster.run()
     assert len(model_of(cluster).rolled_back_by) == IDENTS_CHARS_MAX
 
 
 def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
     cluster, trainer, _ = trained()
-    request = trainer.worker.rollback(1)
+    request = trainer.worker.asks.rollback(1)
     until_it_is_being_stored(cluster)
     cluster.fail_store()
     cluster.run()
-    assert isinstance(trainer.worker.answers[request], CoordinatorUnavailable)
+    assert isinstance(trainer.worker.asks.answers[request], CoordinatorUnavailable)
     assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (0, 3, 3)
     rollback(cluster, trainer, 1)
     assert model_of(cluster).lineage == 1
@@ -329,7 +329,7 @@ def test_a_holder_that_was_away_learns_it_when_it_announces() -> None:
 
 def test_the_order_is_lost_on_its_way() -> None:
     cluster, trainer, _ = trained()
-    trainer.worker.rollback(1)
+    trainer.worker.asks.rollback(1)
     until_it_is_being_stored(cluster)
     cluster.do(next(c for c in cluster.choices() if c.kind == "store"))
     trainer.worker.disconnect()
@@ -342,7 +342,7 @@ def test_the_order_is_lost_on_its_way() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_coordinator_that_comes_back(kept: bool) -> None:
     cluster, trainer, (one,) = trained("one")
-    trainer.worker.rollback(1)
+    trainer.worker.asks.rollback(1)
     until_it_is_being_stored(cluster)
     cluster.restart(kept=kept)
     for worker in cluster.workers.values():
@@ -402,7 +402,7 @@ CALLS = [begin_unpublish, begin_close, begin_update, begin_no_op, cancel_update]
 def test_a_holder_with_a_call_running(begin: Callable[[StepwiseCluster, SimHandle], None], steps: int, away: bool) -> None:
     """Wherever that call is when the rollback happens: it ends, and nothing of the retired version is left."""
     cluster, trainer, (_, two) = trained("one", "two")
-    two.worker.rollback(2)
+    two.worker.asks.rollback(2)
     until_it_is_being_stored(cluster)
     begin(cluster, trainer)
     asked = trainer.last_call

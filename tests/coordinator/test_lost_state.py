@@ -149,7 +149,7 @@ def test_a_doubt_that_nobody_can_resolve_any_more(what: str) -> None:
 def test_a_leave_that_runs_ends_well() -> None:
     """The owner needs nobody for that, and nobody to tell."""
     cluster, trainer, (reader,) = published("reader")
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     cluster.run()
     reader.replicate()
     run_but_reads(cluster)

@@ -422,7 +422,7 @@ def test_content_that_was_rolled_back_meanwhile_is_given_up() -> None:
     asked = reader.replicate(2)
     read_half(cluster, reader)
     reader.worker.disconnect()
-    trainer.worker.rollback(1)
+    trainer.worker.asks.rollback(1)
     run_but(cluster, "read")
     restart(cluster)
     cluster.run()

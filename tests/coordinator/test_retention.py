@@ -26,7 +26,7 @@ def retained(latest: int, *more: str, spot: bool = False) -> tuple[StepwiseClust
     others = [cluster.handle(name) for name in more]
     cluster.run()
     trainer.publish(1)
-    trainer.worker.retain(latest)
+    trainer.worker.asks.retain(latest)
     cluster.run()
     return cluster, trainer, others
 
@@ -113,7 +113,7 @@ def test_a_group_is_spot_if_any_rank_is() -> None:
     cluster.run()
     for handle in (first, second):
         handle.publish(1)
-    first.worker.retain(1)
+    first.worker.asks.retain(1)
     cluster.run()
     calls = [handle.unpublish() for handle in (first, second)]
     cluster.run()
@@ -140,7 +140,7 @@ def test_each_rank_has_to_stay_for_its_own_shard() -> None:
     cluster.run()
     for handle in trainers:
         handle.publish(1)
-    trainers[0].worker.retain(1)
+    trainers[0].worker.asks.retain(1)
     cluster.run()
     calls = [handle.unpublish() for handle in trainers]
     cluster.run()
@@ -158,7 +158,7 @@ def test_nothing_is_kept_for_a_version_that_is_lost() -> None:
     cluster.run()
     for handle in (first, second):
         handle.publish(1)
-    first.worker.retain(1)
+    first.worker.asks.retain(1)
     cluster.run()
     second.worker.crash()
     asked = first.unpublish()
@@ -172,18 +172,18 @@ def test_nothing_is_kept_for_a_version_that_is_lost() -> None:
 @pytest.mark.parametrize("how", ["lower", "unpin", "roll back"])
 def test_what_lets_a_waiting_holder_go(how: str) -> None:
     cluster, trainer, _ = retained(0 if how == "unpin" else 1)
-    pin, request = trainer.worker.pin(1) if how == "unpin" else ("", 0)
+    pin, request = trainer.worker.asks.pin(1) if how == "unpin" else ("", 0)
     cluster.run()
-    assert trainer.worker.answers.get(request) is None
+    assert trainer.worker.asks.answers.get(request) is None
     asked = trainer.unpublish()
     cluster.run()
     assert not asked.has_ended()
     if how == "lower":
-        trainer.worker.retain(0)
+        trainer.worker.asks.retain(0)
     elif how == "unpin":
-        trainer.worker.unpin(pin)
+        trainer.worker.asks.unpin(pin)
     else:
-        trainer.worker.rollback(0)
+        trainer.worker.asks.rollback(0)
     cluster.run()
     assert asked.has_ended()
     assert asked.error is None
@@ -205,7 +205,7 @@ def test_an_older_version_may_go_and_a_lost_one_counts() -> None:
     cluster.run()
     assert asked.has_ended()
     assert asked.error is None
-    other.worker.retain(2)
+    other.worker.asks.retain(2)
     cluster.run()
     assert model_of(cluster).retained() == {1, 2}
 
@@ -454,7 +454,7 @@ def test_a_waiting_holder_whose_content_nobody_knows_any_more_goes() -> None:
     cluster.run()
     trainer.worker.disconnect()
     cluster.run()
-    other.worker.rollback(0)
+    other.worker.asks.rollback(0)
     cluster.run()
     trainer.worker.connect()
     cluster.run()
@@ -474,12 +474,12 @@ def knows(handle: SimHandle) -> bool:
 def test_retain_and_pin_return_when_every_holder_knows(how: str) -> None:
     cluster, trainer, (reader, other) = retained(0, "reader", "other")
     fill(cluster, reader)
-    request = other.worker.retain(1) if how == "retain" else other.worker.pin(1)[1]
+    request = other.worker.asks.retain(1) if how == "retain" else other.worker.asks.pin(1)[1]
     run_but(cluster, ("down", "reader"))
-    assert request not in other.worker.answers
+    assert request not in other.worker.asks.answers
     assert knows(trainer)
     cluster.run()
-    assert other.worker.answers[request] is None
+    assert other.worker.asks.answers[request] is None
     assert knows(reader)
 
 
@@ -487,11 +487,11 @@ def test_a_holder_that_is_away_is_waited_for_until_it_is_lost() -> None:
     cluster, trainer, (reader, other) = retained(0, "reader", "other")
     fill(cluster, reader)
     reader.worker.disconnect()
-    request = other.worker.retain(1)
+    request = other.worker.asks.retain(1)
     cluster.advance(9)
-    assert request not in other.worker.answers
+    assert request not in other.worker.asks.answers
     cluster.advance(2)
-    assert other.worker.answers[request] is None
+    assert other.worker.asks.answers[request] is None
     assert knows(trainer)
 
 
@@ -499,13 +499,13 @@ def test_a_holder_that_comes_back_is_told() -> None:
     cluster, trainer, (reader, other) = retained(0, "reader", "other")
     fill(cluster, reader)
     reader.worker.disconnect()
-    request = other.worker.retain(1)
+    request = other.worker.asks.retain(1)
     cluster.run()
     reader.worker.connect()
     cluster.run()
     assert knows(reader)
-    assert other.worker.answers[request] is None
-    other.worker.retain(0)
+    assert other.worker.asks.answers[request] is None
+    other.worker.asks.retain(0)
     cluster.run()
     assert not knows(reader)
     assert not knows(trainer)
@@ -513,14 +513,14 @@ def test_a_holder_that_comes_back_is_told() -> None:
 
 def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
     cluster, trainer, (reader,) = retained(0, "reader")
-    pin, first = reader.worker.pin(1)
+    pin, first = reader.worker.asks.pin(1)
     run_but(cluster, ("down", "trainer"))
     reader.worker.disconnect()
     reader.worker.connect()  # and says it again
     run_but(cluster, ("down", "trainer"))
-    assert reader.worker.answers == {}
+    assert reader.worker.asks.answers == {}
     cluster.run()
-    (answer,) = reader.worker.answers.items()
+    (answer,) = reader.worker.asks.answers.items()
     assert answer[0] != first
     assert answer[1] is None
     assert knows(trainer)
@@ -530,7 +530,7 @@ def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
 
 def test_new_holders_know_from_the_beginning() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     fill(cluster, reader)
     assert knows(reader)
     assert not any("<- SetRetained" in line for line in cluster.log if line.split()[1] == "reader")
@@ -543,7 +543,7 @@ def test_new_holders_know_from_the_beginning() -> None:
 def test_a_publisher_in_doubt_knows_when_it_learns_the_outcome() -> None:
     cluster, trainer, _ = retained(0)
     trainer.unpublish()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     cluster.run()
     asked = trainer.publish(2, timeout_s=1)
     run_but(cluster, ("down", "trainer"))
@@ -596,7 +596,7 @@ def newer(latest: int, world_size: int = 1) -> tuple[StepwiseCluster, list[SimHa
         for handle in group:
             handle.publish(number)
         cluster.run()
-    old[0].worker.retain(latest)
+    old[0].worker.asks.retain(latest)
     cluster.run()
     return cluster, old, new
 
@@ -632,7 +632,7 @@ def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(m
     cluster, trainer, (*others, user) = retained(0, *"abcd", "user")
     fill(cluster, *others)
     model, books = model_of(cluster), cluster.coordinator.cluster
-    user.worker.retain(1)
+    user.worker.asks.retain(1)
     left: list[int] = []
     while choices := [choice for choice in cluster.choices() if choice.kind != "down"]:
         cluster.do(choices[0])
@@ -655,10 +655,10 @@ def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(m
 def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
     """Told to keep it, not to, and to keep it again: its first answer comes when it has yet to hear the last word."""
     cluster, trainer, (user,) = retained(0, "user")
-    user.worker.retain(1)
+    user.worker.asks.retain(1)
     run_but(cluster, ("up", "trainer"))
     for latest in (0, 1):
-        user.worker.retain(latest)
+        user.worker.asks.retain(latest)
         run_but(cluster, ("up", "trainer"), ("down", "trainer"))
     cluster.do(Choice("up", "trainer"))
     holding = cluster.coordinator.cluster.members[trainer.id].holding
@@ -741,9 +741,9 @@ def test_the_last_other_holder_leaves_between_start_and_write() -> None:
 
 
 def ask_pin(cluster: StepwiseCluster, handle: SimHandle, version: int = 1) -> str:
-    pin, request = handle.worker.pin(version)
+    pin, request = handle.worker.asks.pin(version)
     cluster.run()
-    error = handle.worker.answers[request]
+    error = handle.worker.asks.answers[request]
     if error is not None:
         raise error
     return pin
@@ -753,10 +753,10 @@ def test_a_pinned_version_stays_until_its_last_pin_ends() -> None:
     cluster, trainer, (evaluator,) = retained(0, "evaluator")
     pins = [ask_pin(cluster, evaluator) for _ in range(2)]
     refused(cluster, trainer.unpublish(), "is pinned by 2 block")
-    evaluator.worker.unpin(pins[0])
+    evaluator.worker.asks.unpin(pins[0])
     refused(cluster, trainer.unpublish(), "is pinned by 1 block")
     asked = trainer.unpublish()
-    evaluator.worker.unpin(pins[1])
+    evaluator.worker.asks.unpin(pins[1])
     cluster.run()
     assert asked.error is None
     assert asked.has_ended()
@@ -779,7 +779,7 @@ def test_what_cannot_be_pinned() -> None:
 
 def test_a_pin_counts_from_its_question_on() -> None:
     cluster, trainer, (evaluator,) = retained(0, "evaluator")
-    evaluator.worker.pin(1)
+    evaluator.worker.asks.pin(1)
     while not cluster.unstored:
         cluster.do(cluster.choices()[0])
     asked = trainer.unpublish()
@@ -789,7 +789,7 @@ def test_a_pin_counts_from_its_question_on() -> None:
     cluster.fail_store()
     cluster.run()
     assert asked.has_ended()
-    (error,) = (e for e in evaluator.worker.answers.values() if e is not None)
+    (error,) = (e for e in evaluator.worker.asks.answers.values() if e is not None)
     assert isinstance(error, CoordinatorUnavailable)
 
 
@@ -798,7 +798,7 @@ def test_what_ends_a_pin(how: str) -> None:
     cluster, trainer, (evaluator,) = retained(0, "evaluator")
     ask_pin(cluster, evaluator)
     if how == "rollback":
-        trainer.worker.rollback(0)
+        trainer.worker.asks.rollback(0)
         cluster.run()
     else:
         evaluator.worker.crash() if how == "loss" else evaluator.worker.disconnect()
@@ -825,7 +825,7 @@ def test_a_pin_outlives_its_coordinator_as_long_as_its_worker_may_come_back() ->
     asked = trainer.unpublish()
     cluster.run()
     assert not asked.has_ended()
-    evaluator.worker.unpin(kept)
+    evaluator.worker.asks.unpin(kept)
     cluster.run()
     assert asked.has_ended()
     cluster.restart()
@@ -849,24 +849,24 @@ def test_a_worker_that_was_taken_for_dead_pins_again() -> None:
         evaluator.worker.connect()
     cluster.run()
     assert model_of(cluster).pins == {}
-    assert isinstance(list(evaluator.worker.answers.values())[-1], VersionUnavailable)
+    assert isinstance(list(evaluator.worker.asks.answers.values())[-1], VersionUnavailable)
 
 
 def test_an_unpin_that_is_not_recorded_is_asked_again() -> None:
     cluster, _, (evaluator,) = retained(0, "evaluator")
     pin = ask_pin(cluster, evaluator)
-    request = evaluator.worker.unpin(pin)
+    request = evaluator.worker.asks.unpin(pin)
     while not cluster.unstored:
         cluster.do(cluster.choices()[0])
     cluster.fail_store()
     cluster.run()
-    assert isinstance(evaluator.worker.answers[request], CoordinatorUnavailable)
+    assert isinstance(evaluator.worker.asks.answers[request], CoordinatorUnavailable)
     assert pin in model_of(cluster).pins
     for _ in range(2):
-        evaluator.worker.pins[pin] = ("actor", 1)
-        request = evaluator.worker.unpin(pin)
+        evaluator.worker.asks.pins[pin] = ("actor", 1)
+        request = evaluator.worker.asks.unpin(pin)
         cluster.run()
-        assert evaluator.worker.answers[request] is None
+        assert evaluator.worker.asks.answers[request] is None
     assert model_of(cluster).pins == {}
 
 
@@ -878,20 +878,20 @@ def test_the_last_retain_wins_and_is_durable() -> None:
     worker = cluster.worker("w")
     cluster.run()
     for latest in (3, 1, 2):
-        worker.retain(latest, "fresh")
-    worker.retain(5)
+        worker.asks.retain(latest, "fresh")
+    worker.asks.retain(5)
     cluster.run()
     cluster.restart()
     models = cluster.coordinator.cluster.models
     assert {name: model.retain for name, model in models.items()} == {"actor": 5, "fresh": 2}
     worker.connect()
     cluster.run()
-    request = worker.retain(9)
+    request = worker.asks.retain(9)
     while not cluster.unstored:
         cluster.do(cluster.choices()[0])
     cluster.fail_store()
     cluster.run()
-    assert isinstance(worker.answers[request], CoordinatorUnavailable)
+    assert isinstance(worker.asks.answers[request], CoordinatorUnavailable)
     assert models["actor"].retain == 5
 
 
@@ -907,7 +907,7 @@ def test_an_old_version_that_is_retained_is_not_forgotten() -> None:
     keeper.worker.crash()
     cluster.advance(11)
     assert sorted(model_of(cluster).versions) == [1, 3, 4]
-    other.worker.unpin(pin)
+    other.worker.asks.unpin(pin)
     cluster.run()
     assert sorted(model_of(cluster).versions) == [3, 4]
 

@@ -230,7 +230,7 @@ def test_retain_waits_for_a_holder_that_is_not_heard() -> None:
     fill(cluster, reader)
     reader.worker.disconnect()
     cluster.run()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     cluster.run()
     cluster.advance(1)
     assert waits(cluster) == [("retain", "holders", 1, "")]

@@ -281,7 +281,7 @@ def test_a_leave_goes_on_when_the_other_holder_is_counted_on_again(monkeypatch: 
     cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     trainer.publish(1)
     reader.replicate()
     cluster.run()
@@ -303,7 +303,7 @@ def test_a_leave_goes_on_when_a_worker_with_room_for_a_copy_is_heard_again() -> 
     cluster.world.host_bytes = CHUNKS * CHUNK_BYTES
     other = cluster.worker("other")
     cluster.run()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     trainer.publish(1)
     cluster.run()
     other.stopped_until = cluster.now + 0.6 * cluster.options.lease_s

@@ -176,22 +176,22 @@ class CoreMachine(RuleBasedStateMachine):
     def rollback(self, index: int, back: int, then: Then) -> None:
         worker = self.pick_worker(index)
         if worker is not None:
-            worker.rollback(max(0, self.published - back))
+            worker.asks.rollback(max(0, self.published - back))
         self.go_on(then)
 
     @rule(index=ANY, latest=st.integers(0, 2), then=THEN)
     def retain(self, index: int, latest: int, then: Then) -> None:
         worker = self.pick_worker(index)
         if worker is not None:
-            worker.retain(latest)
+            worker.asks.retain(latest)
         self.go_on(then)
 
     @rule(index=ANY, back=st.integers(0, 2), then=THEN)
     def pin_or_unpin(self, index: int, back: int, then: Then) -> None:
         worker = self.pick_worker(index)
         if worker is not None:
-            pins = worker.pins
-            worker.unpin(next(iter(pins))) if pins else worker.pin(max(0, self.published - back))
+            pins = worker.asks.pins
+            worker.asks.unpin(next(iter(pins))) if pins else worker.asks.pin(max(0, self.published - back))
         self.go_on(then)
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 2.0, 4.0, 12.0]), then=THEN)
@@ -445,9 +445,9 @@ class CoreMachine(RuleBasedStateMachine):
     def let_go(self) -> None:
         """Nothing is retained any more, and everybody is registered."""
         for worker in [worker for worker in self.cluster.workers.values() if worker.alive]:
-            worker.retain(0)
-            for pin in [*worker.pins, *worker.unpinned]:
-                worker.unpin(pin)
+            worker.asks.retain(0)
+            for pin in [*worker.asks.pins, *worker.asks.unpinned]:
+                worker.asks.unpin(pin)
         for _ in range(TRIES):
             for group in self.groups:
                 self.enrol(group)

@@ -88,7 +88,7 @@ def a_call_waits_without_a_connection() -> None:
 
 def an_owner_that_is_cut_off_leaves() -> None:
     cluster, trainer, _ = published()
-    trainer.worker.retain(1)
+    trainer.worker.asks.retain(1)
     cluster.run()
     trainer.worker.disconnect()
     asked = trainer.unpublish(timeout_s=100)
@@ -208,7 +208,7 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
     first = ranks[0].unpublish()
     run_without(cluster, "read")
     assert not first.has_ended()  # its reader has some time to go
-    ranks[1].worker.retain(1)
+    ranks[1].worker.asks.retain(1)
     run_without(cluster, "read")
     second = ranks[1].unpublish()
     cluster.advance(30.0)

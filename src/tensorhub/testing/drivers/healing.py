@@ -106,7 +106,7 @@ class Healing:
         runs = worker.stopped_until <= self._world.now
         if link is None or not link.welcomed or link.is_lossy or link.read_due > self._world.now:
             return False
-        return runs and not worker.unpinned
+        return runs and not worker.asks.unpinned
 
     def _waits(self, handle: SimHandle) -> bool:
         return not handle.todo and (handle.last_call in self._waiting or handle.last_call in self._reading)
@@ -177,7 +177,7 @@ class Healing:
         world = self._world
         workers = [worker for worker in world.workers.values() if worker.alive]
         self._take_back(writer)
-        writer.ranks[0].worker.retain(1)
+        writer.ranks[0].worker.asks.retain(1)
         self._rest("after retain")
         self._users.next_version += 10
         number = self._users.next_version
@@ -235,10 +235,10 @@ class Healing:
         world = self._world
         live = [worker for worker in world.workers.values() if worker.alive]
         for worker in live:
-            worker.retain(0)
-            for pin in list(worker.pins):
-                worker.unpin(pin)
-            worker.pins.clear()
+            worker.asks.retain(0)
+            for pin in list(worker.asks.pins):
+                worker.asks.unpin(pin)
+            worker.asks.pins.clear()
         for group in self._users.groups:
             self._users.enrol(group)
         self._run_until(lambda: False, 2.0)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import Done
 from tensorhub.runtime.control.link import RECONNECT_S_MAX
+from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.drivers.injecting import StruckUsers
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import HOLDING
@@ -296,35 +298,36 @@ class Users(StruckUsers):
             case "rollback":
                 known = worker.newest["actor"] if random.random() < 0.8 else None
                 newest = known.version if known is not None else self.next_version - 1
-                worker.rollback(max(0, newest - random.randint(0, 4)))
+                worker.asks.rollback(max(0, newest - random.randint(0, 4)))
             case "retain":
-                worker.retain(random.choice((0, 0, 1, 2)))
+                worker.asks.retain(random.choice((0, 0, 1, 2)))
             case "pin":
-                worker.pin(max(0, self.next_version - random.randint(1, 2)))
+                worker.asks.pin(max(0, self.next_version - random.randint(1, 2)))
             case "unpin":
-                if worker.pins:
-                    worker.unpin(random.choice(list(worker.pins)))
+                if worker.asks.pins:
+                    worker.asks.unpin(random.choice(list(worker.asks.pins)))
 
     def _end_pins(self, worker: SimWorker) -> None:
         """Say again, until it is heard and done, which pins are over."""
         if worker.is_online:
-            for pin in list(worker.unpinned):
-                worker.unpin(pin)
+            for pin in list(worker.asks.unpinned):
+                worker.asks.unpin(pin)
         self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
 
     # -- what becomes of calls
 
     def welcomed(self, worker: SimWorker) -> None:
         """Whoever still waits for a rollback asks for it again, by its name."""
-        undone = list(worker.rollbacks.values())
-        worker.rollbacks.clear()
+        undone = list(worker.asks.rollbacks.values())
+        worker.asks.rollbacks.clear()
         for each in undone:
-            worker.rollback(each.to, each.model, each.ident)
+            worker.asks.rollback(each.to, each.model, each.ident)
 
-    def rolled_back(self, to: int) -> None:
+    def answered(self, worker: SimWorker, message: Answer) -> None:
         """Whoever has restarted from an older checkpoint publishes the next number once more."""
-        if not self._counts_on and not self.is_over:
-            self.next_version = min(self.next_version, to + 1)
+        rollback = worker.asks.rollbacks.get(message.request)
+        if rollback is not None and isinstance(message, Done) and not self._counts_on and not self.is_over:
+            self.next_version = min(self.next_version, rollback.to + 1)
 
     def hook_called(self, handle: HandleShell) -> None:
         """It takes a while."""

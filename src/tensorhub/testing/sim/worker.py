@@ -1,4 +1,4 @@
-"""One simulated worker process, as `runtime.worker.worker` is: its connection, its owner, its handles, its own questions.
+"""One simulated worker process, as `runtime.worker.worker` is: its connection, its owner, its handles.
 
 Responsible for carrying out what `worker.router` says of each message. Not responsible for when anything is delivered.
 """
@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Protocol, assert_never
 
 from tensorhub import messages
-from tensorhub.coordinator import Retention
-from tensorhub.errors import GroupAborted, TensorHubError
+from tensorhub.errors import GroupAborted
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
@@ -22,6 +21,7 @@ from tensorhub.testing.sim.layouts import Layout, described
 from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
+from tensorhub.testing.sim.questions import SimQuestions
 from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector, VersionInfo
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
@@ -139,9 +139,6 @@ class WorkerUsers:
     def answered(self, worker: SimWorker, message: Answer) -> None:
         """Something that it has asked for itself has its answer."""
 
-    def rolled_back(self, to: int) -> None:
-        """A rollback has returned."""
-
     def crashed(self, worker: SimWorker) -> None:
         """Its process is no more."""
 
@@ -199,18 +196,14 @@ class SimWorker:
         self.cut_off_at = float("-inf")  # when it has last lost a connection over which it was heard
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
-        self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
+        self.asks = SimQuestions(self)
         self.copies = SimHostCopies(self, op_timeout_s)
         self.copies_refused = 0  # that it will refuse to make
-        self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
-        self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self.router = Router[SimHandle](cluster.numbers)
         self.newest: dict[str, VersionInfo | None] = {}  # of the models that it watches, as it was told
         self._new_handle = new_handle
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
-        self._asked_unpins: dict[int, str] = {}  # by request
-        self.rollbacks: dict[int, messages.Rollback] = {}  # by request: those that were said, and not answered
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -349,45 +342,6 @@ class SimWorker:
         """What is on its way here."""
         return list(self.link.down) if self.link is not None else []
 
-    # -- what it asks for itself
-
-    def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
-        """Ask for it; its answer will be in `answers`."""
-        request = next(self.cluster.numbers)
-        ident = ident or f"rollback{request}"
-        self.cluster.guarantees.retained.asks(request, ident)
-        self.rollbacks[request] = messages.Rollback(request, ident, model, to)
-        self.say(self.rollbacks[request])
-        return request
-
-    def retain(self, latest: int, model: str = "actor") -> int:
-        """Ask for it; its answer will be in `answers`."""
-        request = next(self.cluster.numbers)
-        if self.link is not None:
-            self.cluster.guarantees.retained.asks(request, Retention(model, latest))
-        self.say(messages.Retain(request, model, latest))
-        return request
-
-    def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
-        """A new pin (or `pin` again), and the request that asked for it."""
-        request = next(self.cluster.numbers)
-        if not pin:
-            pin = f"pin{request}"
-            self.cluster.guarantees.retained.asks(request, pin)
-        self.pins[pin] = (model, version)
-        self.say(messages.Pin(request, pin, model, version))
-        return pin, request
-
-    def unpin(self, pin: str) -> int:
-        """End a pin."""
-        request = next(self.cluster.numbers)
-        model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
-        self.unpinned[pin] = model
-        self._asked_unpins[request] = pin
-        self.cluster.guarantees.history.unpinned(pin)
-        self.say(messages.Unpin(request, pin, model))
-        return request
-
     # -- what it hears
 
     def granted(self, message: messages.LeaveGranted) -> None:
@@ -488,8 +442,7 @@ class SimWorker:
                 for model in self.newest:
                     self.say(messages.Watch(model))
             case Anew.PIN:
-                for pin, (model, version) in list(self.pins.items()):
-                    self.pin(version, model, pin)
+                self.asks.say_pins()
             case _:
                 assert_never(step)
         self.cluster.users.anew(self, step)
@@ -513,17 +466,6 @@ class SimWorker:
 
     def _answered(self, message: Answer) -> None:
         self.copies.heard(message)
-        if isinstance(message, messages.Done | messages.Refused):
-            self._done(message)
         self.cluster.users.answered(self, message)
-
-    def _done(self, message: messages.Done | messages.Refused) -> None:
-        request, refused = message.request, isinstance(message, messages.Refused)
-        self.cluster.guarantees.history.answered(self, message)
-        self.answers[request] = message.error.error() if isinstance(message, messages.Refused) else None
-        rollback = self.rollbacks.pop(request, None)
-        if rollback is not None and not refused:
-            self.cluster.users.rolled_back(rollback.to)
-        ended = self._asked_unpins.pop(request, "")
-        if ended and not refused:
-            self.unpinned.pop(ended, None)
+        if isinstance(message, messages.Done | messages.Refused):
+            self.asks.answered(message)
