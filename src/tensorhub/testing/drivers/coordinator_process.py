@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub.coordinator import Action, Persist, Persisted, PersistFailed, Tick
+from tensorhub.coordinator.entities import Worker
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Process, Timeline
 from tensorhub.testing.sim.network import COORDINATOR
@@ -40,8 +41,10 @@ class CoordinatorProcess:
 
     def stepped(self) -> None:
         """A step is over."""
-        self._world.coordinator.check_touched()
-        self._world.coordinator.check_waits()
+        coordinator = self._world.coordinator
+        coordinator.check_touched()
+        if any(not isinstance(about, Worker) for about in coordinator.cluster.noted):
+            coordinator.check_waits()  # what only renews leases lets no call go on
         if self._dies:
             self._dies = False
             self._faults.was_cut_short()

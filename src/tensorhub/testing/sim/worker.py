@@ -218,12 +218,11 @@ class SimWorker:
         *,
         model: str = "actor",
         spot: bool = False,
-        layout: str = "",
         cut: Layout | None = None,
     ) -> SimHandle:
         """One rank's memory. `cut`: what it has of a tensor that all have a part of."""
         number = next(self.cluster.registrations)
-        shard = Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank)
+        shard = Shard(f"r{number}", model, group, rank, world_size, spot, "", self.cluster.manifest, rank)
         if cut is not None:
             manifest, declared, coordinates = described(cut, rank)
             its = replace(shard, manifest=manifest, declared=declared, coordinates=coordinates)

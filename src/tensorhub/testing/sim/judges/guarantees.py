@@ -17,7 +17,7 @@ from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubE
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.messages import Fenced, FromWorker, Grant, LeaveRequest, Outcome, Register, Registered, Start, Write
-from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
@@ -315,7 +315,8 @@ class Guarantees:
         if handle.idle and handle.member.state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
             self.check_closed(handle)
         self.retained.check_known(handle)
-        demand(len(handle.todo) <= TODO_MAX, f"bounds: {handle} has {len(handle.todo)} actions to carry out")
+        if len(handle.todo) > TODO_MAX:
+            raise GuaranteeBroken(f"bounds: {handle} has {len(handle.todo)} actions to carry out")
 
     def check_in_time(self, handle: JudgedHandle) -> None:
         """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
@@ -345,4 +346,5 @@ class Guarantees:
         if handle.shard.medium is Medium.HOST and handle.member.state in (HandleState.TORN, HandleState.EMPTY):
             return
         held = handle.worker.owner._memories.get(handle.id)
-        demand(held is None or not held.is_open or not held.serves, f"mutability: {handle} can still be read under {held}")
+        if held is not None and held.is_open and held.serves:
+            raise GuaranteeBroken(f"mutability: {handle} can still be read under {held}")

@@ -17,7 +17,7 @@ whether what must stay does (`retention`): it says only what must.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -177,7 +177,7 @@ class ReferenceModel:
 
         def may_be_forgotten(version: _Version) -> bool:  # since it was old once, and nothing kept it
             moments = self._moments(version.may, call.ended)
-            return any(self._newer(version, t) >= OLD and not self._stays(version, t) for t in moments)
+            return any(self._newer(version, t) >= OLD and not self._that_stay([version], t) for t in moments)
 
         def is_not_there(t: int) -> bool:
             return all(may_be_forgotten(version) for version in self._all_there(t) if version.number == number)
@@ -255,12 +255,16 @@ class ReferenceModel:
 
     def must_stay(self, since: Call) -> frozenset[str]:
         """Content ids that have had to stay fetchable ever since that call began: the newest, and pinned ones (R4, G5)."""
-        moments = list(self._moments(since.began, self._tick + 1))
-        return frozenset(c for c, version in self._versions.items() if all(self._stays(version, t) for t in moments))
+        stay = list(self._versions.values())
+        for t in self._moments(since.began, self._tick + 1):
+            stay = self._that_stay(stay, t) if stay else []
+        return frozenset(version.info.content_id for version in stay)
 
-    def _stays(self, version: _Version, t: int) -> bool:
-        pinned = any(pin.kept is version and pin.done <= t for pin in self._pins)
-        return self._is_there(version, t) and (pinned or self._newer(version, t) < self._least_retained(t))
+    def _that_stay(self, versions: Iterable[_Version], t: int) -> list[_Version]:
+        numbers, least = sorted(self._may_be_there(t)), self._least_retained(t)
+        kept = {id(pin.kept) for pin in self._pins if pin.done <= t}
+        there = [version for version in versions if self._is_there(version, t)]
+        return [v for v in there if id(v) in kept or len(numbers) - bisect_right(numbers, v.number) < least]
 
     def _least_retained(self, t: int) -> int:
         """By the last `retain` that is done then, or whatever was called since it began."""

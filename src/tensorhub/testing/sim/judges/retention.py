@@ -13,7 +13,7 @@ from tensorhub.coordinator.entities import Holding
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.layouts.resharded import publication_in
 from tensorhub.messages import Done
-from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
@@ -278,11 +278,13 @@ class RetentionJudge:
             self._check_counted(handle, holding)
         if content is None or holding is None or holding.generation != content.generation:
             return
-        if handle.member.state in HOLDING:
-            same = holding.version.info.content_id == content.version.content_id
-            demand(same, f"durable mark: {handle} holds {content.version}, and is thought to hold {holding.version.info}")
-        counted = holding.told and holding.kept and handle.member.state in HOLDING
-        demand(content.retained or not counted, f"leaving: {handle} does not know that it has to stay, and is counted on")
+        if handle.member.state not in HOLDING:
+            return
+        if holding.version.info.content_id != content.version.content_id:
+            thought = holding.version.info
+            raise GuaranteeBroken(f"durable mark: {handle} holds {content.version}, and is thought to hold {thought}")
+        if holding.told and holding.kept and not content.retained:
+            raise GuaranteeBroken(f"leaving: {handle} does not know that it has to stay, and is counted on")
 
     def _check_counted(self, handle: JudgedHandle, holding: Holding) -> None:
         """R4: an owner that is cut off may give up what it holds when its lease is over; until then, and no longer, others
