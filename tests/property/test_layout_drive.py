@@ -11,7 +11,7 @@ from tensorhub.machine import InvariantBroken, counting_transitions
 from tests.property.layout_drive import LayoutDrive
 from tests.property.wait_drive import SMALL, Forgotten
 
-SEEDS = 30
+SEEDS = 16  # the same ones each time: the slow test has the next ones
 STEPS = 400
 
 
@@ -41,7 +41,7 @@ def test_nobody_waits_for_what_is_there_in_whatever_layout() -> None:
     with counting_transitions() as counted:
         reached = run(range(SEEDS))
     assert counted["group operation: prepared -> committed"] > 50  # else it would show nothing
-    assert min(reached[what] for what in ("bridges", "follows", "holds")) > 8, reached
+    assert min(reached[what] for what in ("bridges", "follows", "holds")) > 4, reached
 
 
 @pytest.mark.slow

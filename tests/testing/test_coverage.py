@@ -17,7 +17,6 @@ from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.coverage import MACHINES, transitions
 from tensorhub.testing.search import run_seed
-from tensorhub.testing.sim.faults import Fault
 from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 from tensorhub.types import LeaseId, Location
 
@@ -65,14 +64,6 @@ def test_each_way_of_recovery_is_one_that_a_search_asks_for() -> None:
     errors = ("refused: ", "call ended with ")
     assert {way for way in taken if not way.startswith(errors)} <= set(RECOVERY_PATHS)
     assert len(set(RECOVERY_PATHS)) == len(RECOVERY_PATHS)
-
-
-@pytest.mark.parametrize("kind", Fault)
-def test_each_kind_of_fault_strikes(kind: Fault) -> None:
-    """One that is declared and never carried out would fail long runs only."""
-    needs = {Fault.RESTART: Fault.CRASH, Fault.REORDER: Fault.CUT}
-    kinds = {kind, needs.get(kind, kind)}
-    assert any(run_seed(seed, faults=kinds, events=150).faults[kind] for seed in range(10))
 
 
 def test_the_sources_of_a_pull_are_counted() -> None:
