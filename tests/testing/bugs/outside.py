@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 from tensorhub.coordinator import actions, deadlines, operations
+from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
@@ -317,15 +318,15 @@ def rollback_does_not_order_out() -> Iterator[None]:
 
 @bug("R2: who announces a number that is recorded is believed to hold its content", faults=(Fault.PARTITION,))
 def another_content_announced() -> Iterator[None]:
-    announce = Membership._announce
+    announce = Announcements.heard
 
-    def broken(self: Membership, member: Member, held: Any, parts: Any, request: int) -> bool:
+    def broken(self: Announcements, member: Member, held: Any, parts: Any, request: int) -> bool:
         version = member.group.model.versions.get(held.version)
         if version is not None:
             object.__setattr__(held, "content_id", version.info.content_id)
         return announce(self, member, held, parts, request)
 
-    with replaced(Membership, "_announce", broken):
+    with replaced(Announcements, "heard", broken):
         yield
 
 
