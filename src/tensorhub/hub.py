@@ -180,7 +180,8 @@ class Hub(Unpicklable):
     ) -> Weights:
         """Register contiguous tensors, on the CPU or on one CUDA device, as one rank's weights: used in place, never copied.
         On a GPU, what the calling thread has queued on its present stream before a call comes first. Tensors with padded
-        rows (`buffer[:, :512]`) can be filled, not published; their padding stays as it is.
+        rows (`buffer[:, :512]`) can be filled, and their padding stays as it is. To publish them, register all of `buffer`,
+        with a place in `sources` (`at[:, :512]`).
 
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
         dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which

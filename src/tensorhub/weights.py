@@ -97,7 +97,14 @@ class Weights(Unpicklable):
         if declared is not None and declared.strides:
             names = ", ".join(map(repr, islice(declared.strides, NAMES_SHOWN_MAX)))
             text = f"{len(declared.strides)} tensor(s) have padded rows, which can be filled and not published: {names}"
-            raise RegistrationError(f"{text}; register `.contiguous()` ones, or the tensors that they are parts of")
+            name, shape = next(
+                (each.name, each.shape) for each in self._memory.descriptions if each.name in declared.strides
+            )
+            place = ", ".join([f"0:{size}" for size in shape])
+            raise RegistrationError(
+                f"{text}; register the tensors that they are parts of, and say in sources= which part is published: "
+                f"{{{name!r}: [(at[{place}], source({name!r}, shape={shape}))]}}; or `.contiguous()` ones"
+            )
 
     async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
         self._handle.stream_sync.note()

@@ -17,6 +17,7 @@ from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Meetings, left_over, overlapping, shown, taken_out, volume, whole
 from tensorhub.layouts.catalogue import Catalogue, Kind, merged, numbers_in
 
+_UNSAID = " (some rank has a plain tensor of that name, and does not say with sources= which part of it that is)"
 FAULTS_MAX = 1000  # that are listed; the error's text shows fewer
 _SHOWN = 10
 
@@ -83,7 +84,8 @@ class Publication:
         """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank (`may_repeat`: or
         several, which are equal).
         """
-        faults = [*_unheld(self.catalogue, [each.coordinates for each in self.classes], "is held by no rank")]
+        otherwise = "is held by no rank"
+        faults = [*_unheld(self.catalogue, [each.coordinates for each in self.classes], otherwise, _UNSAID)]
         for each in () if may_repeat else self.classes:
             faults += _held_twice(each)
         refuse(faults, "fault(s) in what the ranks publish together")
@@ -179,8 +181,8 @@ class _Likenesses:
                 yield number, each.geometry[form][1]
 
 
-def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str) -> Iterator[str]:
-    """Tensors of which a part is in no piece of these, a sentence each."""
+def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str, if_local: str = "") -> Iterator[str]:
+    """Tensors of which a part is in no piece of these, a sentence each. `if_local`: where a plain one has the same name."""
     alike, meetings = _Likenesses(catalogue, holders), Meetings()
     left_of: dict[_Likeness, list[Box]] = {}
     for name, kind_number, likeness in zip(catalogue.names, catalogue.kind_of, alike.of_tensor, strict=True):
@@ -191,7 +193,7 @@ def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str
             boxes = dict.fromkeys(box for _, box in alike.boxes(likeness))
             left_of[likeness] = left_over(whole(kind.shape), boxes, meetings)
         if left := left_of[likeness]:
-            yield _missing(name, kind, left, otherwise)
+            yield _missing(name, kind, left, otherwise) + (if_local if name in catalogue.local_names else "")
 
 
 def _shared(held: Iterable[tuple[int, Box]], meetings: Meetings) -> list[tuple[Box, frozenset[int]]]:
