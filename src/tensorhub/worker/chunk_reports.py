@@ -20,7 +20,7 @@ from tensorhub.messages import (
 )
 from tensorhub.types import RegistrationId
 from tensorhub.worker.calls import CompareDigests
-from tensorhub.worker.comparing import Wrong
+from tensorhub.worker.vote import Wrong
 
 
 def tell(

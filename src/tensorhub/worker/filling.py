@@ -10,7 +10,7 @@ fenced and overwritten only when the vote has led to a commit.
 
 Responsible for this order, and for what a broken fill leaves behind. Not responsible for what is read of the version
 (`binding`), for the leases that it reads under (`leases`), for whether the group reads everything (`coverage`), for what the
-publisher's digests say of it (`comparing`), nor for reading bytes (`scheduler.pull`).
+publisher's digests say of its vote (`vote`), nor for reading bytes (`scheduler.pull`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tensorhub.types import HandleState, Medium, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
 from tensorhub.worker.binding import Binding
-from tensorhub.worker.comparing import Comparison, Wrong
 from tensorhub.worker.coverage import Coverage
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.planning import Planned
 from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
+from tensorhub.worker.vote import Vote, Wrong
 
 Instruction = (
     messages.Start
@@ -65,12 +65,9 @@ class Filling(GroupCall[calls.FillCall]):
         self.stages = False  # the memory holds what must stay as it is until the commit
         self._has_staging = False  # staging memory may be in use, and nobody else is to free it
         self._is_staged = False  # all of it is there
-        self._comparison = Comparison()  # of the last list that it was sent
+        self._vote = Vote(context, lambda: self.operation)
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
-        self._root = b""  # of this rank's own, once all is there
-        self._roots: tuple[messages.SelectionRoot, ...] = ()  # the same, of each selection; where it reads selections
         self._hooked = False  # before_write has returned
-        self._rereads = False  # they are being read again
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
     def check_allowed(self) -> None:
@@ -155,10 +152,10 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.HELD:
                 self._say_ready()
                 self.coverage.ask_again()
-            case Phase.PULLING if self._rereads:
-                self._say_rereads()
+            case Phase.PULLING if self._vote.is_void:
+                self._vote.say_void()
             case Phase.VOTED:
-                self._say_vote()
+                self._vote.say()
             case _:
                 pass
 
@@ -190,7 +187,8 @@ class Filling(GroupCall[calls.FillCall]):
             case messages.DropSource():
                 self._leases.drop(message.lease)
             case messages.Compare():
-                self._compare(message)
+                if self.phase is Phase.VOTED:
+                    self._vote.compare(message, self._bound.manifest, self.generation, staged=self.stages)
             case _:
                 assert_never(message)
 
@@ -205,7 +203,7 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.PULLING:
                 self._leases.reconcile(grants)
             case Phase.VOTED:
-                self._say_vote()
+                self._vote.say()
             case Phase.ABANDONING:
                 self._write_said = True  # it crossed our Abandon: nothing was written here
             case _:
@@ -262,7 +260,7 @@ class Filling(GroupCall[calls.FillCall]):
         if error is not None:
             self.give_up(error)
         elif self._is_staged:
-            self._vote()
+            self._cast_vote()
         else:
             self._ready_to_write()
 
@@ -370,69 +368,43 @@ class Filling(GroupCall[calls.FillCall]):
         if self.phase is not Phase.PULLING:
             return
         self._leases.end_reading()
-        self._is_staged, self._root, self._roots, self._rereads = self.stages, root, roots, False
+        self._is_staged = self.stages
+        self._vote.made(root, roots)
         if self._call.hold and self._is_staged and not self._hooked:
             self._run_hook()
         else:
-            self._vote()
+            self._cast_vote()
 
-    def _vote(self) -> None:
+    def _cast_vote(self) -> None:
         self.enter(Phase.VOTED)
-        bound = self._bound
+        bound, vote = self._bound, self._vote
         if self.stages:
-            self._memory.stage(replace(self._bound.content(self.generation), root=self._root, roots=self._roots))
+            self._memory.stage(replace(bound.content(self.generation), root=vote.root, roots=vote.roots))
         else:
-            self._memory.verified(self._root, self._roots)
-        self._say_vote()
+            self._memory.verified(vote.root, vote.roots)
+        vote.say()
         # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
-        if not self._context.shard.serves and (bound.manifest.digest == "none" or self._root == bound.root != b""):
+        if not self._context.shard.serves and (bound.manifest.digest == "none" or vote.root == bound.root != b""):
             self._memory.fetched()
             self.finish(version=bound.version, changed=True)
 
-    def _say_vote(self) -> None:
-        self._context.say(messages.Prepared(self.operation, self._context.shard.rank, self._root, self._roots))
-
-    # ------------------------------------------------------------------------------------- the publisher's digests decide
-
-    def _compare(self, message: messages.Compare) -> None:
-        """What this rank has voted for has not the digests that were published."""
-        if self.phase is not Phase.VOTED:
-            return
-        if not message.first:
-            self._comparison = Comparison(message.selection, message.shard, self._bound.manifest)
-        if self._comparison.takes(message):
-            of, page = self._bound.manifest, (message.first, message.digests, self._comparison.chunks)
-            self._context.act(calls.CompareDigests(of, self.generation, self.stages, *page, message.enclose))
-
     def compared(self, following: int, wrong: Sequence[Wrong]) -> None:
         """Which chunks of that part are to be read again, which digests they must have, and where they were read."""
-        if self.phase is not Phase.VOTED:
-            return
-        self._comparison.found(wrong)
-        if self._comparison.is_last and self._comparison.wrong:
+        if self.phase is Phase.VOTED and self._vote.compared(following, wrong):
             self._reread()
-        else:
-            self._say_compared(following)
-
-    def _say_compared(self, following: int, *, rereads: bool = False) -> None:
-        self._context.say(self._comparison.said(self.operation, self._context.shard.rank, following, rereads=rereads))
 
     def _reread(self) -> None:
         """The vote is void: what is wrong is read once more, from wherever it can be had."""
         version, manifest = self._bound.version, self._bound.manifest
         self._memory.unvote()
         self.enter(Phase.PULLING)
-        self._rereads = True
-        self._say_rereads()
+        self._vote.say_void()
         self._leases.granted(())
         self._leases.begin_reading()
-        wrong, self._comparison.wrong = self._comparison.wrong, {}
+        wrong = self._vote.take_wrong()
         there = frozenset(range(manifest.chunk_count)) - wrong.keys()
         known = {chunk: digest for chunk, digest in wrong.items() if digest is not None}
         self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, known, again=True))
-
-    def _say_rereads(self) -> None:
-        self._say_compared(self._comparison.chunk_count, rereads=True)
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""

@@ -24,7 +24,6 @@ from tensorhub.manifest import Manifest
 from tensorhub.types import HandleState, Options
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
-from tensorhub.worker.comparing import Wrong
 from tensorhub.worker.copying import Copying
 from tensorhub.worker.coverage import Found
 from tensorhub.worker.filling import Filling
@@ -38,6 +37,7 @@ from tensorhub.worker.planning import Planned
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import UNVOTED, Phase
+from tensorhub.worker.vote import Wrong
 
 LEASE_S = Options().lease_s  # where nothing else was heard
 CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
