@@ -368,23 +368,17 @@ class Holding:
     readers_most: int = 0  # the most active readers at a time, since there were none
     version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
 
+    rank: int = field(init=False)  # its member's; so below
+    shard: int = field(init=False)  # of its layout
+
     def __post_init__(self) -> None:
         self.version = self.replica.version
-
-    @property
-    def rank(self) -> int:
-        """In its group."""
-        return self.member.rank
-
-    @property
-    def shard(self) -> int:
-        """Of its layout."""
-        return self.member.shard
+        self.rank, self.shard = self.member.rank, self.member.shard
 
     @property
     def peers(self) -> Holders[Holding]:
         """All holders of the same shard in the same layout, as of what is counted."""
-        return self.layout[self.member.shard]
+        return self.layout[self.shard]
 
     @property
     def chunks(self) -> int:
@@ -545,14 +539,11 @@ class RankPart:
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
     drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
+    rank: int = field(init=False)  # its member's; so below
+    shard: int = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        return self.member.rank
-
-    @property
-    def shard(self) -> int:
-        return self.member.shard
+    def __post_init__(self) -> None:
+        self.rank, self.shard = self.member.rank, self.member.shard
 
     @property
     def chunks(self) -> int:

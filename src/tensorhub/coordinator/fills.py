@@ -387,13 +387,14 @@ class Fills:
     def _feed(self, operation: Operation) -> Blame | None:
         """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
         for part in operation.parts.values():
-            if part.reads and len(part.exonerated) >= EXONERATED_MAX:
+            reads = part.reads
+            if reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(refusals.damaged(operation, part), part.rank)
             if (drifted := refusals.drifted(part)) is not None:
                 return Blame(refusals.not_equal(operation, *drifted), part.rank)
             if part.holding is not None and part.holding.condemned:
                 return Blame(refusals.condemned(operation, part), part.rank)
-            if not part.reads:
+            if not reads:
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))

@@ -33,14 +33,16 @@ def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
 
 def wants_source(part: RankPart) -> bool:
     """Whether it needs a source that is filled from a complete copy, or is one."""
-    if part.bridges:
-        return part.reads and bool(lacking(part))
-    return part.reads and not any(map(lasts, part.leases.values()))
+    return part.reads and _lacks_source(part)
+
+
+def _lacks_source(part: RankPart) -> bool:
+    return bool(lacking(part)) if part.bridges else not any(map(lasts, part.leases.values()))
 
 
 def needs_source(part: RankPart) -> bool:
     """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
-    return part.reads and (wants_source(part) or not can_be_whole(part))
+    return part.reads and (_lacks_source(part) or not can_be_whole(part))
 
 
 def can_be_whole(part: RankPart) -> bool:
@@ -53,8 +55,9 @@ def can_be_whole(part: RankPart) -> bool:
 
 def is_to_move(part: RankPart) -> bool:
     """Whether it is a guest's, and reads from a source that leaves: it gets another one when there is one for it."""
-    leaves = any(lease.holding.leaving and not lease.dropping for lease in part.leases.values())
-    return leaves and part.member.worker.read_only
+    if not part.member.worker.read_only:
+        return False
+    return any(lease.holding.leaving and not lease.dropping for lease in part.leases.values())
 
 
 def is_filled_by(holding: Holding, trusted: Callable[[Holding], bool]) -> bool:

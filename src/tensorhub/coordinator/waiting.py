@@ -37,7 +37,7 @@ def starves(operation: Operation) -> bool:
     fills = operation.kind is not OpKind.PUBLISH
     if fills and not operation.writing and not operation.unchanged and all(part.ready for part in parts):
         return True
-    return awaits_agreement(operation) or any(needs_source(part) or is_to_move(part) for part in parts)
+    return any(part.claim is not None or needs_source(part) or is_to_move(part) for part in parts)
 
 
 def awaits_agreement(operation: Operation) -> bool:
