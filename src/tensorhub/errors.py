@@ -35,7 +35,7 @@ other calls ask again; LeaseLost is raised where something cannot go on, because
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 Memory = Literal["intact", "torn", "in_doubt"]
@@ -231,7 +231,7 @@ def _family(base: type[TensorHubError]) -> dict[str, type[TensorHubError]]:
 BY_NAME: Mapping[str, type[TensorHubError]] = _family(TensorHubError)  # the wire form of an error names its class
 
 
-def some(sentences: list[str] | tuple[str, ...], separator: str) -> str:
-    """The first ten of these, and how many more there are."""
-    more = len(sentences) - 10
-    return separator.join(sentences[:10]) + (f" (and {more} more)" if more > 0 else "")
+def some(texts: Sequence[str], separator: str = ", ", most: int = 10) -> str:
+    """The first of these, and how many more there are."""
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" (and {more} more)" if more > 0 else "")

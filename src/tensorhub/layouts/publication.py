@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from tensorhub.errors import ManifestMismatch
+from tensorhub.errors import ManifestMismatch, some
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Meetings, left_over, overlapping, shown, taken_out, volume, whole
 from tensorhub.layouts.catalogue import Catalogue, Kind, merged, numbers_in
 
 _UNSAID = " (some rank has a plain tensor of that name, and does not say with sources= which part of it that is)"
 FAULTS_MAX = 1000  # that are listed; the error's text shows fewer
-_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,7 @@ def refuse(faults: Iterable[str], what: str, advice: str = "") -> None:
     found = list(dict.fromkeys(faults))
     if not found:
         return
-    more = len(found) - _SHOWN
-    text = "; ".join(found[:_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
-    raise ManifestMismatch(f"{len(found)} {what}: {text}{advice}", differences=tuple(found[:FAULTS_MAX]))
+    raise ManifestMismatch(f"{len(found)} {what}: {some(found, '; ')}{advice}", differences=tuple(found[:FAULTS_MAX]))
 
 
 # ----------------------------------------------------------------------------------------------------- coverage

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 from msgpack.exceptions import UnpackException
 
+from tensorhub.errors import some
 from tensorhub.manifest import TENSORS_MAX
 from tensorhub.memory.json_pieces import Pieces
 from tensorhub.memory.safetensors import Header, open_file, parse_header
@@ -197,12 +198,8 @@ def _indexed(path: Path) -> tuple[Sequence[Path], Index]:
         raise ValueError(f"{path} is not an index of safetensors files: {error}") from error
     files = [path.with_name(name) for name in sorted(set(index.weight_map.values()))]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ValueError(f"{path} names files that are not there: {', '.join(missing[:10])}{_more(missing)}")
+        raise ValueError(f"{path} names files that are not there: {some(missing)}")
     return files, index
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 10} more)" if len(names) > 10 else ""
 
 
 def rewritten(index: Index, files: Mapping[str, Header]) -> bytes:

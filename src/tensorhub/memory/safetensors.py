@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from tensorhub.dtypes import INT_MAX, ITEMSIZE, shape_fault
+from tensorhub.errors import some
 from tensorhub.manifest import DIMENSIONS_MAX, TENSORS_MAX, name_fault
 from tensorhub.memory.json_pieces import Pieces
 
@@ -205,8 +206,7 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: M
     faults = [f"{name!r} is {dtype}" for name, dtype, _ in wanted if dtype not in FILE_NAMES]
     faults += [f"a tensor is called {METADATA!r}" for name, _, _ in wanted if name == METADATA]
     if faults:
-        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
-        raise ValueError(f"the safetensors format has no way to say: {'; '.join(faults[:10])}{more}")
+        raise ValueError(f"the safetensors format has no way to say: {some(faults, '; ')}")
     entries: list[Entry] = []
     end = 0
     for name, dtype, shape in wanted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tensorhub.errors import MutabilityViolation
+from tensorhub.errors import MutabilityViolation, some
 from tensorhub.types import HandleState
 from tensorhub.worker.member import Member
 from tensorhub.worker.member_memory import Content
@@ -85,10 +85,9 @@ class MutationGuard:
         names = [repr(name) for name in self._written()]
         if not names:
             return None
-        more = f" (and {len(names) - TENSORS_NAMED_MAX} more)" if len(names) > TENSORS_NAMED_MAX else ""
         return MutabilityViolation(
             f"version {self._member.version} of {self._member.shard.title} was written while it was published: "
-            f"{', '.join(names[:TENSORS_NAMED_MAX])}{more}. Readers may have got other bytes, or have failed: "
+            f"{some(names, most=TENSORS_NAMED_MAX)}. Readers may have got other bytes, or have failed: "
             "unpublish() before you write, or write in mutate(), and publish a new version",
             memory="torn",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tensorhub.errors import StateError, shown
+from tensorhub.errors import StateError, shown, some
 from tensorhub.layouts.entries import without_shape
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Publish
@@ -17,8 +17,6 @@ from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
-NAMES_SHOWN_MAX = 10
-
 
 def check_has_shapes(shard: Shard) -> None:
     """Raise StateError if nobody could tell what its tensors hold: their views do not say of how large a tensor they are."""
@@ -26,10 +24,9 @@ def check_has_shapes(shard: Shard) -> None:
     if isinstance(sources, Mapping) and (unknown := without_shape(sources)):
         names = list(dict.fromkeys(unknown.values()))
         each_of = "each of " if len(names) > 1 else ""
-        more = f" (and {len(names) - NAMES_SHOWN_MAX} more)" if len(names) > NAMES_SHOWN_MAX else ""
         raise StateError(
             f"{shard.title} cannot be published: sources= does not say how large "
-            f"{each_of}{', '.join(map(shown, names[:NAMES_SHOWN_MAX]))}{more} is as a whole; register it with "
+            f"{each_of}{some(list(map(shown, names)))} is as a whole; register it with "
             f"source({shown(names[0])}, shape=...)"
         )
 
