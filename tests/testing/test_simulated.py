@@ -53,7 +53,7 @@ def test_each_kind_of_fault_can_be_had_alone(kind: Fault) -> None:
     """RESTART and PREEMPT need something to happen to."""
     allowed = {kind, Fault.CRASH} if kind is Fault.RESTART else {kind}
     happened = Counter[str]()
-    for seed in range(40):
+    for seed in range(7, 47):  # in the first one, which is small, most kinds happen
         happened.update(run_seed(seed, faults=allowed, events=300).faults)
         if happened[kind]:
             break
