@@ -45,12 +45,7 @@ from tensorhub.testing.strided_checks import (
     check_strided_rights,
     check_strided_torn,
 )
-from tensorhub.testing.strided_target import (
-    CANARY,
-    SIZES,
-    bytes_of,
-    new_bytes,
-)
+from tensorhub.testing.strided_target import CANARY, SIZES, bytes_of, new_bytes
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 

@@ -82,19 +82,15 @@ class SimulatedCluster:
         self.timed.injector.end()
         self.users.end()
 
-    def converge(self) -> None:
-        """Demand that every call ends, and that everybody can publish and fetch (G7)."""
-        self.healing().run()
-
     def healing(self) -> Healing:
-        """What demands that."""
+        """What demands that every call ends, and that everybody can publish and fetch (G7)."""
         return Healing(self.timed, self.users)
 
     def _is_enough(self) -> bool:
         """Whether there was enough of everything that a seed stands for. (Of some kinds of faults, it may be that no more
         can happen, or nothing be published; and fewer events need not be enough.)
         """
-        events = self.timed.events
+        events = self.timed.timeline.events
         if events < self.events_least:
             return False
         full = len(self.users.published) >= VERSIONS_LEAST and len(self.timed.injector.happened) >= KINDS_LEAST

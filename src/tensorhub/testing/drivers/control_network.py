@@ -146,10 +146,7 @@ class ControlNetwork:
         if blocked:
             self._timeline.at(blocked, self._timeline.coordinator, self._arrive_end, worker, link)
         elif not link.is_lossy:
-            self._read(worker, link, self._ends)
-
-    def _ends(self, worker: SimWorker, link: Link) -> None:
-        self._over(link)
+            self._read(worker, link, lambda _, ended: self._over(ended))
 
     def _over(self, link: Link) -> None:
         if self._world.links.pop(link.session, None) is not None:

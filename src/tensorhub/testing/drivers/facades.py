@@ -17,9 +17,7 @@ from typing import Any, Self, TypeVar
 
 import anyio
 
-from tensorhub.errors import (
-    StateError,
-)
+from tensorhub.errors import StateError
 from tensorhub.memory.regions import Memory
 from tensorhub.messages import Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
@@ -33,17 +31,8 @@ from tensorhub.testing.drivers.tensor_handle import TensorHandle
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.worker import SimWorker
-from tensorhub.types import (
-    FetchReport,
-    Location,
-    Options,
-    VersionInfo,
-)
-from tensorhub.worker.calls import (
-    Action,
-    Call,
-    Finish,
-)
+from tensorhub.types import FetchReport, Location, Options, VersionInfo
+from tensorhub.worker.calls import Action, Call, Finish
 from tensorhub.worker.host_copy_actions import CopyAction
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import Router

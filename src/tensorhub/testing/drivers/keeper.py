@@ -28,12 +28,13 @@ class Keeper:
             return
         blocked = timeline.partitions.blocked_until(worker.name, COORDINATOR)
         if blocked > timeline.now or not timeline.coordinator.alive:
-            self._connect_later(worker)
+            self.connect_again(worker)
             return
         worker.connect()
         timeline.after(self._world.options.connect_timeout_s, worker, self._expect_welcome, worker, worker.link)
 
-    def _connect_later(self, worker: SimWorker) -> None:
+    def connect_again(self, worker: SimWorker) -> None:
+        """After a while."""
         wait_s = self._waits_s.get(worker, RECONNECT_S_FIRST)
         self._waits_s[worker] = min(2 * wait_s, RECONNECT_S_MAX)
         self._timeline.after(wait_s * (0.5 + self._timeline.random.random()), worker, self.connect, worker)
@@ -42,9 +43,6 @@ class Keeper:
     def _expect_welcome(worker: SimWorker, link: Link) -> None:
         if worker.link is link and not link.welcomed:
             worker.disconnect()
-
-    def disconnected(self, worker: SimWorker) -> None:
-        self._connect_later(worker)
 
     def received(self, worker: SimWorker, link: Link, message: FromCoordinator | None) -> None:
         """Something came over the connection; None: its end."""

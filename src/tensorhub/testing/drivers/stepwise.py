@@ -150,8 +150,8 @@ class StepwiseCluster:
     def connect(self, worker: SimWorker) -> None:
         worker.connect()
 
-    def disconnected(self, worker: SimWorker) -> None:
-        """It stays so."""
+    def connect_again(self, worker: SimWorker) -> None:
+        """Its caller does."""
 
     def new_link(self, worker: SimWorker) -> Link:
         link = Link(next(self.world.sessions))

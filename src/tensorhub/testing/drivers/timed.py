@@ -10,7 +10,6 @@ and what is on its way between processes (`control_network`, `data_network`). No
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from tensorhub.testing.drivers.control_network import ControlNetwork
@@ -64,7 +63,9 @@ class TimedCluster:
         self.process.tick_soon()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.seed} at {self.now:.3f} s, {self.events} events, {self.injector.plan!r}>"
+        return (
+            f"<{type(self).__name__} {self.seed} at {self.now:.3f} s, {self.timeline.events} events, {self.injector.plan!r}>"
+        )
 
     def populate(self, users: StruckUsers) -> None:
         """From now on these call, and are struck."""
@@ -75,16 +76,6 @@ class TimedCluster:
         """Virtual seconds."""
         return self.timeline.now
 
-    @property
-    def events(self) -> int:
-        """That have happened."""
-        return self.timeline.events
-
-    @property
-    def paths(self) -> Counter[str]:
-        """Ways of recovery that were taken."""
-        return self.timeline.paths
-
     def take_event(self) -> None:
         """Let the next thing happen, and check what it touched."""
         event, world = self.timeline.next_event(), self.world
@@ -93,7 +84,7 @@ class TimedCluster:
         event.act(*event.args)
         for handle in self.shells.take_touched():
             world.guarantees.check_handle(handle)
-        if self.events % FULL_CHECK_EVERY == 0:
+        if self.timeline.events % FULL_CHECK_EVERY == 0:
             self.check()
 
     def run_until(self, holds: Callable[[], bool], seconds: float) -> bool:

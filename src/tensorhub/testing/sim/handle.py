@@ -68,8 +68,8 @@ class HandleWorker(SimWorkerPort, Protocol):
     copies: SimHostCopies
 
 
-class Callers(Protocol):
-    """Who calls the handles of a world."""
+class Callers:
+    """Who calls the handles of a world. These look for themselves, and hear nothing."""
 
     def hook_called(self, handle: HandleShell) -> None:
         """Its before_write runs."""

@@ -15,7 +15,7 @@ from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
 from tensorhub.runtime.worker.coordinator_client import Answer
-from tensorhub.testing.sim.handle import CallRecord, HandleShell, HandleWorld
+from tensorhub.testing.sim.handle import Callers, CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.layouts import Layout, described
 from tensorhub.testing.sim.memory import written
@@ -111,18 +111,12 @@ class Keeper(Protocol):
     def connect(self, worker: SimWorker) -> None:
         """It is to have a connection."""
 
-    def disconnected(self, worker: SimWorker) -> None:
+    def connect_again(self, worker: SimWorker) -> None:
         """It has lost its connection."""
 
 
-class WorkerUsers:
-    """Whose code runs in workers, and calls their handles. These look for themselves, and hear nothing."""
-
-    def hook_called(self, handle: HandleShell) -> None:
-        """Its before_write runs."""
-
-    def ended(self, handle: HandleShell, record: CallRecord) -> None:
-        """A call has returned, or raised."""
+class WorkerUsers(Callers):
+    """Whose code runs in workers, and calls their handles."""
 
     def welcomed(self, worker: SimWorker) -> None:
         """It is welcomed over a new connection, and has said what it has to say."""
@@ -294,7 +288,7 @@ class SimWorker:
                 handle.last_call.online = False
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(self.cluster.now))
-        self.cluster.keeper.disconnected(self)
+        self.cluster.keeper.connect_again(self)
         self.cluster.users.disconnected(self)
 
     def crash(self) -> None:
