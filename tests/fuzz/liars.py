@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from tensorhub.coordinator import Connected, Received, invariant_counts
-from tensorhub.coordinator.entities import Holding, Member, RankPart, Session, Worker
+from tensorhub.coordinator.entities import Holding, Member, RankPart, Worker
+from tensorhub.coordinator.sessions import Session
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
 from tensorhub.messages import (

@@ -5,8 +5,9 @@ nor for protecting memory: its owner does that. Where to look:
 
     core                                    the step: `events` come in, `actions` go out
     cluster, entities, states               what is known; `invariants`, `invariant_counts` say what always holds
-    visitors, guests, sharing, access       sessions: who is let in, for how much, and who may say what
-    membership, registrations, announcements        workers, ranks and groups; what may be one; what it says it holds
+    sessions, visitors, guests, access      sessions: who is let in, for how much (`sharing`), and who may say what
+    membership, registrations               workers, ranks and groups; what may be registered
+    announcements                           what those hold who come back
     versions, availability, lineage         numbers, visibility, what selectors mean; rollbacks
     operations, decisions, deadlines        group operations; what one does is its handler's: `publishes` or `fills`
     waiting, supply                         what an operation waits for; what a reader lacks

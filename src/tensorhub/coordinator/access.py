@@ -15,7 +15,7 @@ from typing import assert_never
 
 from tensorhub import messages
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Session
+from tensorhub.coordinator.sessions import Session
 from tensorhub.errors import read_only_refusal
 from tensorhub.types import READ_ONLY, OpKind, Purpose
 

@@ -35,7 +35,6 @@ from tensorhub.coordinator.entities import (
     ReadLease,
     Replica,
     SelectionKey,
-    Session,
     Testimony,
     Version,
     Worker,
@@ -43,6 +42,7 @@ from tensorhub.coordinator.entities import (
 from tensorhub.coordinator.guests import Guests
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.manifests import Manifests
+from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import waits_in
 from tensorhub.digests import head_of

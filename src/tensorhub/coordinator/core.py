@@ -25,7 +25,7 @@ from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Model, Operation, Session, Version, Worker
+from tensorhub.coordinator.entities import Model, Operation, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
     Disconnected,
@@ -48,6 +48,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.tellers import Tellers

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from tensorhub.coordinator import ways
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
+from tensorhub.coordinator.entities import Operation, RankPart, Version
 from tensorhub.coordinator.fills import Fills, is_staged
+from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.refusals import damaged
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState

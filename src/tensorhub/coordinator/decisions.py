@@ -13,8 +13,8 @@ from itertools import islice
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Decision, Forgotten
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Member, Model, Operation
-from tensorhub.coordinator.operation_handlers import OperationHandler
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Member, Model, Operation
+from tensorhub.coordinator.operation_handlers import Blame, OperationHandler
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted

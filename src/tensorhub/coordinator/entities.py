@@ -1,15 +1,17 @@
 """The things that a coordinator knows. `cluster` holds them, components change them.
 
-    Session ── Worker ── Member ── Group ── Model         a worker's connection, its registrations, whose ranks they are
-                           │         │        │
-                        Holding ── Replica ── Version     what a rank's memory holds, as a part of its group's copy
-                           │                  │
-                       ReadLease ── RankPart ── Operation   who reads it, for which rank's part in which group operation
+    Worker ── Member ── Group ── Model           an incarnation, its registrations, whose ranks they are
+                │         │        │
+             Holding ── Replica ── Version       what a rank's memory holds, as a part of its group's copy
+                │                  │
+            ReadLease ── RankPart ── Operation   who reads it, for which rank's part in which group operation
 
 Each line is a reference in both directions, so all of them stand in one module. Attempts are entities of their own:
 `Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. What digests a shard has is its `Testimony`.
 
 Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words.
+What follows from several entities together is said elsewhere: what a reader lacks in `supply`, and what an operation waits
+for in `waiting`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from tensorhub.coordinator.states import (
     VersionState,
     WorkerState,
 )
-from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful
 from tensorhub.messages import (
     Abandon,
@@ -763,32 +764,5 @@ class Model:
         return pinned.union(v.number for v in self.visible[: self.retain]) if self.retain else pinned
 
 
-@dataclass(slots=True, eq=False)
-class Session:
-    """One authenticated connection."""
-
-    number: int
-    incarnation: str
-    role: str
-    read_only: bool  # it may say what `access` admits
-    origin: str = ""
-    worker: Worker | None = None  # set once it has joined
-    watched: set[str] = field(default_factory=set)  # models that it has asked to hear of
-    heard_at: float = 0.0  # when its newest message arrived
-    called_at: float = 0.0  # the same, heartbeats apart
-    welcomed_at: float = 0.0  # when its worker was welcomed: whatever it says after its Join answers that
-    is_guest: bool = True  # it may change nothing, or has not joined; see `guests`
-    pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
-
-
 Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state
 Noted = Entity | Member | Group | Model
-
-
-@dataclass(frozen=True, slots=True)
-class Blame:
-    """Why an operation is aborted. `rank` None: no single rank is to blame, and all get `error` itself."""
-
-    error: TensorHubError
-    rank: int | None = None
-    others: tuple[int, ...] = ()  # ranks that are as much to blame

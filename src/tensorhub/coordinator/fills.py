@@ -17,9 +17,10 @@ from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Version
+from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
+from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.source_choice import SourceChoice

@@ -11,7 +11,8 @@ Responsible for counting what each guest has, and for choosing who gives way. No
 from __future__ import annotations
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.entities import Session, Worker
+from tensorhub.coordinator.entities import Worker
+from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.sharing import Share
 from tensorhub.types import Options
 

@@ -13,13 +13,14 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import DOOR
 from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
-from tensorhub.coordinator.entities import Group, Member, Session, Worker
+from tensorhub.coordinator.entities import Group, Member, Worker
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions, held_ids
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.registrations import misfit, too_much
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError

@@ -6,10 +6,21 @@ handler's: `publishes`, or `fills` (replicate, update, prefetch and fetch).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from tensorhub.coordinator.actions import Entry
-from tensorhub.coordinator.entities import Blame, Operation, RankPart
+from tensorhub.coordinator.entities import Operation, RankPart
+from tensorhub.errors import TensorHubError
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Why an operation is aborted. `rank` None: no single rank is to blame, and all get `error` itself."""
+
+    error: TensorHubError
+    rank: int | None = None
+    others: tuple[int, ...] = ()  # ranks that are as much to blame
 
 
 class OperationHandler(Protocol):

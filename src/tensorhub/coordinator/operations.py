@@ -18,9 +18,9 @@ from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Group, Member, Model, Operation, RankPart, Worker
+from tensorhub.coordinator.entities import Group, Member, Model, Operation, RankPart, Worker
 from tensorhub.coordinator.fills import Fills
-from tensorhub.coordinator.operation_handlers import OperationHandler
+from tensorhub.coordinator.operation_handlers import Blame, OperationHandler
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from tensorhub.coordinator.actions import Publication
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart
+from tensorhub.coordinator.entities import Holding, Operation, RankPart
 from tensorhub.coordinator.holdings import Holdings
+from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions

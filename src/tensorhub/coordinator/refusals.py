@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from tensorhub.coordinator import bridges, replicas, ways
 from tensorhub.coordinator.availability import held_text
-from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
+from tensorhub.coordinator.entities import Operation, RankPart, Version
+from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.errors import CoordinatorUnavailable, IntegrityError, ManifestMismatch, VersionUnavailable
 
 BEGUN = "this call was begun under a former coordinator"

@@ -22,9 +22,18 @@ from tensorhub.coordinator import bridges, limits, replicas
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
-from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.entities import (
+    Holding,
+    Member,
+    Operation,
+    RankPart,
+    Testimony,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.tellers import Tellers, all_of
 from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Session
 from tensorhub.coordinator.events import Connected
 from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.sessions import Session
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
 from tensorhub.messages import WATCHES_MAX, Announce, FromWorker, Heartbeat, Join
 

@@ -21,7 +21,6 @@ from tensorhub.coordinator.entities import (
     Operation,
     RankPart,
     ReadLease,
-    Session,
     Version,
     Worker,
 )
@@ -31,6 +30,7 @@ from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write

@@ -15,22 +15,22 @@ from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
-    Blame,
     Holding,
     Member,
     Model,
     Operation,
     PendingWrite,
     Replica,
-    Session,
     Version,
     Worker,
 )
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.coordinator.versions import Versions
