@@ -9,6 +9,7 @@ from tensorhub.coordinator import bridges, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
+from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.testimonies import Testimonies
@@ -128,6 +129,16 @@ def one_rank_of_another_layout_keeps_all() -> Iterator[None]:
         return any(stays(each) for layout in others for shard in layout for each in layout.of(shard).steady)
 
     with replaced(Retentions, "is_kept", staticmethod(is_kept)):
+        yield
+
+
+@bug("R5: what the last group of another layout holds is handed over to nobody", faults=(Fault.DELAY,))
+def nobody_takes_another_layout_over() -> Iterator[None]:
+    def grant(before: Callable[..., None], self: Handovers, model: Any, wish: Wish) -> None:
+        if not wish.holding.bridges:
+            before(self, model, wish)
+
+    with around(Handovers, "_grant", grant):
         yield
 
 
