@@ -113,8 +113,8 @@ class RetentionJudge:
     def granted(self, handle: JudgedHandle) -> None:
         """The coordinator is about to say that this rank may go; with a `close` its process may end from then on."""
         record, content = handle.last_call, handle.member.content
-        if record is None or content is None:
-            return
+        if record is None or content is None or not content.version.content_id:
+            return  # (without an id: an answer to what it has asked before it voted for that)
         content_id, record.granted_at = content.version.content_id, self._world.now
         goes = any(self._is_let_go(mate, content_id) for mate in self._world.mates(handle))
         record.follows = goes or self._goes_before(handle, content_id)
