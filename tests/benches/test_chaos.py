@@ -343,7 +343,11 @@ def test_nobody_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     finally:
         runner.kill()
         runner.wait()
-    assert eventually(lambda: not alive(processes))
+    try:
+        assert eventually(lambda: not alive(processes))
+    finally:
+        for process in alive(processes):
+            os.kill(process, signal.SIGKILL)
 
 
 def _is_up(pid: int) -> bool:
