@@ -78,6 +78,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor in all modules that the tests of another file have imported, once their own fixtures have gone."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def every_object() -> Iterator[None]:
     """For a test that looks at all objects: those as well that were here before the first test."""
