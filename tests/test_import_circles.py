@@ -21,7 +21,11 @@ LINT = "import sys; from importlinter.cli import lint_imports_command; sys.exit(
 PLANTED = {
     "two modules": ("transport/base.py", "import tensorhub.transport.peers", "tensorhub.transport"),
     "in a function": ("protocol/forms.py", "def late():\n    import tensorhub.protocol.codec", "tensorhub.protocol"),
-    "for type checking": ("memory/tensors.py", "if TYPE_CHECKING:\n    import tensorhub.memory.files", "tensorhub.memory"),
+    "for type checking": (
+        "memory/tensors.py",
+        "if TYPE_CHECKING:\n import tensorhub.memory.allocated",
+        "tensorhub.memory",
+    ),
     "two packages": ("runtime/data/acceptor.py", "import tensorhub.runtime.worker.worker", "tensorhub.runtime"),
 }
 
