@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import coverage
-from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch
+from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, VersionConflict
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -334,6 +334,21 @@ def test_who_does_not_check_what_is_published_is_named() -> None:
         (error,) = outcomes(each)
         assert error is not None
         assert "rank(s) [0] did not check in time" in str(error.error())
+
+
+def test_a_number_that_is_overtaken_while_its_ranks_are_checked_is_not_published() -> None:
+    """The number that is stored last is the mark of the next coordinator: it must not be the lower one."""
+    world, trainers = publishing()
+    plain = world.group("p", [("world/2", ()), ("world/2", ())])
+    world.publish(plain, 2)
+    covered(world, trainers[0], *trainers[0].take(CheckCoverage))
+    for each in trainers:
+        (error,) = outcomes(each)
+        assert error is not None
+        raised = error.error()
+        assert isinstance(raised, VersionConflict)
+        assert "the newest number so far is 2" in str(raised)
+    assert world.restarted().core.cluster.models["m"].mark == 2
 
 
 def test_a_publisher_that_may_have_missed_the_question_is_asked_again() -> None:

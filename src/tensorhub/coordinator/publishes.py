@@ -48,13 +48,15 @@ class Publishes:
         return None
 
     def advance(self, operation: Operation) -> Blame | None:
-        """Every rank has called; the number may have been overtaken since the first one did."""
-        if operation.running:
+        """Every rank has called. The number may have been overtaken since the first one did, or while a rank has checked."""
+        if operation.running and not operation.covers:
             return None
         version = operation.bound
         conflict = self._versions.overtaken(operation.group.model, version.number)
         if conflict is not None:
             return Blame(conflict)
+        if operation.running:
+            return None
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
         version.lay_out(operation.group.layout)
         nbytes = sum(part.member.nbytes for part in operation.parts.values())

@@ -76,7 +76,7 @@ class Versions:
     def show(self, version: Version, model: Model) -> None:
         """Its publication is durable, and its first replica is READY: it is visible from now on."""
         self._cluster.become(version, VersionState.AVAILABLE, "published")
-        model.mark = max(version.number, -1 if model.mark is None else model.mark)
+        model.mark = version.number
         self._cluster.touch(model)
 
     def discard(self, version: Version, model: Model) -> None:
