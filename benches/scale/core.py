@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import log2
 from pathlib import Path
 from statistics import fmean
@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> int:
             print(f"   with groups of {ranks}, the cost per worker and version grows as workers ** {slope(mine):.2f}")
         rows += mine
     if options.json:
-        options.json.write_text(json.dumps({"facts": facts(), "rows": [asdict(row) for row in rows]}, indent=1))
+        options.json.write_text(json.dumps({"facts": facts(), "rows": rows}, default=vars, indent=1))
     return 0
 
 

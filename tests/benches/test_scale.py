@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from pathlib import Path
 
 import anyio
 import pytest
@@ -35,6 +37,14 @@ def test_what_happens_to_all_at_once(ranks: int) -> None:
     assert found["retained"].count["Prepared"] == 16
     assert found["leave"].count["Fenced"] == 16
     assert found["lose"].count["Disconnected"] == 8
+
+
+def test_figures_are_kept_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    assert main(["--workers", "8", "--ranks", "1", "--manifest", "1000", "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["workers"] == 8
+    assert row["filling"]["count"]["Prepared"] == 16, capsys.readouterr().out
 
 
 def test_bursts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
