@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 
 from tensorhub.coordinator import Received
@@ -19,6 +21,7 @@ from tensorhub.testing.drivers.healing import Healing
 from tensorhub.testing.drivers.stepwise import Choice
 from tensorhub.testing.drivers.users import UserGroup
 from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import CHUNKS, make_manifest
 from tensorhub.testing.sim.worker import SimWorker
 from tests.testing.bugs import inside, outside, replaced
@@ -67,6 +70,39 @@ def test_a_question_over_a_former_connection_may_be_answered_there() -> None:
     cluster.step(Received(former.session, Pin(1, "pin", "actor", 1)))  # costs that connection
     cluster.run()
     assert not cluster.coordinator.cluster.models["actor"].pins
+
+
+def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_have_published() -> None:
+    """After a restart. All ranks of the pair are back, and hold nothing."""
+    cluster = StepwiseCluster()
+    cluster.world.chunks = rows = CHUNKS + 3
+
+    def group(name: str, ranks: int) -> list[SimHandle]:
+        return [cluster.worker(f"{name}{k}").register(name, k, ranks, cut=Layout(rows, ranks)) for k in range(ranks)]
+
+    trainers, pair, (keeper,), (reader,) = group("trainer", 3), group("pair", 2), group("keeper", 1), group("reader", 1)
+
+    def all_call(call: Callable[[SimHandle], object], handles: Iterable[SimHandle]) -> None:
+        cluster.run()
+        for handle in handles:
+            call(handle)
+        cluster.run()
+
+    all_call(lambda handle: handle.publish(1), trainers)
+    all_call(SimHandle.replicate, [keeper])
+    all_call(SimHandle.unpublish, trainers)
+    all_call(lambda handle: handle.publish(2), trainers)
+    all_call(SimHandle.replicate, pair)
+    all_call(SimHandle.unpublish, [*trainers, *pair])
+    cluster.restart()
+    cluster.run()
+    for worker in cluster.workers.values():
+        worker.connect()
+    cluster.run()
+    asked = reader.replicate("available")
+    cluster.run()
+    assert asked.number == 1
+    assert cluster.coordinator.cluster.is_recovering
 
 
 def test_a_reader_that_does_not_wait_for_a_crashed_source_is_noticed() -> None:

@@ -133,11 +133,13 @@ class AvailabilityJudge:
         return is_known and handle.member.state in HOLDING and known.worker.state is WorkerState.LIVE
 
     def _away(self, model: str, content_id: str) -> str:
-        """A group that was recorded to hold that last, and of which not every rank is back."""
+        """A group that was recorded to hold that last, and of which not every rank is back. (It may have more or fewer ranks
+        than the version has shards.)
+        """
         last = {e.key.group: e for e in self._world.store if isinstance(e, Decision | Publication) and e.model == model}
-        ranks = [m for m in self._world.coordinator.cluster.members.values() if m.group.model.name == model]
+        groups = self._world.coordinator.cluster.models[model].groups
         for name, entry in last.items():
-            here = {member.rank for member in ranks if member.group.name == name}
-            if entry.content_id == content_id and len(here) < entry.world_size:
+            group = groups.get(name)
+            if entry.content_id == content_id and (group is None or len(group.members) < group.world_size):
                 return f"group {name}"
         return ""
