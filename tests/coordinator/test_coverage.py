@@ -405,6 +405,17 @@ def test_what_has_drifted_apart_is_not_published_and_the_error_names_ranks_and_t
     assert is_visible(world)
 
 
+def test_each_part_is_compared_of_several_that_two_ranks_share() -> None:
+    world, trainers = publishing()
+    for each, values in zip(trainers, ("abc", "aBC"), strict=True):
+        (asked,) = each.take(CheckCoverage)
+        shared = tuple(Shared(number, f"'n{number}'", value.encode()) for number, value in enumerate(values))
+        world.say(each, Covered(asked.key, asked.rank, asked.readers, True, shared))
+    (error,) = outcomes(trainers[0])
+    assert error is not None
+    assert "both have 'n1', 'n2', and their bytes differ" in str(error.error())
+
+
 def test_what_has_different_numbers_is_not_compared() -> None:
     world, trainers = publishing()
     same(world, trainers[0])

@@ -261,3 +261,47 @@ def test_a_rank_that_holds_it_in_other_chunks_than_its_mates_will_fills_it_anew(
         assert start.publication == reader_of(world, "own/r0")
         world.ready(reader, OF_R)
     assert [world.sources(reader) for reader in readers] == [[("r0", "all of it", 0)]] * 2
+
+
+def several(site: str = "here") -> tuple[World, list[Rank]]:
+    """A group that lacks one of its two shards. The published layout has gone. "r" has it in another layout here, and "u" in
+    the group's own, in that site.
+    """
+    world, trainers, _ = held()
+    mine = filling(world, "s", ranks=2)
+    finish(world, mine, trainers)
+    finish(world, filling(world, "u", ranks=2, site=site))
+    leave(world, *trainers, mine[1])
+    return world, mine
+
+
+def test_what_some_rank_of_a_group_has_is_no_origin_for_the_group() -> None:
+    """It would be overwritten while others read it."""
+    world, mine = several()
+    world.fill(mine[:1])
+    found = [way.origin for way in ways.of(world.core.cluster, world.version, world.operation(mine[0]))]
+    holding = world.member(mine[0]).holding
+    assert holding is not None
+    assert holding.layout.is_described
+    assert holding.layout not in found
+    assert len(found) == 2
+
+
+def test_a_group_goes_on_with_what_some_rank_has_though_all_of_it_is_nearer_in_other_chunks() -> None:
+    world, mine = several("there")
+    world.fill(mine)
+    assert [rank.take(Start)[-1].publication for rank in mine] == [world.version.holdings.described_as] * 2
+    world.ready(mine[1], A, B)
+    assert world.sources(mine[1]) == [("u1", "", 0)]
+
+
+def test_an_origin_of_which_a_part_is_in_the_site_is_not_in_the_site() -> None:
+    world = World()
+    trainers = []
+    for rank, site in enumerate(("here", "there")):
+        trainers.append(world.arrive("t", rank, 2, *cut(rank), site=site))
+        world.answer_questions(trainers[-1])
+    world.publish(trainers, 1)
+    finish(world, filling(world, site="there"), trainers)
+    (start,) = begin(world, "x", "own/x", site="there").take(Start)
+    assert start.publication == reader_of(world, "own/r0")

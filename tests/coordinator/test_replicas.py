@@ -69,6 +69,18 @@ def test_those_that_differ_are_named_with_their_tensors_and_nobody_is_quarantine
     assert not any(holding.quarantined for there in world.version.holdings.values() for holding in there)
 
 
+def test_of_three_that_have_the_same_part_the_last_may_differ() -> None:
+    world = World()
+    trainers = world.group("t", [cut(0)] * 3)
+    world.publish(trainers, 1)
+    (reader,) = filling(world, needs=[A])
+    for trainer in trainers[:2]:
+        world.tell(trainer)
+    assert not reader.take(Outcome)
+    world.tell(trainers[2], value=b"other")
+    assert "ranks 0 and 2 of group 't'" in error_of(reader)
+
+
 def test_who_does_not_need_them_is_not_concerned() -> None:
     world, trainers = hsdp()
     (reader,) = filling(world, needs=[A])

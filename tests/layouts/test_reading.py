@@ -315,6 +315,8 @@ def test_other_bytes_for_the_same_selection_are_refused() -> None:
         (Strip(0, 0, 1, 0, 3, (), 1), False),
         (Strip(0, 60, 1, -30, 2, (), 20), True),
         (Strip(0, 20, 1, -30, 2, (), 1), False),
+        (Strip(0, 0, 0, 30, 3, (), 40), True),
+        (Strip(0, 0, 0, 30, 3, (), 41), False),
         (Strip(0, 60, 0, -30, 3, (), 40), True),
         (Strip(0, 60, 0, -30, 3, (), 41), False),
         (Strip(0, 60, 0, -31, 3, (), 1), False),
