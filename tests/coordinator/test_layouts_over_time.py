@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tensorhub.coordinator import limits
 from tensorhub.digests import root_of
 from tensorhub.errors import RetentionError
 from tensorhub.layouts.published import Published
@@ -419,3 +420,27 @@ def test_where_it_lies_is_learned_of_who_holds_it_although_others_fill_it_alread
     assert [answer.keep for answer in reader.take(Registered)] == [True]
     (layout,) = world.version.others.values()
     assert layout.parts == {0: lies_of(reader)}
+
+
+@pytest.mark.parametrize("purpose", [Purpose.RETENTION, Purpose.USE])
+def test_few_bytes_that_say_very_many_shards_are_not_laid_out(purpose: Purpose) -> None:
+    world, _, (reader,) = retained(1)
+    info, few = world.version.info, limits.ANNOUNCED_SHARDS_MAX // 2 + 1
+    medium = Medium.DEVICE if purpose is Purpose.USE else Medium.HOST
+
+    def is_kept(group: str, shards: int) -> bool:
+        said = Published("xxh3-64", 2**28, (("a",),) * shards, is_copy=True).encode()
+        assert len(said) < 100
+        rank = world.arrive(group, 0, 1, f"own/{group}", registers=False)
+        blobs = (*lies_of(rank), said)
+        held = replace(
+            held_by(reader, info), manifest=MANIFEST, part_ids=tuple(map(id_of, blobs[:3])), publication=id_of(said)
+        )
+        where = ("m", group, 0, 0, 1, True, False, medium, purpose, rank.layout_id, 1, CHUNKS, MANIFEST)
+        world.say(rank, Register(3, rank.name, *where, held, id_of(MANIFEST), (), blobs))
+        (registered,) = rank.take(Registered)
+        return registered.keep
+
+    assert not is_kept("liar", limits.ANNOUNCED_SHARDS_MAX + 1)
+    assert is_kept("first", few)
+    assert is_kept("second", few) is (purpose is Purpose.USE)

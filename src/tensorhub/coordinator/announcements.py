@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges
+from tensorhub.coordinator import bridges, limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member
+from tensorhub.coordinator.entities import Holding, Member, Version
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.published import Published
+from tensorhub.manifest import id_of
 from tensorhub.messages import Held
 from tensorhub.types import Purpose
 
@@ -58,7 +59,9 @@ class Announcements:
         if is_known or (is_published and not held.publication):
             layout = version.holdings
         elif held.publication and (is_published or bridges.misfit(group, version) is None):
-            if not (_is_publication(origins) and cluster.manifests.has_room_for(held.manifest, *parts, origins)):
+            if not (
+                _may_be_origin(version, member, origins) and cluster.manifests.has_room_for(held.manifest, *parts, origins)
+            ):
                 return False
             layout = cluster.lay_out(version, group, origins)
         else:
@@ -87,10 +90,12 @@ class Announcements:
         return True
 
 
-def _is_publication(said: bytes) -> bool:
-    """Whether that describes who holds what."""
+def _may_be_origin(version: Version, member: Member, said: bytes) -> bool:
+    """Whether that describes who holds what. A few bytes may say very many shards, and copies are laid out for as many."""
     try:
-        Published.decode(said)
+        shards = len(Published.decode(said, limits.ANNOUNCED_SHARDS_MAX).shards)
     except ProtocolError:
         return False
-    return True
+    if not member.is_of_one_shard or (member.group.reads_as, id_of(said)) in version.others:
+        return True
+    return sum(map(len, version.others.values())) + shards <= limits.ANNOUNCED_SHARDS_MAX

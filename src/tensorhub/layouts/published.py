@@ -62,16 +62,16 @@ class Published:
         return id_of(self._encoded)
 
     @classmethod
-    def decode(cls, blob: bytes) -> Published:
-        """What `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+    def decode(cls, blob: bytes, shards_max: int = SHARDS_MAX) -> Published:
+        """What `blob` encodes; ProtocolError, saying what is wrong, for anything else. Few bytes may say many shards."""
         what = "publication"
         (digest, text), (sizes, lengths, counts, numbers) = unpack_all(
-            what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * SHARDS_MAX
+            what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * shards_max
         )
         expect(digest in get_args(Digest), what, f"digest {digest[:64]!r} is unknown to this version of TensorHub")
         expect(list(sizes[1:]) in ([], [1]), what, "it does not say as one does whether it is a copy")
         expect(len(sizes) > 0 and CHUNK_BYTES_MIN <= sizes[0] <= CHUNK_BYTES_MAX, what, "its chunk_bytes is no such size")
-        expect(0 < len(counts) <= SHARDS_MAX, what, f"it has no shard, or more than {SHARDS_MAX}")
+        expect(0 < len(counts) <= shards_max, what, f"it has no shard, or more than {shards_max}")
         expect(all(count in (1, 3) for count in counts), what, "a shard has neither one id nor three")
         expect(sum(counts) == len(numbers), what, "the shards' ids do not add up")
         expect(bool(lengths) and sum(lengths) == len(text), what, "the ids' lengths do not add up")
