@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tensorhub
+from tensorhub.errors import VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.tools import seed_shard
 from tests.rig import OPTIONS, all_of, cluster, until
@@ -88,6 +89,20 @@ async def test_after_a_restart_copies_of_another_layout_are_a_whole_again(tmp_pa
         assert read_from(reports) == {"host"}
         await all_of(*(each.close() for each in weights))
         assert len([r for r in (await host.describe("m")).replicas if r.state == "ready"]) == len(weights)
+
+
+async def test_a_version_that_only_another_layout_holds_is_counted_and_errors_say_who_can_read_it() -> None:
+    async with cluster("trainer", "engine", transports=["tcp"]) as c:
+        trained, _ = await trainer(c.hubs[:1], 1)
+        await all_of(*(each.publish(1) for each in trained))
+        weights, _ = await rollout(c.hubs[1:], "rollout")
+        await all_of(*(each.replicate() for each in weights))
+        await all_of(*(each.close() for each in trained))
+        (version,) = (await c.hubs[0].summarize("m")).versions
+        assert (version.state, version.copies) == ("available", 1)
+        with pytest.raises(VersionUnavailable, match="version 1 by 1 replica of other layouts than the published one"):
+            await c.hubs[0].fetch("m", rank=0, timeout=0)
+        assert (await c.hubs[0].plan("m", selector="available")).version.version == 1
 
 
 async def seeds(hub: Hub) -> None:

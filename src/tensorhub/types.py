@@ -377,7 +377,8 @@ class FetchReport:
 class VersionView:
     """One version in `describe`.
 
-    `state`: "available": it can be fetched; "unavailable": nobody holds it now; "staged": not all ranks have published it.
+    `state`: "available": it can be fetched; "unavailable": nobody holds all of it now; "staged": not all ranks have
+    published it.
     """
 
     version: U64

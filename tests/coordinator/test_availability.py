@@ -101,7 +101,7 @@ def test_it_fails_at_once_where_nobody_holds_what_was_published() -> None:
     cluster.run()
     error = error_of(asked)
     assert str(error) == (
-        "nobody holds a version of 'actor' as a whole, and 'available' waits for nobody; nobody holds a version of it"
+        "nobody holds a version of 'actor' as a whole, and 'available' waits for nobody; nobody holds all of a version of it"
     )
     assert (error.retryable, error.memory) == (True, "intact")
 
@@ -156,7 +156,7 @@ def test_every_shard_must_be_held_by_somebody_who_is_heard_of() -> None:
     cluster.run()
     assert not again.has_ended()  # they may be back in time
     cluster.advance(cluster.options.lease_s + 1)
-    assert "nobody holds a version of it" in str(error_of(again))
+    assert "nobody holds all of a version of it" in str(error_of(again))
 
 
 def test_a_silent_holder_that_is_heard_again_is_read() -> None:
@@ -240,7 +240,7 @@ def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_w
     cluster.run()
     asked = reader.replicate("available")
     cluster.run()
-    assert "nobody holds a version of it" in str(error_of(asked))
+    assert "nobody holds all of a version of it" in str(error_of(asked))
 
 
 def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
@@ -321,7 +321,7 @@ def test_partial_copies_that_lack_something_and_nothing_else_is_nothing() -> Non
     cluster, _, _, late = left_in_parts(False, False, keeper=False)
     mine = late.replicate("available")
     cluster.run()
-    assert "nobody holds a version of it" in str(error_of(mine))
+    assert "nobody holds all of a version of it" in str(error_of(mine))
 
 
 def test_nothing_is_bound_before_partial_copies_have_said_what_they_have() -> None:

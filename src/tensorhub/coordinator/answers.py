@@ -108,7 +108,7 @@ class Answers:
     def _resolved(self, model: Model, selector: Selector) -> Version:
         """A version that can be described. VersionUnavailable: there is none that the selector means now."""
         version = (
-            next((v for v in model.visible if v.can_be_read() or self._is_of_classes(v)), None)
+            next((v for v in model.visible if v.copies or self._is_of_classes(v)), None)
             if selector == AVAILABLE
             else self._versions.resolve(model, selector, None)
         )

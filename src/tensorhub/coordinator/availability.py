@@ -171,16 +171,17 @@ class Availability:
 def held_text(model: Model) -> str:
     """For an error: which versions of a model are held, by how many, and which selector gets one."""
     held = _readable(model)
-    return f"{_told(model)}; the selector 'available' gets {held[0].number}" if held else _told(model)
+    gets = next((v.number for v in held if v.can_be_read()), None)
+    return _told(model) if gets is None else f"{_told(model)}; the selector 'available' gets {gets}"
 
 
 def _told(model: Model) -> str:
     held = _readable(model)
     if not held:
         silent = any(v.visible and v.is_held for v in model.versions.values())
-        what = "workers that are not heard of now hold" if silent else "nobody holds"
+        what = "workers that are not heard of now hold" if silent else "nobody holds all of"
         return f"{what} a version of it"
-    told = ", ".join(f"version {v.number} by {_replicas(v.holdings.copies())}" for v in held[:HELD_TOLD_MAX])
+    told = ", ".join(f"version {v.number} by {_replicas(v)}" for v in held[:HELD_TOLD_MAX])
     more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
     return f"held now: {told}{more}"
 
@@ -188,8 +189,11 @@ def _told(model: Model) -> str:
 def _readable(model: Model) -> list[Version]:
     """Versions that can be read now, the newest first, without those that a rollback is about to retire."""
     mark = -1 if model.mark is None else model.mark
-    return [v for v in model.visible if v.number <= mark and v.can_be_read()]
+    return [v for v in model.visible if v.number <= mark and v.copies]
 
 
-def _replicas(count: int) -> str:
-    return "1 replica" if count == 1 else f"{count} replicas"
+def _replicas(version: Version) -> str:
+    count = "1 replica" if version.copies == 1 else f"{version.copies} replicas"
+    return (
+        count if version.can_be_read() else f"{count} of other layouts than the published one: fetch(rank=None) reads those"
+    )

@@ -304,8 +304,13 @@ class Version(_Moving[VersionState]):
         return self.holdings.copies() > 0
 
     @property
+    def copies(self) -> int:
+        """That can be read now, in all layouts: shards of different ones do not add up."""
+        return sum(layout.copies() for layout in self.layouts if layout.counts)
+
+    @property
     def is_held(self) -> bool:
-        """The same, or whether it can be read out of another layout, in which it was read."""
+        """The same as `has_live_source`, or whether it can be read out of another layout, in which it was read."""
         return self.has_live_source() or any(o.is_described and o.have_sources() for o in self.others.values())
 
     @property

@@ -99,7 +99,7 @@ class _Replicas:
             version.info.nbytes,
             version.info.world_size,
             is_retained,
-            copies=version.holdings.copies(),
+            copies=version.copies,
             ready=self.states.count(ReplicaState.READY),
             filling=self.states.count(ReplicaState.FILLING),
             draining=self.states.count(ReplicaState.DRAINING),
