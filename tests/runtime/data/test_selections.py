@@ -11,7 +11,7 @@ import pytest
 from tensorhub.accesses import Refusal
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.columns import pack_all
-from tensorhub.layouts.reading import Part, Reading, Selection
+from tensorhub.layouts.reading import CELLS_MAX, STRIPS_MAX, Part, Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, id_of
 from tensorhub.messages import Grant, Origin
@@ -363,6 +363,12 @@ def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.Monk
     monkeypatch.setattr(kept_selections, "BUDGETS_MAX", 1)
     assert known.spend(other, said[0][0]) is None
     assert known.spend(READER, said[0][0]) is None, "it was forgotten"
+
+
+def test_the_largest_selection_can_be_said_and_read_at_once() -> None:
+    most = 5 * STRIPS_MAX + CELLS_MAX  # with four loops in each strip
+    budgets = kept_selections._Budgets(clock=lambda: 0.0)
+    assert [budgets.spend(READER, most) for _ in range(2)] == [None, None]
 
 
 def upload(known: Selections, selection: Selection) -> str:

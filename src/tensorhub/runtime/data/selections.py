@@ -29,7 +29,7 @@ UPLOADS_MAX = 4  # that are under way at a time
 KEPT_BYTES_MAX = 4 * SELECTION_BYTES_MAX  # of encodings
 KEPT_PARTS_MAX = 2**22  # each of which takes some 70 bytes at most
 KEPT_MAX = 4096
-BUDGET_PARTS = 2**22  # one selection has fewer; some seconds of a core
+BUDGET_PARTS = 2**23  # any selection is looked at twice: when it is said, and for its memory; some seconds of a core
 BUDGET_S = 60.0  # in which a budget that is used up is whole again
 BUDGETS_MAX = 1024  # readers whose budgets are not whole
 
