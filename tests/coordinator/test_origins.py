@@ -11,9 +11,10 @@ from tensorhub.coordinator.states import VersionState
 from tensorhub.digests import root_of
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
-from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Registered, Start, Write
-from tensorhub.types import OpKind
-from tests.coordinator.layout_world import Rank, World, lies_of, list_of, root
+from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Register, Registered, Start, Write
+from tensorhub.testing import CHUNKS
+from tensorhub.types import Medium, OpKind, Purpose
+from tests.coordinator.layout_world import MANIFEST, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
 
@@ -305,3 +306,20 @@ def test_an_origin_of_which_a_part_is_in_the_site_is_not_in_the_site() -> None:
     finish(world, filling(world, site="there"), trainers)
     (start,) = begin(world, "x", "own/x", site="there").take(Start)
     assert start.publication == reader_of(world, "own/r0")
+
+
+@pytest.mark.parametrize("site", ["here", "there"])
+def test_a_copy_of_a_shard_reads_the_layout_that_the_shard_is_of(site: str) -> None:
+    """Another layout has a shard of that number, too, and lies nearer."""
+    world, trainers, _ = held()
+    other = begin(world, "x", "own/x", site="there")
+    world.ready(other, A, B)
+    finish(world, [other], trainers)
+    leave(world, *trainers)
+    its = reader_of(world, "own/r0")
+    rank = world.arrive("copy", 0, 1, "own/r0", registers=False, site=site)
+    where = ("m", rank.group, 0, 0, 1, True, False, Medium.HOST, Purpose.RETENTION, "own/r0", 1, CHUNKS)
+    world.say(rank, Register(3, rank.name, *where, MANIFEST, None, id_of(MANIFEST)))
+    world.fill([rank])
+    (start,) = rank.take(Start)
+    assert start.publication == its

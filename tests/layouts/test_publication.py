@@ -99,10 +99,12 @@ def test_a_tensor_that_nobody_reads_is_named_whole() -> None:
     assert caught.value.differences == tuple(f"tensor {name!r} (24 bytes) is read by no rank of the group" for name in "ab")
 
 
-def test_rank_local_tensors_are_each_ranks_own() -> None:
-    ranks = [arrange(pieces_of([local("w", 5 + rank)], rank=rank, world_size=2)) for rank in range(2)]
+@pytest.mark.parametrize("more", [0, 1])
+def test_rank_local_tensors_are_each_ranks_own(more: int) -> None:
+    """Of equal shapes as well."""
+    ranks = [arrange(pieces_of([local("w", 5 + rank * more)], rank=rank, world_size=2)) for rank in range(2)]
     publication = Publication(tuple(ranks)).check()
-    assert publication.catalogue.names == ("w", "w")
+    assert publication.catalogue.names == ("w",) * (1 + more)
     publication.check_readers(ranks)
     with pytest.raises(ManifestMismatch, match="'w', local to rank 1 of 2, is read by no rank of the group"):
         publication.check_readers(ranks[:1])

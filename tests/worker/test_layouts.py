@@ -43,6 +43,7 @@ from tensorhub.messages import (
     RegisterAgain,
     Registered,
     SelectionRoot,
+    Shared,
     Start,
     Stray,
     TellDigests,
@@ -62,7 +63,7 @@ from tensorhub.worker.calls import (
     StartPull,
 )
 from tensorhub.worker.chunk_reports import compare, roots
-from tensorhub.worker.coverage import check
+from tensorhub.worker.coverage import Found, check
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.member import Member
@@ -362,6 +363,31 @@ def test_the_rank_that_is_asked_says_that_all_is_read() -> None:
     reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))  # it may not have been heard
     assert len(reader.said(Covered)) == 2
     assert len([each for each in reader.actions if isinstance(each, CheckRanks)]) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_digests_what_it_shares_where_its_own_memory_has_it(rank: int) -> None:
+    norm = source("norm", shape=(4, 16))
+    shards = [
+        shard_of(0, {"w": W[:1024], "norm": norm}, w=1024, norm=4),
+        shard_of(1, {"norm": norm, "w": W[1024:]}, norm=4, w=1024),
+    ]
+    parts = {part_id: part for shard in shards if shard.manifest for part_id, part in shard.parts(shard.manifest).items()}
+    published = Published("xxh3-64", CHUNK_BYTES, tuple([shard.part_ids for shard in shards]))
+    asked: list[Share] = []
+
+    def digest(shares: Sequence[Share]) -> list[bytes]:
+        asked.extend(shares)
+        return [b"digest"] * len(shares)
+
+    found = check(CheckRanks(1, published, parts, None, None, rank, 0), digest)
+    assert isinstance(found, Found)
+    assert found.shared == (Shared(0, "'norm'", b"digest"),)
+    manifest = shards[rank].manifest
+    assert manifest is not None
+    (its,) = [tensor for tensor in manifest.tensors if tensor.name == "norm"]
+    ((strip,),) = [share.chunks for share in asked]
+    assert (strip.region, strip.offset, strip.nbytes) == (its.region, its.offset, its.nbytes)
 
 
 def test_the_rank_that_is_asked_gives_up_with_all_that_is_unread() -> None:
