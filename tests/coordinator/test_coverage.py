@@ -23,8 +23,8 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tests.coordinator.layout_world import Rank, World, lies_of
-from tests.coordinator.test_bridges import A, B, finish, published, wide
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of
+from tests.coordinator.test_bridges import A, B, cut, finish, published, wide
 
 UNREAD = ManifestMismatch("2 difference(s)", differences=("of 'w' ...", "'v' ..."))
 
@@ -309,6 +309,23 @@ def test_a_hole_ends_the_publish_on_all_ranks_and_leaves_the_number_unused() -> 
     assert world.core.cluster.manifests.find(asked.readers) is None
     world.publish(trainers, 1)
     assert world.version.visible
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_ranks_that_make_other_digests_do_not_publish_together(order: int) -> None:
+    """Their bytes would seem to have drifted, or a machine to damage them."""
+    world, trainers = World(), []
+    for rank, manifest in enumerate((MANIFEST, NO_DIGESTS)[::order]):
+        world.manifest = manifest
+        trainers.append(world.arrive("t", rank, 2, *cut(rank)))
+        world.answer_questions(trainers[-1])
+    world.publish(trainers, 1)
+    for each in trainers:
+        (error,) = outcomes(each)
+        assert error is not None
+        assert isinstance(error.error(), ManifestMismatch)
+        assert "Options(digest=, integrity=)" in error.message
+    assert not world.core.cluster.models["m"].versions
 
 
 def test_equal_parts_are_checked_once_and_plain_ones_never() -> None:

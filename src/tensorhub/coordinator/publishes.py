@@ -16,7 +16,8 @@ from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import StateError
+from tensorhub.digests import head_of
+from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.messages import Publish
 from tensorhub.types import Medium, VersionInfo
 
@@ -65,7 +66,7 @@ class Publishes:
         self._cluster.note(version)
         for part in operation.parts.values():
             self._cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
-        return None
+        return _unlike(operation) if any(version.holdings.parts.values()) else None
 
     def may_commit(self, operation: Operation) -> bool:
         """Its ranks hold nothing else. Together they hold every byte."""
@@ -103,3 +104,18 @@ class Publishes:
         """The number stays unused. (No replica was made, and the ranks close their memory by themselves.)"""
         if operation.version is not None:
             self._versions.discard(operation.version, operation.group.model)
+
+
+def _unlike(operation: Operation) -> Blame | None:
+    """Who reads across layouts verifies chunks of all ranks in one way. Other digests would look like other bytes."""
+    kinds: dict[str, int] = {}
+    for part in operation.parts.values():
+        kinds.setdefault(head_of(part.member.manifest)[0], part.rank)
+    if len(kinds) == 1:
+        return None
+    (one, first), (other, second), *_ = kinds.items()
+    text = (
+        f"publish of {operation.group.model.name!r}: rank {first} of group {operation.group.name!r} makes digests of kind "
+        f"{one!r}, and rank {second} of kind {other!r}: connect all ranks with the same Options(digest=, integrity=)"
+    )
+    return Blame(ManifestMismatch(text, differences=(text,)))
