@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from tensorhub.coordinator.testimonies import COMPARISONS_MAX
 from tensorhub.digests import root_of
 from tensorhub.manifest import id_of
@@ -13,14 +17,14 @@ from tests.coordinator.test_bridges import A, B, cut, filling, published
 OWN = root_of(list_of(CHUNKS))
 
 
-def copied(*, manifest: bytes = MANIFEST) -> tuple[World, list[Rank], list[Rank]]:
+def copied(*, manifest: bytes = MANIFEST, site: str = "here") -> tuple[World, list[Rank], list[Rank]]:
     """A publisher, and a replica in its layout."""
     world, trainers = published()
     if manifest is not MANIFEST:
         world = World(manifest=manifest)
         trainers = world.group("t", [cut(0), cut(1)])
         world.publish(trainers, 1)
-    copies = world.group("c", [cut(0), cut(1)])
+    copies = world.group("c", [cut(0), cut(1)], site=site)
     world.fill(copies)
     for rank in copies:
         world.ready(rank)
@@ -45,6 +49,19 @@ def test_the_publisher_comes_first_as_long_as_its_digests_are_wanted() -> None:
         world.tell(trainer, need)
     (second,) = filling(world, "second", site="there")
     assert [(grant.source, grant.root) for grant in granted(second)] == [("c0", b""), ("c1", b"")]
+
+
+@pytest.mark.parametrize("is_its", [False, True])
+def test_a_near_replica_is_read_as_it_is_while_its_publisher_digests_the_same_selection(is_its: bool) -> None:
+    """What the publisher digests for readers of other selections tells nothing of this one."""
+    world, _, _ = copied(site="there")
+    (other,) = world.group("o", [("own/o", ())])
+    world.fill([other])
+    world.ready(other, *((A, B) if is_its else (replace(A, selection="other"), replace(B, selection="other"))))
+    assert [grant.source for grant in granted(other)] == ["t0", "t1"]
+    (reader,) = filling(world, site="there")
+    root_of_own = b"" if is_its else OWN
+    assert [(grant.source, grant.root) for grant in granted(reader)] == [("c0", root_of_own), ("c1", root_of_own)]
 
 
 def test_a_replica_is_read_with_what_encloses_and_its_first_reader_is_believed() -> None:
