@@ -56,6 +56,15 @@ def test_only_the_pages_that_are_needed_are_asked_for(monkeypatch: pytest.Monkey
     assert source.run_bytes == 6
 
 
+def test_a_strip_may_go_back_through_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect, "REGIONS_MAX", 4)
+    monkeypatch.setattr("tensorhub.transport.strided_source.REGIONS_MAX", 4)
+    client = Client(Selection(((Strip(9, 3, -7, 0, 2, (), 5),),)), range(1000, 1012))
+    (found,) = places(client).stream(0).take(10)
+    assert list(found.cells) == [1012, 1005]
+    assert client.asked == [0, 4, 8]
+
+
 def test_a_source_with_too_few_regions_lies() -> None:
     with pytest.raises(ProtocolError, match="a source with 3 regions has chunks in 5"):
         places(Client(Selection(((straight(4, 0, 8),),)), [0, 0, 0]))
