@@ -65,7 +65,7 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.chunk_reports import compare, roots
 from tensorhub.worker.coverage import Found, check
 from tensorhub.worker.interpreter import Interpreter
-from tensorhub.worker.known_parts import KnownParts
+from tensorhub.worker.known_parts import KnownParts, KnownReadings
 from tensorhub.worker.member import Member
 from tensorhub.worker.planning import Planned, plan
 from tensorhub.worker.registration_session import Shard
@@ -606,6 +606,18 @@ def test_parts_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known.get(id_of(b"d" * 99)) is not None
     with pytest.raises(ProtocolError, match="it is not what its id"):
         known.add(id_of(b"a"), b"b")
+
+
+def test_a_plan_is_of_one_publication_into_the_regions_of_one_manifest() -> None:
+    """Groups of one layout read into the regions of the first of them, and otherwise into their own."""
+    reader = Reader()
+    reader.begin()
+    reader.answer()
+    made, known = reader.plan(), KnownReadings()
+    known.keep("publication", "its own", made)
+    assert known.get("publication", "its own") is made
+    assert known.get("publication", "of the first group") is None
+    assert known.get("another", "its own") is None
 
 
 # ------------------------------------------------------------------------- what it tells of what it has read in selections

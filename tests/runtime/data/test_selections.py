@@ -335,16 +335,23 @@ def test_few_bytes_do_not_make_a_source_work_without_end(monkeypatch: pytest.Mon
     assert "more than 16 times" in str(memory.covers(Selection((again,))))
 
 
-def test_few_bytes_that_say_much_are_not_looked_at_for_a_small_memory() -> None:
-    its = setting()
-    its.a.open(complete=True)
-    strips = 300_000
+def say_strips(its: Setting, strips: int) -> int | Refusal:
+    """What a source answers who says a selection of so many strips."""
     columns = [[1] * strips, *[[0] * strips] * 4, [1] * strips, [0] * strips, [1] * strips, [], []]
     blob = pack_all(1, [""], columns)
     assert len(blob) < 300
-    answer = its.a.owner.upload(READER, its.a.registration, id_of(blob), len(blob), 0, blob)
+    return its.a.owner.upload(READER, its.a.registration, id_of(blob), len(blob), 0, blob)
+
+
+def test_few_bytes_that_say_much_are_not_looked_at_for_a_small_memory() -> None:
+    its = setting()
+    its.a.open(complete=True)
+    answer = say_strips(its, 300_000)
     assert isinstance(answer, Refusal), "had it been decoded, it would be no selection: it has more strips than any"
     assert "600000 parts" in answer.reason
+    most = its.a.memory.parts_max // 2  # each is a strip and a cell
+    assert isinstance(say_strips(its, most + 1), Refusal)
+    assert isinstance(say_strips(its, most), int)
 
 
 def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
