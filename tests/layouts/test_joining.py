@@ -170,12 +170,15 @@ def test_rank_local_tensors_are_refused_to_another_layout_with_advice() -> None:
     assert [advice in difference for difference in caught.value.differences] == [True] * 3
     with pytest.raises(ManifestMismatch, match="say so with sources="):
         read(published_by_rows(2), WHOLE, rank=0, world_size=2)
+    with pytest.raises(ManifestMismatch, match="'a' is a plain tensor, local to each of the source's ranks") as caught:
+        read(published_plain(2), {"a": WHOLE["a"]}, {"a": source("a")[0:12]}, rank=0, world_size=2)
+    assert "The source has" not in str(caught.value)
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     shapes: Shapes = {"a": (12, 3), "mine": (6, 2), "norm": (2,), "z": (1,)}
     sources = {"mine": source("a")[0:7, 0:2], "norm": source("norm")[0:9]}
-    with pytest.raises(ManifestMismatch) as caught:
+    with pytest.raises(ManifestMismatch, match="The source has 'a', ") as caught:
         read(published_by_rows(2), shapes, sources)
     assert [difference[:61] for difference in caught.value.differences] == [
         "sources of 'mine': source('a')[0:7, 0:2] has shape (7, 2), an",

@@ -86,7 +86,9 @@ def test_an_empty_list_leaves_a_tensor_alone() -> None:
 @pytest.mark.parametrize(
     ("entry", "fault"),
     [
-        (source("q"), r"sources of 't': source\('q'\) has shape \(8, 4\), and its place at\[...\] has \(6, 4\)"),
+        (source("q"), r"sources of 't': source\('q'\) has shape \(8, 4\), and the tensor has \(6, 4\); take"),
+        (source("q")[0:6].T, r"has shape \(4, 6\), and the tensor has \(6, 4\); write `.T` behind the view"),
+        (source("q")[0:5], r"where the rest is padding, write pairs: `\[\(at\[0:5, 0:4\], view\)\]`"),
         ([source("q")[0:3], source("k")[0:2]], "the list has 5 rows, and the tensor 6"),
         ([source("q")[0:6], source("k")[0:2]], "the list has 8 rows, and the tensor 6"),
         ([source("q")[0:3], source("k")[0:2, 0:3]], r"has shape \(2, 3\), and the tensor's is \(6, 4\)"),

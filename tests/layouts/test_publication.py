@@ -58,7 +58,7 @@ def test_bytes_that_no_rank_holds_are_named() -> None:
 def test_who_has_not_said_which_part_its_plain_tensor_is_may_be_to_blame() -> None:
     said = pieces_of([local("w", 8, 2)], rank=0, world_size=2, sources={"w": source("w", shape=(12, 2))[0:8]})
     unsaid = pieces_of([local("w", 4, 2)], rank=1, world_size=2)
-    with pytest.raises(ManifestMismatch, match=r"is held by no rank \(some rank has a plain tensor of that name"):
+    with pytest.raises(ManifestMismatch, match=r"is held by no rank \(rank 1 has a plain tensor of that name"):
         Publication((arrange(said), arrange(unsaid))).check()
 
 

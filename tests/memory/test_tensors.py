@@ -148,8 +148,8 @@ def per_channel() -> torch.Tensor:
 BAD: dict[str, tuple[Any, str]] = {
     "list": ([1.0], "a builtins.list is neither a torch.Tensor nor a numpy.ndarray"),
     "numpy scalar": (np.float32(1), "a numpy.float32 is neither"),
-    "transposed": (torch.zeros(2, 3).T, r"stride \(1, 3\)\); register `.contiguous\(\)`"),
-    "expanded": (torch.zeros(1).expand(3), r"register `.contiguous\(\)`"),
+    "transposed": (torch.zeros(2, 3).T, r"stride \(1, 3\)\); register `.contiguous\(\)`, or `.T` of it"),
+    "expanded": (torch.zeros(1).expand(3), r"register `.contiguous\(\)`$"),
     "channels last": (torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), "not contiguous"),
     "meta": (torch.zeros(3, device="meta"), "meta device and has no bytes"),
     "sparse": (torch.eye(3).to_sparse(), r"register `.to_dense\(\)`"),

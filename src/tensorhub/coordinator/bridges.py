@@ -81,7 +81,7 @@ def misfit(group: Group, version: Version) -> ManifestMismatch | None:
         text, who = f"{theirs} {unsaid}; {mine} has another layout", "the publisher"
     else:
         return None
-    text += f": let {who} say so with register(..., sources=...) or DTensors, or take equal ranks on both sides"
+    text += f": let {who} say so with sources= or DTensors, or take equal ranks on both sides (fetch: rank=)"
     return ManifestMismatch(text, differences=(text,))
 
 

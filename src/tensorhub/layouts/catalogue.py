@@ -15,7 +15,7 @@ Responsible for the value and its one encoding. Not responsible for who holds wh
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -123,19 +123,33 @@ def catalogue_of(tensors: Iterable[tuple[str, Kind]]) -> Catalogue:
     return made
 
 
-def merged(catalogues: Sequence[Catalogue]) -> Catalogue:
-    """What all these describe together, as the ranks of one group do: each knows only its own tensors.
+def merged(of_ranks: Mapping[int, Catalogue]) -> Catalogue:
+    """What the ranks of one group describe together: each knows only its own tensors.
 
     ManifestMismatch, with every difference: two of them say different things of one tensor.
     """
-    if len(catalogues) == 1:
-        return catalogues[0]
+    first: dict[str, int] = {}
+    for rank, each in of_ranks.items():
+        first.setdefault(each.catalogue_id, rank)
+    distinct = {rank: of_ranks[rank] for rank in first.values()}
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
+
+    def said() -> Iterator[tuple[int, str, Kind]]:
+        for rank, each in distinct.items():
+            yield from ((rank, name, each.kinds[k]) for name, k in zip(each.names, each.kind_of, strict=True))
+
     try:
-        return catalogue_of(
-            (name, each.kinds[k]) for each in catalogues for name, k in zip(each.names, each.kind_of, strict=True)
-        )
+        return catalogue_of((name, kind) for _, name, kind in said())
     except RegistrationError as error:
-        raise ManifestMismatch(f"the ranks' tensors do not make one model: {error}") from None
+        known: dict[str, tuple[int, Kind]] = {}
+        unlike = [
+            f"tensor {name!r} is {known[name][1]} on rank {known[name][0]}, and {kind} on rank {rank}"
+            for rank, name, kind in said()
+            if not kind.ranks and known.setdefault(name, (rank, kind))[1] != kind
+        ]
+        text = "; ".join(unlike[:10]) if unlike else error
+        raise ManifestMismatch(f"the ranks' tensors do not make one model: {text}", differences=tuple(unlike)) from None
 
 
 def numbers_in(theirs: Catalogue, mine: Catalogue) -> list[int] | None:

@@ -17,7 +17,7 @@ import msgpack
 
 from tensorhub.compatibility import dtype_advice
 from tensorhub.dtypes import itemsize
-from tensorhub.errors import ManifestMismatch, ProtocolError
+from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError, some
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.entries import Sources, names_in
@@ -163,6 +163,11 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
 
     def shape_of(name: str) -> tuple[int, ...] | None:
         number = catalogue.find(name)
+        if number is None and name in catalogue.local_names:
+            raise RegistrationError(
+                f"{name!r} is a plain tensor, local to each of the source's ranks: let the source say which part of the "
+                "model that is, with sources= or DTensors"
+            )
         return None if number is None else catalogue.kind(number).shape
 
     pieces, faults = pieces_and_faults(
@@ -181,10 +186,12 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
     if not differences:
         publication.check_readers([reader], partial=leaves)
         return reader
+    wanted = {*(piece.name for piece in pieces), *names_in(declared.sources, faults)}
     if not leaves:  # what is wrong is named, and is not unread as well
-        wanted = {*(piece.name for piece in pieces), *faults, *names_in(declared.sources, faults)}
-        differences += publication.unread(wanted)
+        differences += publication.unread(wanted | faults.keys())
     published = [(catalogue.find(piece.name, piece.kind), piece.kind.dtype) for piece in pieces]
     advice = dtype_advice((catalogue.kind(number).dtype, dtype) for number, dtype in published if number is not None)
+    if any(catalogue.find(name) is None and name not in catalogue.local_names for name in wanted):
+        advice += f". The source has {some([*map(repr, catalogue.names)], most=5)}"
     refuse(differences, "difference(s) between the published and the registered tensors", advice)
     raise AssertionError("there are differences")

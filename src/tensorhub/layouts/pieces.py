@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from operator import le
 from typing import NamedTuple, TypeAlias
 
 from tensorhub import errors
@@ -275,9 +276,10 @@ def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of
     shape = _shape(tensor, view, shape_of)
     selection = _select(tensor, view, shape)
     if selection.shape != place.shape:
+        where = "the tensor" if written == at[...] else f"its place {written}"
         raise RegistrationError(
-            f"sources of {errors.shown(tensor.name)}: {view} has shape {selection.shape}, and its place {written} has "
-            f"{place.shape}; take a part of either that has the other's shape"
+            f"sources of {errors.shown(tensor.name)}: {view} has shape {selection.shape}, and {where} has {place.shape}; "
+            f"{_fitting(selection.shape, place.shape)}"
         )
     offset = tensor.offset + sum(taken.start * stride for taken, stride in zip(place.box, tensor.strides, strict=True))
     strides = [0] * len(shape)
@@ -285,6 +287,16 @@ def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of
         strides[dimension] = place.box[its].step * tensor.strides[its]
     kind = Kind(tensor.dtype, shape, tensor.quantization)
     return Piece(view.name, kind, selection.box, tensor.region, offset, tuple(strides))
+
+
+def _fitting(view: tuple[int, ...], place: tuple[int, ...]) -> str:
+    """What to write, for a view and a place of these shapes."""
+    if view == place[::-1]:
+        return "write `.T` behind the view, if that lies transposed in this memory"
+    if len(view) == len(place) and all(map(le, view, place)):
+        part = ", ".join(f"0:{size}" for size in view)
+        return f"where the rest is padding, write pairs: `[(at[{part}], view)]`"
+    return "take a part of either that has the other's shape"
 
 
 def _select(tensor: LocalTensor, part: Place | View, shape: tuple[int, ...]) -> Taken:

@@ -7,7 +7,7 @@ nothing unread. Every fault is named, in one error. Not responsible for who read
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Meetings, left_over, overlapping, shown, taken_out, volume, whole
 from tensorhub.layouts.catalogue import Catalogue, Kind, merged, numbers_in
 
-_UNSAID = " (some rank has a plain tensor of that name, and does not say with sources= which part of it that is)"
+_UNHELD = ". Let the rank that has it register it under that name, as a DTensor or with its part in sources="
 FAULTS_MAX = 1000  # that are listed; the error's text shows fewer
 
 
@@ -38,7 +38,7 @@ class Publication:
     @cached_property
     def catalogue(self) -> Catalogue:
         """All of its tensors, in the order of the ranks."""
-        return merged(list({each.catalogue.catalogue_id: each.catalogue for each in self.ranks}.values()))
+        return merged({rank: each.catalogue for rank, each in enumerate(self.ranks)})
 
     @cached_property
     def classes(self) -> tuple[ShardClass, ...]:
@@ -83,11 +83,12 @@ class Publication:
         """ManifestMismatch, with every fault, unless each byte has a holder, and only one piece on a rank (`may_repeat`: or
         several, which are equal).
         """
-        otherwise = "is held by no rank"
-        faults = [*_unheld(self.catalogue, [each.coordinates for each in self.classes], otherwise, _UNSAID)]
+        holders = [each.coordinates for each in self.classes]
+        faults = [*_unheld(self.catalogue, holders, "is held by no rank", self._plain)]
+        advice = _UNHELD if faults else ""
         for each in () if may_repeat else self.classes:
             faults += _held_twice(each)
-        refuse(faults, "fault(s) in what the ranks publish together")
+        refuse(faults, "fault(s) in what the ranks publish together", advice)
         return self
 
     def check_readers(self, readers: Sequence[Coordinates], *, partial: bool = False) -> None:
@@ -109,6 +110,12 @@ class Publication:
             if name not in names and not kind.ranks and volume(whole(kind.shape)):
                 yield _missing(name, kind, [whole(kind.shape)], "is read by no rank of the group")
 
+    def _plain(self, name: str) -> str:
+        """Which ranks have a plain tensor of that name; empty if none has."""
+        ranks = [n for each in self.classes if name in each.coordinates.catalogue.local_names for n in each.ranks]
+        what = "has a plain tensor of that name, and does not say with sources= which part of it that is"
+        return f" (rank {some([*map(str, sorted(ranks))], most=3)} {what})" if ranks else ""
+
     def _unread_locals(self, readers: Sequence[Coordinates]) -> Iterator[str]:
         """Rank-local tensors that a rank holds and no reader has the like of."""
         if not self.catalogue.local_names:
@@ -118,7 +125,10 @@ class Publication:
             for tensor, box in _locals(each.coordinates, self.catalogue):
                 if (tensor, box) not in read:
                     name, ranks = self.catalogue.names[tensor], self.catalogue.kind(tensor).ranks
-                    yield f"tensor {name!r}, local to rank {box[0].start} of {ranks}, is read by no rank of the group"
+                    yield (
+                        f"tensor {name!r}, local to rank {box[0].start} of {ranks}, is read by no rank of the group (nor "
+                        "can another layout read it: that rank does not say with sources= which part of the model it is)"
+                    )
 
     def _tie_faults(self, reader: Coordinates) -> Iterator[str]:
         """R13: what shares memory at the reader only would be overwritten there with two tensors' bytes."""
@@ -178,8 +188,10 @@ class _Likenesses:
                 yield number, each.geometry[form][1]
 
 
-def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str, if_local: str = "") -> Iterator[str]:
-    """Tensors of which a part is in no piece of these, a sentence each. `if_local`: where a plain one has the same name."""
+def _unheld(
+    catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str, if_local: Callable[[str], str] = lambda name: ""
+) -> Iterator[str]:
+    """Tensors of which a part is in no piece of these, a sentence each. `if_local`: said where a plain one has that name."""
     alike, meetings = _Likenesses(catalogue, holders), Meetings()
     left_of: dict[_Likeness, list[Box]] = {}
     for name, kind_number, likeness in zip(catalogue.names, catalogue.kind_of, alike.of_tensor, strict=True):
@@ -190,7 +202,7 @@ def _unheld(catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str
             boxes = dict.fromkeys(box for _, box in alike.boxes(likeness))
             left_of[likeness] = left_over(whole(kind.shape), boxes, meetings)
         if left := left_of[likeness]:
-            yield _missing(name, kind, left, otherwise) + (if_local if name in catalogue.local_names else "")
+            yield _missing(name, kind, left, otherwise) + (if_local(name) if name in catalogue.local_names else "")
 
 
 def _shared(held: Iterable[tuple[int, Box]], meetings: Meetings) -> list[tuple[Box, frozenset[int]]]:

@@ -180,7 +180,10 @@ def stride_fault(tensor: Any) -> str | None:
     """What to do where a tensor of torch is neither contiguous nor a tensor with padded rows."""
     if tensor.is_contiguous() or row_pitch(tensor.shape, tensor.stride(), 1) is not None:
         return None
-    return f"it is not contiguous (shape {tuple(tensor.shape)}, stride {tensor.stride()}); register `.contiguous()`"
+    advice = "register `.contiguous()`"
+    if tensor.dim() == 2 and tensor.T.is_contiguous():
+        advice += ", or `.T` of it, with `.T` behind its view in sources="
+    return f"it is not contiguous (shape {tuple(tensor.shape)}, stride {tensor.stride()}); {advice}"
 
 
 def _quantized_fault(tensor: Any) -> str | None:
