@@ -17,8 +17,8 @@ def bytes_of(strips: tuple[Strip, ...]) -> set[tuple[int, int]]:
 def drawn(random: Random) -> Strip:
     loops = ((random.randint(2, 3), random.randint(1, 9)),) if random.random() < 0.5 else ()
     length = random.randint(1, 3)
-    region_step, offset_step = (random.choice((0, 1)), random.randint(0, 9)) if length > 1 else (0, 0)
-    return Strip(random.randint(0, 2), random.randint(0, 40), region_step, offset_step, length, loops, random.randint(1, 6))
+    region_step, offset_step = (random.choice((-1, 0, 1)), random.randint(-9, 9)) if length > 1 else (0, 0)
+    return Strip(random.randint(2, 4), random.randint(18, 58), region_step, offset_step, length, loops, random.randint(1, 6))
 
 
 @pytest.mark.parametrize("seed", range(200))
