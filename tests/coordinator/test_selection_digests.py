@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from tensorhub.digests import root_of
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
@@ -190,6 +192,21 @@ def test_a_middleman_of_the_reader_s_own_layout_leads_to_whom_it_has_read_from()
     world.say(first, DigestedAgain(question.inquiry, "first0", False, list_of(1, b"other"), origin))
     (question,) = trainers[1].take(DigestAgain)
     assert (question.chunk, question.selection) == (1, B.selection)
+
+
+@pytest.mark.parametrize(("value", "is_right"), [(b"a", True), (b"other", False)])
+def test_a_holder_of_another_layout_whose_chunk_is_in_no_selection_is_condemned(value: bytes, is_right: bool) -> None:
+    """Who reads in the same layout says only which chunk of both grids it is, and not of which selection."""
+    world, trainers = published()
+    first = filling(world, "first")
+    finish(world, first, trainers)
+    (second,) = filling(world, "second")
+    world.lose_source(second, world.lease(second, "first0"), "corrupt", 4)
+    (question,) = first[0].take(DigestAgain)
+    assert (question.chunk, question.selection) == (4, "")
+    world.say(first[0], DigestedAgain(question.inquiry, "first0", False, list_of(1, value)))
+    assert bool(first[0].take(Revoked)) != is_right
+    assert world.part(second).exonerated == ({"first0"} if is_right else set())
 
 
 def test_a_chunk_without_its_digest_is_asked_for_in_the_selection_s_numbers() -> None:

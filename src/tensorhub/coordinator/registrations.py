@@ -21,6 +21,8 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
         return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
     if (message.medium is Medium.HOST) == (message.purpose is Purpose.USE):
         return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
+    if message.serves and not message.manifest:
+        return RegistrationError("memory that serves says with its manifest what it has")
     if len(message.part_ids) not in (0, 3):
         return RegistrationError("a rank's parts are its catalogue, arrangement and coordinates: name all, or none")
     is_copy = message.purpose in (Purpose.RETENTION, Purpose.SEED)
