@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.coordinator import limits
 from tensorhub.digests import root_of
-from tensorhub.errors import RetentionError
+from tensorhub.errors import RegistrationError, RetentionError
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
@@ -420,6 +420,20 @@ def test_where_it_lies_is_learned_of_who_holds_it_although_others_fill_it_alread
     assert [answer.keep for answer in reader.take(Registered)] == [True]
     (layout,) = world.version.others.values()
     assert layout.parts == {0: lies_of(reader)}
+
+
+def test_who_serves_says_what_it_has() -> None:
+    """Others ask for that by its id."""
+    world, _, (reader,) = retained(1)
+    where = ("m", "g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "own/r0", 1, CHUNKS)
+    empty = replace(held_by(reader, world.version.info), manifest=b"", manifest_id="")
+    rank = world.arrive("g", 0, 1, "own/r0", registers=False)
+    world.say(rank, Register(3, rank.name, *where, b"", None))
+    (refused,) = rank.take(Refused)
+    assert isinstance(refused.error.error(), RegistrationError)
+    blobs = (*lies_of(reader), reader.description)
+    world.say(rank, Register(4, rank.name, *where, MANIFEST, empty, id_of(MANIFEST), (), blobs))
+    assert [answer.keep for answer in rank.take(Registered)] == [False]
 
 
 @pytest.mark.parametrize("purpose", [Purpose.RETENTION, Purpose.USE])

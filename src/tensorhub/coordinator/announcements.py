@@ -43,7 +43,7 @@ class Announcements:
             committed = cluster.committed_content(group.model.name, group.name)
         if held.voted or committed not in (None, held.content_id):
             return True
-        if not member.serves:
+        if not (member.serves and held.manifest):
             return False
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
