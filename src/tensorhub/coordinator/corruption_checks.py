@@ -89,7 +89,10 @@ class CorruptionChecks:
         else:
             testimony = None if holding.bridges else version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
-        if published in (b"", answer.digest) or (testimony is not None and holding is testimony.publisher):
+        is_right = published in (b"", answer.digest)
+        if need is None and holding.bridges:  # nobody has said which chunk of which selection that is
+            is_right = _is_of_one(holding, answer.digest)
+        if is_right or (testimony is not None and holding is testimony.publisher):
             if inquiry.part is not None:
                 inquiry.part.exonerated.add(holding.member.worker.name)
                 self._cluster.changed(inquiry.part.operation)
@@ -117,6 +120,13 @@ class CorruptionChecks:
         self._cluster.tell(owner, Revoked(owner.registration, holding.version.info.content_id, reason))
         if owner.group.operation is not None:
             self._cluster.changed(owner.group.operation)
+
+
+def _is_of_one(holding: Holding, digest: bytes) -> bool:
+    """Whether a chunk of what is held in another layout may have that digest: one of its selections has."""
+    version, layout = holding.version, holding.layout
+    names = [(layout.origin_id, need.shard, need.selection) for need in layout.needs.get(holding.shard, ())]
+    return not names or any(name not in version.selections or version.selections[name].may_have(digest) for name in names)
 
 
 def _has_published(holding: Holding) -> bool:

@@ -68,6 +68,10 @@ class DigestList:
         page, at = divmod(chunk, self.page_chunks)
         return self.pages[page][at * self.width : (at + 1) * self.width]
 
+    def may_have(self, digest: bytes) -> bool:
+        """Whether some chunk must have this digest, as far as that is certain."""
+        return not self.root or not self.pages or any(digest in page for page in self.pages)
+
 
 def _unknown(known: bytearray, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The runs from `start` to `stop` of which nothing is known yet."""
