@@ -82,8 +82,8 @@ def answering(answer: bytes) -> Iterator[str]:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a TensorHub peer: .*HTTP/1.1.*check the address"),
         (
-            PREFACE[:-1] + b"\x09",
-            f"speaks version 9 of the protocol, this side version {PROTOCOL_VERSION}: upgrade the TensorHub on this side",
+            PREFACE[:-1] + bytes([PROTOCOL_VERSION + 1]),
+            f"speaks version {PROTOCOL_VERSION + 1} of the protocol, this side version {PROTOCOL_VERSION}: upgrade",
         ),
         (PREFACE + b"\xff\xff\xff\xff", "4294967295 bytes"),
         (PREFACE + b"\x00\x00\x00\x03abc", "."),

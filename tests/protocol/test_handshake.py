@@ -17,6 +17,7 @@ from tensorhub.protocol.frames import PREFACE, FrameDecoder, frame
 from tensorhub.protocol.handshake import FRAME_BYTES_MAX, ClientHandshake, Handshake, ServerHandshake, frame_key, proof
 from tensorhub.protocol.secret import READ_ONLY_LABEL, read_only_secret
 
+LATER = PROTOCOL_VERSION + 1
 SECRET = b"tell nobody"
 M = TypeVar("M")
 
@@ -262,7 +263,7 @@ def test_a_server_says_nothing_under_the_secret_before_the_client_has_proved_its
 
 @pytest.mark.parametrize(
     "change",
-    [{"role": "observer"}, {"incarnation": "other"}, {"nonce": b"d" * 32}, {"protocol": 9}],
+    [{"role": "observer"}, {"incarnation": "other"}, {"nonce": b"d" * 32}, {"protocol": LATER}],
     ids=lambda change: str(next(iter(change))),
 )
 @pytest.mark.parametrize("side", [0, 1], ids=["client", "server"])
@@ -316,7 +317,7 @@ def test_the_keys_are_none_of_the_proofs() -> None:
     sides = ("client", "server")
     made = [make(SECRET, side, mine, theirs) for make in (proof, frame_key) for side in sides]
     assert len(set(made)) == len(made)
-    for field, value in (("role", "observer"), ("incarnation", "d"), ("nonce", b"d" * 32), ("protocol", 9)):
+    for field, value in (("role", "observer"), ("incarnation", "d"), ("nonce", b"d" * 32), ("protocol", LATER)):
         change: dict[str, Any] = {field: value}
         assert frame_key(SECRET, "client", dataclasses.replace(mine, **change), theirs) not in made
         assert frame_key(SECRET, "client", mine, dataclasses.replace(theirs, **change)) not in made
@@ -338,8 +339,8 @@ def test_a_stranger_is_refused_and_told_nothing(make: Any) -> None:
 def test_another_version_is_refused_on_both_sides(make: Any) -> None:
     one = make()
     sent = one.data_to_send()
-    with pytest.raises(ProtocolError, match=rf"version 9 .* version {PROTOCOL_VERSION}: upgrade"):
-        one.receive_data(PREFACE[:8] + b"\x00\x09" + b"whatever comes then")
+    with pytest.raises(ProtocolError, match=rf"version {LATER} .* version {PROTOCOL_VERSION}: upgrade"):
+        one.receive_data(PREFACE[:8] + LATER.to_bytes(2) + b"whatever comes then")
     sent += one.data_to_send()
     assert sent.startswith(PREFACE)  # so that the other side can say the same
 
@@ -368,7 +369,7 @@ def test_a_reader_notices_that_the_address_belongs_to_another_worker() -> None:
     ("data", "says"),
     [
         (wire(Proof(b"m" * 32)), "Proof is not for a client"),
-        (wire(ClientHello(9, "worker", "c", b"c" * 32)), "hello says version 9"),
+        (wire(ClientHello(LATER, "worker", "c", b"c" * 32)), f"hello says version {LATER}"),
         (wire(ClientHello(PROTOCOL_VERSION, "worker", "c", b"c" * 31)), "31 bytes"),
         (wire(ClientHello(PROTOCOL_VERSION, "worker", "c", b"")), "0 bytes"),
         ((FRAME_BYTES_MAX + 1).to_bytes(4, "big"), "4097 bytes"),
