@@ -370,6 +370,15 @@ def test_available_is_what_its_own_layout_has() -> None:
     assert "nobody holds" in outcome.error.message
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_available_is_what_has_each_class_with_somebody_who_is_heard_of(silent: int) -> None:
+    world, trainers = published()
+    world.cut_off(trainers[silent])
+    (strange,) = world.group("s", [("own/s", ())])
+    world.fill([strange], "available")
+    assert not strange.take(Start)
+
+
 def test_who_waits_is_woken_when_its_own_layout_has_it_again() -> None:
     world, trainers = published()
     holders = filling(world, ranks=2)

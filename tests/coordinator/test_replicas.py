@@ -7,6 +7,7 @@ import pytest
 from tensorhub.coordinator import replicas
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import AddSource, Digests, Outcome, Revoked, TellDigests
+from tensorhub.testing import CHUNKS
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling
 
@@ -109,6 +110,19 @@ def test_if_the_first_one_fails_a_reader_another_is_read_at_once_and_the_vote_wa
         assert "ranks 1 and 3" in error_of(reader)
     else:
         assert reader.take(Outcome)[0].committed
+
+
+def test_the_vote_waits_for_the_first_also_if_the_other_has_nothing_to_tell() -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    world.lose_source(reader, world.lease(reader, "t1"))
+    world.tell(trainers[0], A)
+    world.tell(trainers[1], B)
+    world.vote(reader, root(A), root(B))
+    world.say(trainers[3], Digests("t3", trainers[3].generation, CHUNKS, (), b"", True))
+    assert not reader.take(Outcome)
+    world.tell(trainers[1])
+    assert reader.take(Outcome)[0].committed
 
 
 def test_if_the_first_one_is_lost_before_it_has_told_nobody_waits_for_it() -> None:

@@ -18,7 +18,17 @@ from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory import strided
 from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
-from tensorhub.memory.strided import BLOCK_BYTES, BUFFER_BYTES, LONG_RUN_BYTES, Stream, Strided, blocks, gather, runs
+from tensorhub.memory.strided import (
+    BLOCK_BYTES,
+    BUFFER_BYTES,
+    CALL_RUNS_MAX,
+    LONG_RUN_BYTES,
+    Stream,
+    Strided,
+    blocks,
+    gather,
+    runs,
+)
 from tensorhub.strips import Strip, straight
 from tensorhub.testing.strided_target import bytes_of
 from tests.cuda.double import Double
@@ -45,6 +55,7 @@ def strips_of(kind: str) -> list[Strip]:
     return {
         "one run": [straight(0, 7, 5)],
         "short runs": [Strip(0, 3, 0, 0, 1, ((5000, 300),), 176)],
+        "one run more than a call takes": [Strip(0, 3, 0, 0, 1, ((CALL_RUNS_MAX + 1, 300),), 20)],
         "2 KiB": [Strip(0, 0, 0, 0, 1, ((700, 4096),), 2048)],
         "long runs": [Strip(0, 0, 0, 0, 1, ((30, 70_000),), 65_536)],
         "one long run": [straight(1, 11, 3 * MiB - 11)],
@@ -66,6 +77,7 @@ def strips_of(kind: str) -> list[Strip]:
 KINDS = (
     "one run",
     "short runs",
+    "one run more than a call takes",
     "2 KiB",
     "long runs",
     "one long run",
