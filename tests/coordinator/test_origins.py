@@ -323,3 +323,14 @@ def test_a_copy_of_a_shard_reads_the_layout_that_the_shard_is_of(site: str) -> N
     world.fill([rank])
     (start,) = rank.take(Start)
     assert start.publication == its
+
+
+def test_what_was_published_is_read_before_who_has_read_a_copy_in_the_same_layout_elsewhere() -> None:
+    world, _, _ = held(site="there")
+    first = begin(world, "s", "own/s", site="there")
+    world.ready(first, OF_R)
+    world.vote(first, root(OF_R))
+    world.tell(first, OF_R)
+    assert [outcome.committed for outcome in first.take(Outcome)] == [True]
+    (start,) = begin(world, "y", "own/s", site="elsewhere").take(Start)
+    assert start.publication == world.version.holdings.described_as

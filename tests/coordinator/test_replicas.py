@@ -112,6 +112,22 @@ def test_if_the_first_one_fails_a_reader_another_is_read_at_once_and_the_vote_wa
         assert reader.take(Outcome)[0].committed
 
 
+@pytest.mark.parametrize("known", [0, 1])
+def test_the_vote_waits_for_each_class_of_which_a_reader_has_read_two(known: int) -> None:
+    world, trainers = hsdp()
+    (reader,) = filling(world)
+    for first in ("t0", "t1"):
+        world.lose_source(reader, world.lease(reader, first))
+    world.tell(trainers[0], A)
+    world.tell(trainers[1], B)
+    world.vote(reader, root(A), root(B))
+    for trainer in (trainers[known], trainers[known + 2], trainers[1 - known]):
+        world.tell(trainer)
+    assert not reader.take(Outcome)
+    world.tell(trainers[3 - known])
+    assert reader.take(Outcome)[0].committed
+
+
 def test_the_vote_waits_for_the_first_also_if_the_other_has_nothing_to_tell() -> None:
     world, trainers = hsdp()
     (reader,) = filling(world)
