@@ -160,6 +160,39 @@ async def test_what_nobody_has_read_is_digested_for_who_asks() -> None:
     assert digests == tuple(its.a.memory.selected(part.selection).digests(range(len(part.chunks))))
 
 
+async def test_what_gives_way_while_it_is_selected_is_said_again() -> None:
+    """Else nobody would know of which chunks it is, and memory that is being filled would serve what it does not have."""
+    its = setting()
+    its.a.open(complete=False)
+    name, part = next(iter(its.parts.items()))
+    blob, owner = part.selection.encode(), its.a.owner
+    owner.upload(READER, its.a.registration, name, len(blob), 0, blob)
+    assert owner.select(READER, its.a.registration, 7, name) is True
+    lock, entered = owner._changed, 0
+
+    class Meanwhile:
+        """Between the first and the second time that the lock is taken, the selection gives way."""
+
+        def __enter__(self) -> None:
+            nonlocal entered
+            entered += 1
+            if entered == 2:
+                owner._owner.deselect(name)
+                owner._selected[its.a.registration].pop(name)
+            lock.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            lock.__exit__(*error)
+
+    owner._changed = cast(Any, Meanwhile())
+    answer = owner.select(READER, its.a.registration, 7, name)
+    owner._changed = lock
+    assert (answer, entered) == (False, 2)
+    assert owner.select(READER, its.a.registration, 7, name) is True
+    grid = owner._owner._memories[its.a.registration].selections[name]
+    assert all(grid.covers(chunk) for chunk in range(len(part.chunks)))
+
+
 async def test_a_reader_follows_a_holder_that_is_being_filled() -> None:
     its = setting()
     its.a.open(complete=False)

@@ -284,9 +284,11 @@ class SharedOwner:
         with self._changed:
             if self._memory.get(registration) is not memory:
                 return NOT_OPEN
+            selected = self._selected.setdefault(registration, {})
+            if is_known and name not in selected:
+                return False  # it has given way meanwhile, or the memory was opened anew: the reader says it again
             if not self._owner.select(registration, generation, name, selection.sizes, covers):
                 return NOT_OPEN
-            selected = self._selected.setdefault(registration, {})
             if name not in selected:
                 selected[name] = memory.selected(selection)
         return True
