@@ -229,6 +229,19 @@ def test_after_a_rollback_an_older_version_of_the_new_lineage_may_replace_what_w
     assert asked.number == 1
 
 
+def test_the_error_names_the_shards_that_nobody_holds() -> None:
+    cluster = StepwiseCluster()
+    trainer, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    publish(cluster, *trainer, number=1)
+    trainer[0].worker.crash()
+    cluster.run()
+    cluster.advance(cluster.options.lease_s + 1)
+    asked = [each.replicate("available") for each in readers]
+    cluster.run()
+    assert "(of version 1, in the published layout, nobody has all of the shards of ranks 0)" in str(error_of(asked[0]))
+
+
 def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_waited_for() -> None:
     """It was published, and forgotten since: nothing is left of this lineage."""
     cluster = StepwiseCluster()

@@ -18,7 +18,7 @@ from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.supply import wants_source
-from tensorhub.errors import VersionUnavailable
+from tensorhub.errors import VersionUnavailable, some
 from tensorhub.messages import ChunksThere, TellChunks
 
 HELD_TOLD_MAX = 3  # versions that an error names
@@ -178,18 +178,34 @@ def held_text(model: Model) -> str:
 def _told(model: Model) -> str:
     held = _readable(model)
     if not held:
-        silent = any(v.visible and v.is_held for v in model.versions.values())
-        what = "workers that are not heard of now hold" if silent else "nobody holds all of"
-        return f"{what} a version of it"
+        if any(v.visible and v.is_held for v in model.versions.values()):
+            return "workers that are not heard of now hold a version of it"
+        return f"nobody holds all of a version of it{_lacking(model)}"
     told = ", ".join(f"version {v.number} by {_replicas(v)}" for v in held[:HELD_TOLD_MAX])
     more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
     return f"held now: {told}{more}"
 
 
+def _lacking(model: Model) -> str:
+    """Of the newest version of which somebody holds some shards of a layout: of which ones nobody does."""
+    for version in _not_retired(model):
+        for layout in version.layouts:
+            missing = [str(shard) for shard in layout if not layout.of(shard).live_sources]
+            if layout.counts and len(missing) < len(layout):
+                whose = "the published layout" if layout is version.holdings else "another layout than the published one"
+                return f" (of version {version.number}, in {whose}, nobody has all of the shards of ranks {some(missing)})"
+    return ""
+
+
 def _readable(model: Model) -> list[Version]:
-    """Versions that can be read now, the newest first, without those that a rollback is about to retire."""
+    """Those that can be read now, the newest first."""
+    return [v for v in _not_retired(model) if v.copies]
+
+
+def _not_retired(model: Model) -> list[Version]:
+    """The newest first, without those that a rollback is about to retire."""
     mark = -1 if model.mark is None else model.mark
-    return [v for v in model.visible if v.number <= mark and v.copies]
+    return [v for v in model.visible if v.number <= mark]
 
 
 def _replicas(version: Version) -> str:
