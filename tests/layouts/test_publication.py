@@ -71,6 +71,14 @@ def test_a_byte_in_two_pieces_of_one_rank_is_named() -> None:
         Publication((arrange(pieces),)).check()
 
 
+def test_a_byte_in_two_of_three_pieces_of_one_rank_is_named() -> None:
+    w = source("w", shape=(12, 2))
+    names = {"x": w[0:4], "y": w[4:8], "z": w[7:12]}
+    pieces = pieces_of([local(name, 5 if name == "z" else 4, 2, region=n) for n, name in enumerate(names)], sources=names)
+    with pytest.raises(ManifestMismatch, match=r"holds parts \[4:8, 0:2\] and \[7:12, 0:2\] of tensor 'w'"):
+        Publication((arrange(pieces),)).check()
+
+
 def test_the_same_byte_on_two_ranks_is_no_fault() -> None:
     Publication(tuple(sharded((0, 2), (1, 2), (0, 1)))).check()
 
@@ -136,10 +144,12 @@ def test_what_shares_memory_at_the_reader_only_is_refused() -> None:
         publication.check_readers([tied(True)])
 
 
-def test_a_tie_on_one_rank_only_is_none() -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_tie_on_one_rank_only_is_none(which: int) -> None:
     halves = [cut((12, 2), [Cut(0, 2, part)]) for part in range(2)]
     ranks = []
-    for part, same in ((0, True), (1, False)):
+    for part in range(2):
+        same = part == which
         shardings = dict.fromkeys(("embed", "head"), halves[part])
         locals_ = [local(name, 6, 2, region=0 if same else n) for n, name in enumerate(shardings)]
         ranks.append(arrange(pieces_of(locals_, world_size=2, shardings=shardings)))
