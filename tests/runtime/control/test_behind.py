@@ -206,7 +206,7 @@ WORKERS = 1000
 
 
 def registers(number: int, held: Held | None) -> Register:
-    use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", held)
+    use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"manifest", held)
     return Register(1, f"r{number}", "m", f"g{number}", 0, 0, 1, *use)
 
 

@@ -225,7 +225,7 @@ async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypa
 
     monkeypatch.setattr(Answers, "describe", counting)
     names = ["\U0001f40c" * 500 + str(number) for number in range(500)]  # a description of them is a megabyte
-    use = ("g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    use = ("g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"manifest", None)
     async with (
         nothing_left(),
         serving(OPTIONS) as server,
