@@ -1,4 +1,4 @@
-# One command each: see `make help`. Everything is installed into .venv and nowhere else.
+# One command each: see `make help`. Everything is installed into .venv (frameworks: .venv-frameworks), and nowhere else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv ins
 # Tests start some three hundred interpreters, each of which would compile the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl chaos rdma clean
+.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl frameworks chaos rdma clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
 
 venv: $(STAMP) ## set up .venv for development (done once, again when pyproject.toml changes)
 
@@ -75,6 +75,10 @@ nixl: venv ## NIXL, and the tests of the transport over it (it brings some 120 M
 	$(PIP) -e '.[nixl]'
 	$(BIN)/pytest -q -m "nixl and not slow"
 
+FRAMEWORKS ?= ray trl verl vllm sglang
+frameworks: venv ## the adapters against vLLM, verl, TRL, SGLang and Ray themselves, each in .venv-frameworks/NAME (FRAMEWORKS=)
+	$(BIN)/python -m tests.frameworks $(FRAMEWORKS)
+
 MINUTES ?= 10
 SEED ?= 1
 chaos: venv ## real processes are killed, stopped and cut off while versions advance, checked (MINUTES=, SEED=)
@@ -84,5 +88,5 @@ rdma: venv ## what needs an RDMA device, in a guest that has one, if this machin
 	TENSORHUB_RDMA_GUEST=$${TENSORHUB_RDMA_GUEST:-1} $(BIN)/pytest -q -rs -m rdma tests/rdma
 
 clean: ## remove everything that is not in the repository's history, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg
+	rm -rf $(VENV) .venv-frameworks build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,47 @@
+"""What is installed for each framework: the release that its adapter is tested with, without what only a GPU needs.
+
+torch and the development tools come from the environment for development, which each of these sees. Written down is how
+each framework installs beside a torch for the CPU: with its own requirements, some would bring gigabytes of CUDA along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`installs`: the arguments of one call of pip each. `tests`: modules in this directory."""
+
+    installs: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.installs)
+
+
+RECIPES = {
+    "ray": Recipe(("ray[default]==2.60.0",), ("test_ray.py",)),
+    "sglang": Recipe(
+        (
+            "--no-deps sglang==0.5.23",
+            "-r tests/frameworks/sglang-requirements.txt",
+            "--no-deps triton torchvision==0.28.0 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 outlines==0.1.11 timm==1.0.25",
+        ),
+        ("test_sglang.py",),
+    ),
+    "trl": Recipe(("trl==1.16.0 requests",), ("test_trl.py",)),
+    "verl": Recipe(
+        ("--no-deps verl==0.9.1", "-r tests/frameworks/verl-requirements.txt"),
+        ("test_verl.py", "test_nemo_rl.py"),
+    ),
+    "vllm": Recipe(
+        (
+            "--no-deps vllm==0.33.0",
+            "-r tests/frameworks/vllm-requirements.txt mistral_common",
+            "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
+        ),
+        ("test_vllm.py",),
+    ),
+}
