@@ -178,8 +178,13 @@ class Gate:
     @property
     def holds(self) -> bool:
         """Whether a reader waits here."""
+        return self.held > 0
+
+    @property
+    def held(self) -> int:
+        """How many readers' lanes wait here."""
         with self._changed:
-            return self._waiting > 0
+            return self._waiting
 
     def close(self, arrivals: int) -> None:
         """From now on, so many arrivals, then it holds (again)."""
@@ -234,6 +239,7 @@ class _GatedTransport(Transport):
     """Another transport behind a gate, with one thread to a source."""
 
     lanes = 1
+    batch_bytes = CHUNK_BYTES  # what is asked for before the gate lies in sockets' buffers, even when its source is dead
 
     def __init__(self, inner: Transport, gate: Gate, heeds_cuts: bool) -> None:
         self.name, self.strides = inner.name, inner.strides

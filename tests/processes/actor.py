@@ -57,8 +57,8 @@ class Actor:
         """Have the kernel forbid others to read this process' memory."""
         assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
 
-    async def gate_holds(self) -> None:
-        while not self._gate.holds:  # noqa: ASYNC110 - a lane's thread comes there
+    async def gate_holds(self, lanes: int = 1) -> None:
+        while self._gate.held < lanes:  # noqa: ASYNC110 - a lane's thread comes there
             await anyio.sleep(0.001)
 
     async def gate_open(self) -> None:

@@ -55,6 +55,14 @@ class Group:
         return all(self.do("has_part", content=content))
 
 
+def held(engine: Process) -> list[str]:
+    """Whom this process reads from, once the gate holds its lanes to all of them."""
+    engine.do("gate_holds")
+    sources: list[str] = engine.do("sources")
+    engine.do("gate_holds", lanes=len(sources))
+    return sources
+
+
 def outcomes(reports: Sequence[dict[str, Any]], source: str) -> list[str]:
     return [report["sources"][source] for report in reports if source in report["sources"]]
 
@@ -68,8 +76,7 @@ def test_a_rank_of_hsdp_is_killed_in_mid_read(processes: ChildProcesses) -> None
     engine = process_of(processes, address, "engine", gate=6)
     readers = Group("r", "columns", 2, [engine, engine])
     fills = readers.begin("replicate")
-    engine.do("gate_holds")
-    assert "first" in engine.do("sources")
+    assert "first" in held(engine)
     first.kill()
     engine.do("gate_open")
     reports = [fill.result() for fill in fills]
@@ -97,8 +104,7 @@ def test_who_has_read_across_layouts_first_is_killed_and_those_who_follow_it_go_
     engine = process_of(processes, address, "engine", gate=6)
     readers = Group("r", "columns", 2, [engine] * 2)
     fills = readers.begin("replicate")
-    engine.do("gate_holds")
-    [source, *_] = sources = engine.do("sources")
+    [source, *_] = sources = held(engine)
     assert sources == [source] * 2
     assert source == "bridge" or not is_trainer_there
     (bridge if source == "bridge" else other).kill()
@@ -199,8 +205,7 @@ def test_real_fsdp_and_a_process_is_killed_in_mid_read(processes: ChildProcesses
             call.result()
     late = engine("late", gate=6)
     fills = fill(late)
-    late.do("gate_holds")
-    assert victim.name in late.do("sources")
+    assert victim.name in held(late)
     victim.kill()
     late.do("gate_open")
     reports = [call.result() for call in fills]
