@@ -1,8 +1,10 @@
 """What a process holds, counted from within: memory, descriptors, threads, tasks, objects by type, every book by name."""
 
+import asyncio
 import atexit
 import ctypes
 import gc
+import heapq
 import logging
 import os
 import re
@@ -11,7 +13,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
@@ -86,7 +88,11 @@ async def _count_tasks() -> int:
 
 
 def _forget_ended_deadlines() -> None:
-    """Have trio, if it runs this loop, let go of the up to 1,000 ended scopes that it keeps until it cares to prune them."""
+    """Have the loop let go of what it keeps until it cares to prune it: 1,000 ended scopes (trio), 100 timers (asyncio)."""
+    if (loop := cast(Any, asyncio._get_running_loop())) is not None:
+        loop._scheduled = [timer for timer in loop._scheduled if not timer.cancelled()]
+        heapq.heapify(loop._scheduled)
+        loop._timer_cancelled_count = 0
     trio: Any = sys.modules.get("trio._core._run")
     if hasattr(getattr(trio, "GLOBAL_RUN_CONTEXT", None), "runner"):
         trio.GLOBAL_RUN_CONTEXT.runner.deadlines._prune()
