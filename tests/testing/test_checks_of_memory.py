@@ -9,6 +9,8 @@ import pytest
 
 from tensorhub.errors import DrainTimeout
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, GuaranteeBroken, SimHandle, StepwiseCluster
+from tensorhub.testing.sim import misdeeds
+from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.owner import Owner
@@ -215,6 +217,32 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
     assert first.has_ended()
     assert second.has_ended()
     assert second.error is None
+
+
+def test_a_publisher_may_leave_of_whose_overwritten_memory_only_a_selection_was_digested() -> None:
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster.world.chunks = rows = CHUNKS + 3
+    trainer = cluster.worker("trainer").register("trainer", 0, 1, cut=Layout(rows, 1))
+    pairs = [
+        [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)] for name in ("one", "two")
+    ]
+    cluster.run()
+    trainer.publish(1)
+    trainer.worker.asks.retain(1)
+    cluster.run()
+    for rank in pairs[0]:
+        rank.replicate()
+    cluster.run()
+    for rank in pairs[0]:
+        rank.unpublish()
+    cluster.run()
+    assert misdeeds.overwrite(trainer)
+    failed = [rank.replicate(timeout_s=5.0) for rank in pairs[1]]
+    cluster.advance(10.0)
+    assert all(each.error is not None for each in failed)
+    asked = trainer.unpublish()
+    cluster.run()
+    assert asked.done  # nobody wants that any more
 
 
 def waits_for_an_access() -> tuple[StepwiseCluster, SimHandle]:

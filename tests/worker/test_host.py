@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import TypeVar
 
+import pytest
+
 from tensorhub.errors import GroupAborted, IntegrityError, StateError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
@@ -19,6 +21,7 @@ from tensorhub.messages import (
     Registered as RegisteredReply,
     Resolve,
     Revoked,
+    SetRetained,
     Start,
 )
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
@@ -62,9 +65,11 @@ def version(number: int) -> VersionInfo:
 class Rank:
     """A member that is connected, and everything that it has wanted so far."""
 
-    def __init__(self, copies: LocalCopies, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE) -> None:
+    def __init__(
+        self, copies: LocalCopies, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE, *, ranks: int = 1
+    ) -> None:
         name = f"{medium.value}-{purpose.value}"
-        self.shard = Shard(name, "m", name, 0, 1, False, "world/1", manifest(), 0, medium, purpose)
+        self.shard = Shard(name, "m", name, 0, ranks, False, "world/1", manifest(), 0, medium, purpose)
         numbers = count(1)
         known = {manifest().manifest_id: manifest()}
         self.member = Member(
@@ -279,6 +284,20 @@ def test_a_copy_from_ones_own_memory_is_held_when_it_is_whole() -> None:
     assert host.member.version == 1
     assert copies.of_shard(Rank(copies).shard).keep("content1", manifest().grid_id)
     assert not copies.of_shard(host.shard).keep("content1", manifest().grid_id)  # it is not its own reason to leave
+
+
+@pytest.mark.parametrize(("ranks", "goes"), [(1, True), (2, False)])
+def test_unasked_a_rank_leaves_what_its_own_host_copy_keeps_unless_it_has_mates(ranks: int, goes: bool) -> None:
+    """R4: the others' shards stop to serve with it, also where one rank has published all that they have read."""
+    copies = LocalCopies()
+    rank, host = Rank(copies, ranks=ranks), Rank(copies, Medium.HOST, Purpose.RETENTION)
+    rank.hold(1)
+    host.do(host.member.begin(CopyCall(version(1), manifest(), LocalCopy(rank.shard.registration, 1)), 60, 0))
+    host.do(host.member.copied(ALL, 0))
+    rank.do(rank.member.receive(SetRetained(rank.shard.registration, "content1", True, 1), 0))
+    rank.do(rank.member.begin(UnpublishCall(), 60, 0))
+    rank.do(rank.member.tick(30))  # readers have had half the time to leave
+    assert kinds(rank.take()) == (["Fence"] if goes else [])
 
 
 def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:

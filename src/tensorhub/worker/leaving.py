@@ -100,7 +100,7 @@ class Leaving(ActiveCall[C]):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        alone = content.version.world_size == 1  # else the other ranks' shards would stop to serve with this one
+        alone = self._context.shard.world_size == 1  # else the other ranks' shards would stop to serve with this one
         if alone and not self._closes and self._context.copies.keep(content.version.content_id, content.manifest.grid_id):
             return -inf
         return inf if session.online else session.lease_over

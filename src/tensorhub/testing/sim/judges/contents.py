@@ -76,8 +76,8 @@ class Contents:
         self._spoilt.add((handle.id, content_id))
 
     def is_spoilt(self, handle: JudgedHandle, content_id: str) -> bool:
-        """Whether its own user has overwritten that there."""
-        return (handle.id, content_id) in self._spoilt
+        """Whether its own user has overwritten that there; also where only the digest of a selection could tell."""
+        return (handle.id, content_id) in self._spoilt or handle.changed == content_id != ""
 
     def is_all(self, content_id: str, handles: Iterable[JudgedHandle]) -> bool:
         """Whether these, which hold different parts of it in another layout, have every byte of it."""
