@@ -28,8 +28,10 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.testing import CHUNK_BYTES, CallRecord, SimHandle, StepwiseCluster
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing.sim.layouts import Layout
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Action
@@ -719,3 +721,32 @@ def run_actions(cluster: StepwiseCluster) -> None:
     """What shells do by themselves; nothing that was sent arrives."""
     while (choices := [choice for choice in cluster.choices() if choice.kind == "do"]) != []:
         cluster.do(choices[0])
+
+
+def test_a_copy_that_knows_the_ids_of_its_parts_only_is_known_to_a_coordinator_that_has_come_back() -> None:
+    """Also where nobody is left who could say what they name."""
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster.world.chunks = rows = CHUNKS + 3
+
+    def pair(name: str) -> list[SimHandle]:
+        return [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)]
+
+    trainers = pair("trainer")
+    cluster.world.host_bytes = 2**40
+    hosts = [cluster.handle(f"host{k}") for k in range(2)]
+    cluster.run()
+    for trainer in trainers:
+        trainer.publish(1)
+    hosts[0].worker.asks.retain(1)
+    cluster.run()
+    for trainer in trainers:
+        trainer.close()
+    cluster.run()
+    cluster.restart()
+    cluster.run()
+    for host in hosts:
+        host.worker.connect()
+    cluster.advance(cluster.world.options.lease_s / 2)
+    asked = [reader.replicate() for reader in pair("reader")]
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1]

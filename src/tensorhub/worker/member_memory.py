@@ -299,14 +299,17 @@ class MemberMemory(Stateful[HandleState]):
             content = self.content
         if self.staged is not None and not self.applying:
             self._restate_pending = True  # if it is committed already, the coordinator counts on what is held no longer
+        said = self._parts(content, parts)
         held = content.held(told=told) if content is not None and not content.spoiled else None
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
         if held is not None and undecided:
             held = replace(held, voted=True)
-        self._context.say(self._context.session.register(held, told=told, parts=self._parts(content, parts)))
+        self._context.say(self._context.session.register(held, told=told, parts=said))
 
     def _parts(self, content: Content | None, asked: Sequence[str]) -> list[bytes]:
-        """What was asked for of the parts of what is registered, and of what is held."""
+        """What was asked for of the parts of what is registered, and of what is held. A copy knows only the ids of its
+        parts. Once it is asked for one of these, it names none any more, or it would be asked for ever.
+        """
         shard, found = self._context.shard, dict[str, bytes]()
         held = content.manifest if content is not None else None
         of = publication_in(held) if held is not None else None
@@ -317,6 +320,8 @@ class MemberMemory(Stateful[HandleState]):
         for manifest in (shard.manifest, held):
             if manifest is not None and not found.keys() >= set(asked):
                 found |= shard.parts(manifest)
+        if content is not None and not found.keys() >= set(asked).intersection(content.part_ids):
+            content.part_ids = ()
         return [found[each] for each in asked if each in found]
 
     def restate_after(self, commit: OpKey) -> None:
