@@ -577,6 +577,52 @@ async def test_of_the_whole_model_those_tensors_that_are_described_can_be_fetche
                 await c.hubs[1].fetch("m", rank=None, names=names)
 
 
+@pytest.mark.parametrize("is_trainer_there", [True, False])
+async def test_the_whole_model_has_the_tensors_without_elements(is_trainer_there: bool, tmp_path: Path) -> None:
+    """One that is described, and a plain one; from the trainer's layout, and from a reader's that has neither."""
+    full = np.arange(8, dtype=np.float32)
+    view = tensorhub.source("w", shape=(8,))
+    async with cluster("trainer", "rollout", "reader", transports=["tcp"]) as c:
+        ranks = []
+        for rank in range(2):
+            tensors = {"plain": np.zeros((3, 0), np.uint8), "w": full[4 * rank : 4 * rank + 4].copy(), "v": np.zeros((0, 4))}
+            sources = {"w": view[4 * rank : 4 * rank + 4], "v": tensorhub.source("v", shape=(0, 4))}
+            ranks.append(await c.hubs[0].register("m", tensors, sources=sources, group="t", rank=rank, world_size=2))
+        await all_of(*(each.publish(1) for each in ranks))
+        if not is_trainer_there:
+            rollout = await c.hubs[1].register("m", {"w": np.zeros(8, np.float32)})
+            await rollout.replicate()
+            await all_of(*(each.unpublish() for each in ranks))
+        fetched = await c.hubs[2].fetch("m", rank=None)
+        described = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in fetched.items()}
+        assert described == {
+            "plain": ((3, 0), "torch.uint8"),
+            "w": ((8,), "torch.float32"),
+            "v": ((0, 4), "torch.float64"),
+        }
+        assert np.array_equal(fetched["w"].numpy(), full)
+        assert (await c.hubs[2].fetch("m", rank=None, names="[pv]*")).keys() == {"plain", "v"}
+        with FileTarget(tmp_path / "m.safetensors") as target:
+            await fetch_into(c.hubs[2], "m", "latest", target, rank=None)
+            target.commit()
+    found = load_file(tmp_path / "m.safetensors")
+    assert {name: (array.shape, f"torch.{array.dtype}") for name, array in found.items()} == described
+
+
+async def test_which_plain_tensor_without_elements_is_the_whole_one_is_not_guessed() -> None:
+    async with cluster("trainer", "reader", transports=["tcp"]) as c:
+        ranks = []
+        for rank in range(2):
+            tensors = {"w": np.ones(1, np.uint8), "plain": np.zeros((rank, 0), np.uint8)}
+            sources = {"w": tensorhub.source("w", shape=(2,))[rank : rank + 1]}
+            ranks.append(await c.hubs[0].register("m", tensors, sources=sources, group="t", rank=rank, world_size=2))
+        await all_of(*(each.publish(1) for each in ranks))
+        with pytest.raises(ManifestMismatch, match=r"tensor 'plain' is plain and local"):
+            await c.hubs[1].fetch("m", rank=None)
+        assert (await c.hubs[1].fetch("m", rank=None, names="w")).keys() == {"w"}
+        assert tuple((await c.hubs[1].fetch("m", rank=1))["plain"].shape) == (1, 0)
+
+
 async def test_all_tensors_are_named_of_which_a_publisher_has_not_said_the_shape() -> None:
     async with cluster("trainer", transports=["tcp"]) as c:
         tensors = {name: np.zeros(2, np.float32) for name in "ab"}

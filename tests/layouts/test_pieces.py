@@ -8,6 +8,7 @@ import pytest
 
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts import Kind, LocalTensor, Piece, at, pieces_of, source
+from tensorhub.layouts.arrangement import arrange
 from tensorhub.layouts.boxes import Span, whole
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
@@ -42,6 +43,18 @@ def test_ranks_without_a_part_hold_nothing() -> None:
     sharding = cut((3, 4), [Cut(0, 4, 3)])
     assert pieces_of([local("w", 0, 4)], world_size=4, shardings={"w": sharding}) == []
     assert pieces_of([local("w", 2, 4)], world_size=4, shardings={"w": None}) == []  # its rank is not on the mesh
+
+
+def test_a_tensor_without_elements_is_known_on_every_rank_though_nobody_holds_a_byte_of_it() -> None:
+    kind = Kind("float16", (0, 4))
+    for tensors in (
+        pieces_of([local("w", 0, 4)], world_size=2, shardings={"w": cut((0, 4), [Cut(0, 2, 1)])}),
+        pieces_of([local("w", 0, 4)], world_size=2, sources={"w": source("w", shape=(0, 4))}),
+        pieces_of([local("w", 0, 4)]),
+    ):
+        coordinates = arrange(tensors)
+        assert (coordinates.catalogue.names, coordinates.catalogue.kinds) == (("w",), (kind,))
+        assert (coordinates.nbytes, list(coordinates.pieces())) == (0, [])
 
 
 def test_a_list_concatenates() -> None:

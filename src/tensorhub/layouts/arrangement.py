@@ -234,7 +234,7 @@ class Coordinates:
 
 
 def arrange(pieces: Iterable[Piece], catalogue: Catalogue | None = None) -> Coordinates:
-    """These pieces, which are in the memory of one rank, in their order.
+    """These pieces, which are in the memory of one rank, in their order; those without bytes are in the catalogue only.
 
     `catalogue`: the publication's, for a reader; None: one of these tensors alone. ManifestMismatch, with every
     difference: the publication has no such tensor, or another kind of it. RegistrationError: no coordinates can say
@@ -249,6 +249,8 @@ def arrange(pieces: Iterable[Piece], catalogue: Catalogue | None = None) -> Coor
     rows: dict[tuple[int, ...], None] = {}
     unlike: dict[tuple[str, Kind], None] = {}
     for piece in pieces:
+        if not piece.nbytes:
+            continue
         tensor = catalogue.find(piece.name, piece.kind)
         if tensor is None or catalogue.kind(tensor) != piece.kind:
             unlike[piece.name, piece.kind] = None

@@ -49,6 +49,11 @@ class Piece(NamedTuple):
     def nbytes(self) -> int:
         return volume(self.box) * self.kind.itemsize
 
+    @property
+    def is_of_none(self) -> bool:
+        """Whether the global tensor has no elements: nobody holds a byte of it, and a fetch of the whole model has it."""
+        return 0 in self.kind.shape
+
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
@@ -147,7 +152,7 @@ def pieces_and_faults(
         faults[name] = f"sources names {errors.shown(name)}, and no tensor of that name is registered"
     if shape_of is not None:
         faults |= _overwritten(tensors, [found[begin:end] for begin, end in pairwise((*begins, len(found)))])
-    return [piece for piece in found if piece.nbytes], faults
+    return [piece for piece in found if piece.nbytes or piece.is_of_none], faults
 
 
 def _overwritten(tensors: Sequence[LocalTensor], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
@@ -194,6 +199,9 @@ def _from_sharding(tensor: LocalTensor, sharding: Sharding) -> Iterator[Piece]:
     if fault := sharding.fault(tensor.shape):
         raise RegistrationError(f"tensor {errors.shown(tensor.name)}: {fault}")
     kind = Kind(tensor.dtype, sharding.shape, tensor.quantization)
+    if 0 in sharding.shape:
+        yield Piece(tensor.name, kind, whole(sharding.shape), tensor.region, tensor.offset, tensor.strides)
+        return
     for runs in product(*sharding.placed_runs()):
         offset = tensor.offset + sum(at * stride for (at, _), stride in zip(runs, tensor.strides, strict=True))
         yield Piece(tensor.name, kind, tuple([run for _, run in runs]), tensor.region, offset, tensor.strides)

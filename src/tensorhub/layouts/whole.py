@@ -5,11 +5,13 @@ Each tensor has a region of its own; tensors that are tied in the publication sh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 
 from tensorhub.errors import ManifestMismatch
+from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import Manifest, RegionSpec, TensorSpec
@@ -22,7 +24,7 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
     them, or a pattern names none.
     """
     catalogue = publication.catalogue
-    local = catalogue.local_names
+    local = _unknown(catalogue)
     if wanted_locals := local if patterns is None else local & _chosen(patterns, list(catalogue.names)):
         names = sorted(wanted_locals)
         sentences = tuple([f"tensor {name!r} is plain and local to each of the publisher's ranks" for name in names])
@@ -37,13 +39,21 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
         kind = catalogue.kind(number)
         first = publication.ties.get(number, number)
         region = region_of.setdefault(first, len(sizes))
-        slices = tuple([(0, size) for size in kind.shape])
-        spec = TensorSpec(name, kind.dtype, kind.shape, slices, region, 0, kind.quantization)
+        shape = kind.shape[1:] if kind.ranks else kind.shape
+        spec = TensorSpec(name, kind.dtype, shape, tuple([(0, size) for size in shape]), region, 0, kind.quantization)
         if region == len(sizes):
             sizes.append(spec.nbytes)
         tensors.append(spec)
     made = Manifest(tuple(tensors), tuple(map(RegionSpec, sizes)), published.chunk_bytes, published.digest, "")
     return made if patterns is None else _only(made, choose(patterns, made))
+
+
+def _unknown(catalogue: Catalogue) -> set[str]:
+    """Rank-local tensors: which part of the model they are, nobody has said. But one without elements that has the same
+    shape on all ranks is whole on each of them.
+    """
+    count = Counter(catalogue.names)
+    return {name for name, kind in catalogue.number_of if kind is not None and (count[name] > 1 or 0 not in kind.shape)}
 
 
 def _only(manifest: Manifest, chosen: list[TensorSpec]) -> Manifest:
