@@ -48,6 +48,7 @@ class VersionSummary:
     layouts_known: U64 = 0  # in which there are replicas; `layouts` has 8 of them at most
     # If it is held in other layouts than the published one: that one first, then those with the most replicas.
     layouts: Annotated[tuple[LayoutSummary, ...], Length(1024)] = ()
+    missing: U64 = 0  # shards of the published layout that no replica which takes readers has all of
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,6 +373,9 @@ class FetchReport:
         return sum(source.bytes_read for source in self.sources if source.shard is not None)
 
 
+MISSING_TOLD_MAX = 16
+
+
 @dataclass(frozen=True, slots=True)
 class VersionView:
     """One version in `describe`.
@@ -389,6 +392,9 @@ class VersionView:
     lineage: U64
     retained: bool  # `retain` or a pin keeps it
     layout_id: Name = ""  # in which it was published; other replicas may have others
+    # Ranks of that layout whose shard no replica that takes readers has all of, because they were lost or have left: the
+    # first 16. It is why the version is unavailable, unless a shard's worker is "doubtful".
+    missing: Annotated[tuple[U64, ...], Length(MISSING_TOLD_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,24 @@ def test_a_summary_shows_what_waits_who_is_not_heard_and_how_much_there_is(text:
 
 
 @pytest.mark.parametrize("show", [terminal, piped])
+def test_a_version_that_lacks_shards_says_which_and_a_summary_how_many(show: Callable[..., str]) -> None:
+    view = replace(MODEL.versions[0], state="unavailable", world_size=20, missing=(0, 3))
+    several = [view, replace(view, version=6, missing=tuple(range(16)))]
+    several += [replace(view, version=5, missing=()), replace(view, version=4, world_size=2)]
+    lines = [" ".join(line.split()) for line in show(replace(MODEL, versions=tuple(several))).splitlines()]
+    assert "version state size shards missing retained content" in lines
+    assert sum(line.startswith("7 unavailable 90.0 MB 20 0, 3 yes") for line in lines) == 1
+    assert any(line.startswith("6 unavailable") and "14, 15, ..." in line for line in lines)
+    assert any(line.startswith("5 unavailable 90.0 MB 20 - yes") for line in lines)
+    assert any(line.startswith("4 unavailable 90.0 MB 2 all yes") for line in lines)
+    assert "missing" not in show(MODEL)
+    counted = replace(COUNTED, versions=(replace(COUNTED.versions[1], missing=2), COUNTED.versions[0]))
+    lines = [" ".join(line.split()) for line in show(counted).splitlines()]
+    assert "version state retained copies ready filling doubtful missing readers" in lines
+    assert "6 unavailable no 0 0 0 0 2 0" in lines
+
+
+@pytest.mark.parametrize("show", [terminal, piped])
 def test_a_summary_shows_the_layouts_of_a_version_that_has_several(show: Callable[..., str]) -> None:
     layouts = (
         LayoutSummary("own/0123456789abcdef", True, 1, 1, 0, 4, 48, 48),

@@ -53,6 +53,7 @@ def check_agreement(cluster: StepwiseCluster) -> None:
     assert found.rows == len(info.versions) + len(shards) + len(info.leases) + len(info.workers)
     for mine, view in zip(found.versions, reversed(info.versions), strict=True):
         assert (mine.version, mine.state, mine.retained) == (view.version, view.state, view.retained)
+        assert mine.missing == len(view.missing)
         replicas = [replica for replica in info.replicas if replica.version == view.version]
         states = [replica.state for replica in replicas]
         counts = {"ready": mine.ready, "filling": mine.filling, "draining": mine.draining, "torn": mine.torn}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import Connected, Received, limits, views
+from tensorhub.coordinator.summaries import summarize
 from tensorhub.messages import (
     Describe,
     Description,
@@ -15,6 +16,7 @@ from tensorhub.runtime.worker.coordinator_client import joined
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import ModelInfo, ReplicaView, ShardView, WorkerView
 from tests.coordinator.test_answers import OBSERVER as WATCHER, ask as ask_one, observed
+from tests.coordinator.test_availability import publish
 from tests.coordinator.test_withdrawals import reading, run_without_reads
 from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, crowd, pages
 
@@ -43,6 +45,27 @@ def test_describe_shows_versions_replicas_leases_and_workers() -> None:
     everything = ask_one(cluster, Describe(2, None))
     assert isinstance(everything, Description)
     assert [r.state for r in everything.models[0].replicas] == ["ready", "ready"]
+
+
+def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "MISSING_TOLD_MAX", 2)
+    cluster = StepwiseCluster()
+    trainer = cluster.group("trainer", 4)
+    cluster.run()
+    publish(cluster, *trainer, number=1)
+
+    def shown() -> list[tuple[str, tuple[int, ...], int]]:
+        model = cluster.coordinator.cluster.models["actor"]
+        (info, _), (counted,) = views.describe(model), summarize(model, cluster.now).versions
+        return [(view.state, view.missing, counted.missing) for view in info.versions]
+
+    assert shown() == [("available", (), 0)]
+    for lost, (rank, missing) in enumerate([(2, (2,)), (0, (0, 2)), (3, (0, 2))]):
+        trainer[rank].worker.crash()
+        cluster.run()
+        assert shown()[0][2] == lost  # its lease still runs
+        cluster.advance(cluster.options.lease_s + 1)
+        assert shown() == [("unavailable", missing, lost + 1)]
 
 
 def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tensorhub.cli import common
 from tensorhub.model_summary import CallsSummary, ModelSummary, VersionSummary
-from tensorhub.types import LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView, printable
+from tensorhub.types import MISSING_TOLD_MAX, LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView, printable
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,30 @@ def _of(model: ModelInfo) -> Iterator[Sheet]:
 
 def _versions(versions: tuple[VersionView, ...]) -> Sheet:
     newest_first = sorted(versions, key=lambda view: (view.lineage, view.version), reverse=True)
+    is_missing = any(view.missing for view in versions)
     rows = tuple(
         (
             str(view.version),
             view.state,
             common.format_bytes(view.nbytes),
             str(view.world_size),
+            *([_missing(view)] if is_missing else []),
             "yes" if view.retained else "no",
             view.content_id[:12],
         )
         for view in newest_first
     )
-    return Sheet("versions", ("version", "state", "size", "shards", "retained", "content"), rows)
+    missing = ["missing"] if is_missing else []
+    return Sheet("versions", ("version", "state", "size", "shards", *missing, "retained", "content"), rows)
+
+
+def _missing(view: VersionView) -> str:
+    """The ranks whose shards nobody has."""
+    if not view.missing:
+        return "-"
+    if len(view.missing) == view.world_size:
+        return "all"
+    return ", ".join(map(str, view.missing)) + (", ..." if len(view.missing) == MISSING_TOLD_MAX else "")
 
 
 def _replicas(model: ModelInfo) -> Sheet:
@@ -193,7 +205,7 @@ def _counts(model: ModelSummary) -> Iterator[Sheet]:
         yield Sheet(f"and {model.suspect - len(model.silent):,} more")
 
 
-RARE = ("draining", "torn", "doubtful", "quarantined")  # columns that are shown only if there are some
+RARE = ("draining", "torn", "doubtful", "quarantined", "missing")  # columns that are shown only if there are some
 
 
 def _version_counts(versions: tuple[VersionSummary, ...]) -> Sheet:

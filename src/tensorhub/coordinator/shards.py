@@ -95,6 +95,10 @@ class Shards(dict[int, Holders[H]]):
             self.count()
         return not self.sourceless
 
+    def missing(self) -> list[int]:
+        """The shards of which it is not so."""
+        return [] if self.have_sources() else [shard for shard in self if not self.of(shard).sources]
+
     def copies(self) -> int:
         """How many complete copies can be read now: of each shard so many at least."""
         return min((self.of(shard).live_sources for shard in self), default=0)

@@ -109,6 +109,7 @@ class _Replicas:
             readers=self.readers,
             layouts_known=len(self.by_layout),
             layouts=tuple(self._layouts(version)),
+            missing=len(version.holdings.missing()),
         )
 
     def _layouts(self, version: Version) -> Iterator[LayoutSummary]:

@@ -15,7 +15,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.supply import reads_across
-from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
+from tensorhub.types import MISSING_TOLD_MAX, LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
 Place = tuple[str, str | None]  # among workers: a name and an incarnation; None: after all of that name
 Found = tuple[ModelInfo, bool]  # a part of a model, and whether the rest is still to be told
@@ -118,6 +118,7 @@ def _info(
             lineage=v.lineage,
             retained=v.number in retained,
             layout_id=v.layout_id,
+            missing=tuple(v.holdings.missing()[:MISSING_TOLD_MAX]),
         )
         for v in sorted(model.versions.values(), key=lambda v: v.number)
         if version is None or v.number == version
