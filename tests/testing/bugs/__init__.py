@@ -29,10 +29,11 @@ class Bug:
     enter: Callable[[], AbstractContextManager[None]]
     faults: tuple[Fault, ...] | None = None  # that a seed may draw; None: all
     seeds_max: int = 200
+    layouts: bool = False  # in each seed groups have several layouts, and not only in some
 
 
 def bug(
-    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200
+    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200, layouts: bool = False
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], AbstractContextManager[None]]]:
     """Register a generator function, whose body before its `yield` breaks something, as a bug of its name."""
 
@@ -40,7 +41,7 @@ def bug(
         entered = contextmanager(make)
         name = make.__name__
         assert name not in BUGS, f"two bugs are called {name}"
-        BUGS[name] = Bug(name, breaks, entered, faults, seeds_max)
+        BUGS[name] = Bug(name, breaks, entered, faults, seeds_max, layouts)
         return entered
 
     return register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from tensorhub.coordinator import bridges, supply
@@ -18,8 +19,10 @@ from tensorhub.testing.sim.faults import Fault
 from tensorhub.types import RegistrationId
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
-from tests.testing.bugs import bug, replaced
+from tests.testing.bugs import bug as any_bug, replaced
 from tests.testing.bugs.inside import around
+
+bug = partial(any_bug, layouts=True)
 
 
 @bug("R7: a rank overwrites what it holds once there is a source for any class of shards that it needs")
@@ -47,7 +50,7 @@ def all_is_read_unseen() -> Iterator[None]:
         yield
 
 
-@bug("G6: a chunk of a selection is read before all that it has bytes of is there")
+@bug("G6: a chunk of a selection is read before all that it has bytes of is there", faults=(Fault.SLOW,))
 def half_a_selected_chunk_is_enough() -> Iterator[None]:
     def select(before: Callable[..., bool], self: Owner, *args: Any) -> bool:
         *rest, covers = args
@@ -142,7 +145,10 @@ def nobody_takes_another_layout_over() -> Iterator[None]:
         yield
 
 
-@bug("R2: a rank whose Register was answered does not hear that it shall say it again, once its group's layout is known")
+@bug(
+    "R2: a rank whose Register was answered does not hear that it shall say it again, once its group's layout is known",
+    faults=(Fault.PARTITION,),
+)
 def not_asked_again() -> Iterator[None]:
     with replaced(Router, "_answered", lambda self, request: None):
         yield
