@@ -652,6 +652,24 @@ def test_very_many_holders_are_told_some_in_each_step_and_count_once_they_know(m
     assert not any(map(cluster.coordinator._retentions.is_reliable, reliable))
 
 
+def test_a_rank_counts_once_all_ranks_of_its_group_know_that_they_stay() -> None:
+    """Its replica stops serving when the first of them leaves, and who does not know may leave unasked."""
+    cluster = StepwiseCluster()
+    ranks, user = cluster.group("writers", 2), cluster.handle("user")
+    cluster.run()
+    for rank in ranks:
+        rank.publish(1)
+    cluster.run()
+    user.worker.asks.retain(1)
+    run_but(cluster, ("up", ranks[1].worker.name))
+    members, is_reliable = cluster.coordinator.cluster.members, cluster.coordinator._retentions.is_reliable
+    holdings = [holding for rank in ranks if (holding := members[rank.id].holding) is not None]
+    assert [holding.kept for holding in holdings] == [True, False]
+    assert not any(map(is_reliable, holdings))
+    cluster.run()
+    assert all(map(is_reliable, holdings))
+
+
 def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
     """Told to keep it, not to, and to keep it again: its first answer comes when it has yet to hear the last word."""
     cluster, trainer, (user,) = retained(0, "user")

@@ -78,11 +78,15 @@ class Retentions:
         return any(all(any(map(stays, each.of(shard).steady)) for shard in each) for each in others)
 
     def is_reliable(self, holding: Holding) -> bool:
-        """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`).
+        """Whether it counts for retention: it may, and its owner has acknowledged that (`RetainedAck`), as have those of the
+        other ranks, since its replica stops serving when the first of them leaves.
 
         Without that it may be given up yet: after a restart, what was only voted for is announced as held, too.
         """
-        return holding.told and holding.kept and self.may_count(holding)
+        group, unaware = holding.member.group, holding.member.group.model.unaware
+        if not (holding.told and holding.kept and self.may_count(holding)):
+            return False
+        return not (unaware and any(mate.registration in unaware for mate in group.members.values()))
 
     def may_count(self, holding: Holding) -> bool:
         """Whether it is a source that stays, and whose worker knows that it is counted on."""
