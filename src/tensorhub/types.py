@@ -381,7 +381,8 @@ class VersionView:
     """One version in `describe`.
 
     `state`: "available": it can be fetched; "unavailable": nobody holds all of it now; "staged": not all ranks have
-    published it.
+    published it. `missing`: the first 16 ranks of the published layout whose shards no replica that takes readers has all
+    of, because they were lost or have left. They are why it is unavailable, unless the worker of a shard is "doubtful".
     """
 
     version: U64
@@ -392,8 +393,6 @@ class VersionView:
     lineage: U64
     retained: bool  # `retain` or a pin keeps it
     layout_id: Name = ""  # in which it was published; other replicas may have others
-    # Ranks of that layout whose shard no replica that takes readers has all of, because they were lost or have left: the
-    # first 16. It is why the version is unavailable, unless a shard's worker is "doubtful".
     missing: Annotated[tuple[U64, ...], Length(MISSING_TOLD_MAX)] = ()
 
 

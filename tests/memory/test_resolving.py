@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,14 +123,35 @@ def test_a_sharded_module_that_has_changed_since(process_group: None) -> None:
     versions = memory.versions()
     memory.check_current()
     module(torch.ones(2, 2))  # and is gathered, until it is resharded
-    with pytest.raises(RegistrationError, match=r"'0\.weight': .*it was a DTensor; .*call `reshard\(\)` first"):
-        memory.check_current()
+    for refused in (memory.check_current, partial(RegisteredMemory, module)):
+        with pytest.raises(RegistrationError, match=r"4 parameter\(s\) are gathered .*'0\.weight', .*`reshard\(\)`"):
+            refused()
     module.reshard()
     memory.check_current()
     memory.count_write()
     assert memory.versions() != versions
     module.half()  # the same parameters, with other local parts
     with pytest.raises(RegistrationError, match=r"'0\.weight': its dtype is torch\.float16, not torch\.float32"):
+        memory.check_current()
+
+
+def test_a_part_of_a_module_that_is_gathered_by_hand(process_group: None) -> None:
+    """Nothing else of it is: the parameters of the other part, and one that FSDP leaves alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module: Any = plain()
+    mesh, alone = init_device_mesh("cpu", (1,)), next(iter(module.children())).bias
+    for layer in module.children():
+        fully_shard(layer, mesh=mesh, ignored_params={alone})
+    module[0].unshard()
+    with pytest.raises(RegistrationError, match=r"^1 parameter\(s\) are gathered by FSDP now \('0\.weight'\): "):
+        resolve(module)
+    module[0].reshard()
+    memory = RegisteredMemory(module)
+    assert set(memory.shardings) == {"0.weight", "1.weight", "1.bias"}
+    module[0].unshard()
+    with pytest.raises(RegistrationError, match=r"'0\.weight'"):
         memory.check_current()
 
 

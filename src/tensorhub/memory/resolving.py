@@ -9,11 +9,12 @@ torch is never imported here. Whoever hands over a module has imported it alread
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tensorhub.errors import RegistrationError
+from tensorhub.errors import RegistrationError, some
 
 # Where torch defines a wrapper, its class, and the name under which it keeps the module that it wraps.
 _WRAPPERS = (
@@ -24,6 +25,7 @@ _WRAPPERS = (
 )
 NAMES_MAX = 5  # in an error
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+_FSDP2 = "torch.distributed.fsdp", "FSDPModule"
 
 
 def is_module(value: object) -> bool:
@@ -35,7 +37,7 @@ def is_module(value: object) -> bool:
 def resolve(given: object) -> dict[str, Any]:
     """The present tensors of a module or of a mapping; what is in a mapping within it gets a dotted name.
 
-    RegistrationError: it is neither, two entries have one name, or a module is flattened by FSDP.
+    RegistrationError: it is neither, two entries have one name, or a module is flattened, or gathered now, by FSDP.
     """
     found = _Found()
     try:
@@ -48,6 +50,12 @@ def resolve(given: object) -> dict[str, Any]:
             raise RegistrationError(f"tensors: give an nn.Module or a mapping of names to tensors, not {what}")
     except RecursionError:
         raise RegistrationError("tensors: they are nested too deeply; nothing can hold itself") from None
+    if found.gathered:
+        names = some([*map(repr, found.gathered)], most=NAMES_MAX)
+        raise RegistrationError(
+            f"{len(found.gathered)} parameter(s) are gathered by FSDP now ({names}): that memory is freed again. Call "
+            "`reshard()` on the module first: a forward without a backward leaves it gathered"
+        )
     if found.twice:
         names = ", ".join(map(repr, list(found.twice)[:NAMES_MAX]))
         raise RegistrationError(
@@ -64,7 +72,9 @@ class _Found:
         self.twice: dict[str, None] = {}  # names of more than one entry
         defined = [(_defined(where, kind), inner) for where, kind, inner in _WRAPPERS]
         self._wrappers = [(kind, inner) for kind, inner in defined if kind is not None]
-        self._fsdp = _defined(*_FSDP)
+        self.gathered: list[str] = []  # names of parameters that stand in for those that FSDP keeps
+        self._fsdp, self._fsdp2 = _defined(*_FSDP), _defined(*_FSDP2)
+        self._stand_ins: set[int] = set()  # the ids of such parameters
         self._inner: dict[type, str | None] = {}  # what a kind of module calls the one that it wraps, if it does
 
     def enter_mapping(self, given: Mapping[Any, Any], prefix: str) -> None:
@@ -82,7 +92,11 @@ class _Found:
 
     def enter_module(self, module: Any, prefix: str) -> None:
         """As `named_parameters(remove_duplicate=False)` and `named_buffers` do, which take their own pass each."""
+        if self._fsdp2 is not None and isinstance(module, self._fsdp2):
+            self._stand_ins.update(map(id, _stand_ins(module)))
         for name, tensor in module._parameters.items():
+            if id(tensor) in self._stand_ins:
+                self.gathered.append(prefix + name)
             if tensor is not None:
                 self._enter_tensor(prefix + name, tensor)
         for name, tensor in module._buffers.items():
@@ -105,6 +119,16 @@ class _Found:
                 "`FullyShardedDataParallel.summon_full_params(module)` shows"
             )
         return next((inner for wrapper, inner in self._wrappers if isinstance(module, wrapper)), None)
+
+
+def _stand_ins(module: Any) -> Iterator[Any]:
+    """What FSDP2 has put in the place of parameters of this module until they are sharded again."""
+    with contextlib.suppress(AttributeError):  # torch does not promise these names: without them, nothing is known
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            for each in group.fsdp_params:
+                if each.sharded_state.name != "SHARDED":
+                    yield getattr(each._module_info.module, each._module_info.param_name)
 
 
 def _defined(where: str, name: str) -> type | None:

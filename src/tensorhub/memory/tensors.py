@@ -181,7 +181,7 @@ class RegisteredMemory:
                 local = entry if fault else local_of(entry)
                 what = [fault] if fault else _differences(_fingerprint(local, is_torch(local)), was)
                 if what and name in self._dtensors and local is entry:
-                    what.append("it was a DTensor; of a module that FSDP has gathered, call `reshard()` first")
+                    what.append("it was a DTensor")
                 elif what and name not in self._dtensors and is_torch(entry) and is_dtensor(entry):
                     what.append("it is a DTensor now")
                 if what:
