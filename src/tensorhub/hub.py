@@ -30,6 +30,7 @@ from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.read_plan import ReadPlan
+from tensorhub.runtime.control.addresses import check_address
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
@@ -49,7 +50,6 @@ from tensorhub.types import (
     check_name,
     check_selector,
     check_version,
-    parse_address,
 )
 from tensorhub.watcher import Watcher
 from tensorhub.weights import Weights
@@ -75,7 +75,8 @@ def connect(
     is open when the interpreter exits, on whatever way, leaves then, within `Options.exit_timeout_s`; threads that are not
     daemons keep the process as long as they run, and may use the hub.
 
-    `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `token`: as
+    `address`: a coordinator's "tcp://host:port", or several; on Ray "ray-actor://NAME", which is looked up anew at each
+    connection (`tensorhub.integrations.ray`). `name`: for people; default: host and process id. `token`: as
     for `serve`; a token file's first is presented. With a read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`,
     `watch`, `describe` and `summarize` may be called; the other calls raise AuthenticationFailed. `transports`: names in
     order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
@@ -105,7 +106,7 @@ def joining(
         raise InvalidType(f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them')
     addresses = [address] if isinstance(address, str) else list(address)
     for each in addresses:
-        parse_address(each)
+        check_address(each)
     if not addresses:
         raise InvalidValue('no coordinator address is given: give "tcp://HOST:PORT", or a list of them')
     if not isinstance(location, Location | None):

@@ -33,7 +33,8 @@ from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.types import Incarnation, Options, parse_address
+from tensorhub.runtime.control.addresses import check_address, locate
+from tensorhub.types import Incarnation, Options
 from tensorhub.worker.heartbeats import Heartbeats
 
 OUTBOX_MESSAGES_MAX = 8192
@@ -79,7 +80,9 @@ class CoordinatorLink:
     ) -> None:
         """Raises StateError for an address that is none."""
         self._dial = dial
-        self._addresses = [parse_address(address) for address in addresses]
+        self._addresses = tuple(addresses)
+        for address in self._addresses:
+            check_address(address)
         if not self._addresses:
             raise StateError("no coordinator address is given")
         self._secrets = secrets_presented  # the first is presented, as it is at each connection
@@ -99,7 +102,7 @@ class CoordinatorLink:
     @property
     def addresses(self) -> str:
         """For people."""
-        return ", ".join(f"tcp://{host}:{port}" for host, port in self._addresses)
+        return ", ".join(self._addresses)
 
     @property
     def lease_s(self) -> float:
@@ -142,12 +145,12 @@ class CoordinatorLink:
         ProtocolError.
         """
         problems, refusal, advice = list[str](), list[TensorHubError](), "is one running there? (tensorhub serve)"
-        for host, port in self._addresses:
+        for address in self._addresses:
             try:
-                return await self._connect(host, port)
+                return await self._connect(address)
             except (OSError, ConnectionLost, OperationTimeout) as error:
                 causes = _causes(error)
-                problems.append(f"tcp://{host}:{port}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
+                problems.append(f"{address}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
                 if any(isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE) for each in causes):
                     advice = "this process has too many files open, or may have too few: raise its `ulimit -n`"
             except TensorHubError as error:
@@ -158,9 +161,9 @@ class CoordinatorLink:
             raise refusal[0]
         raise CoordinatorUnavailable(f"no coordinator can be reached ({'; '.join(problems)}): {advice}")
 
-    async def _connect(self, host: str, port: int) -> Messages:
+    async def _connect(self, address: str) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
-            stream = await self._dial(host, port)
+            stream = await self._dial(*await locate(address))
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
         self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address, ("127.0.0.1",))[0])

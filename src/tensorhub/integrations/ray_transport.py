@@ -1,0 +1,197 @@
+"""Ray Direct Transport over TensorHub: what an actor's method returns, or `ray.put` takes, is fetched by TensorHub.
+
+    register_transport()  # in the driver, before actors are made; again in `__init__` of an actor that Ray may restart
+
+    @ray.method(tensor_transport="tensorhub")
+    def weights(self): return list(self.model.parameters())
+
+The tensors of each object are a version: published when the object is made, in place, and closed when Ray frees the object.
+Its metadata carry model and number; each destination fetches them, verified, from the best source. The coordinator is
+that of TENSORHUB_ADDRESS, else "ray-actor://tensorhub".
+
+Responsible for Ray's side of that. Not responsible for weights that change version after version: those are registered
+once, and updated in place (`tensorhub.Hub.register`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+import torch
+from ray.experimental.rdt.tensor_transport_manager import (
+    CommunicatorMetadata,
+    FetchRequest,
+    TensorTransportManager,
+    TensorTransportMetadata,
+)
+from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
+
+from tensorhub import StateError, TensorHubError, sync
+from tensorhub.integrations.ray import location
+from tensorhub.logs import get_logger
+
+NAME: Final = "TENSORHUB"
+SUPPORTED: Final = ("2.60",)  # releases: Ray's interface for transports is alpha
+
+log = get_logger("tensorhub.ray")
+
+
+def register_transport() -> None:
+    """Let Ray move tensors by `tensor_transport="tensorhub"`. Once in a process; more often does nothing.
+
+    Ray takes it to the actors that are made in this process afterwards, but not to one that it restarts: such an actor calls
+    this in its `__init__`. Raises StateError for a release of Ray that this was not made for.
+    """
+    if not any(ray.__version__.startswith(f"{each}.") for each in SUPPORTED):
+        raise StateError(f"ray {ray.__version__}: the tensor transport is for ray {', '.join(SUPPORTED)}")
+    if NAME not in transport_manager_info:
+        register_tensor_transport(NAME, ["cpu", "cuda"], TensorHubTransport, torch.Tensor)
+
+
+@dataclass
+class PublishedTensors(TensorTransportMetadata):
+    """Where an object's tensors are; their names are their places in the list."""
+
+    model: str = ""
+    version: int = 0
+
+
+class PendingFetch(FetchRequest):
+    """A fetch that runs in a thread of its own."""
+
+    def __init__(self, obj_id: str, future: Future[list[Any]]) -> None:
+        super().__init__(obj_id, [])
+        self.future = future
+
+
+class TensorHubTransport(TensorTransportManager):
+    """One in each process that makes or gets such objects. Ray calls it from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of what follows; a number is published before the next one is drawn
+        self._joined: sync.Hub | None = None
+        self._published: dict[str, tuple[sync.Weights, PublishedTensors]] = {}  # by object, until Ray frees it
+        self._numbers = itertools.count(1)
+
+    def tensor_transport_backend(self) -> str:
+        return NAME
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        return True
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        """Nobody is blocked by the end of another: so Ray need not kill the actors of a fetch that failed."""
+        return True
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        return True
+
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: Sequence[torch.Tensor]) -> PublishedTensors:
+        """Publish the tensors of a new object. Of one that Ray asks for again, after a retried task, say what was said."""
+        with self._lock:
+            if obj_id in self._published:
+                return self._published[obj_id][1]
+            tensors = [each.detach().contiguous() for each in rdt_object]
+            if not tensors:
+                return PublishedTensors([], None)
+            model, version = f"ray/{ray.get_runtime_context().get_worker_id()}", next(self._numbers)
+            weights = self._hub().register(model, {str(place): each for place, each in enumerate(tensors)})
+            try:
+                weights.publish(version)
+            except BaseException:
+                weights.close(abandon=True)
+                raise
+            shapes = [(each.shape, each.dtype) for each in tensors]
+            published = PublishedTensors(shapes, tensors[0].device.type, model, version)
+            self._published[obj_id] = weights, published
+            return published
+
+    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> CommunicatorMetadata:
+        return CommunicatorMetadata()
+
+    def recv_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: PublishedTensors,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Fetch an object's tensors, into `target_buffers` in place where there are some."""
+        of = tensor_transport_metadata
+        if not of.tensor_meta:
+            return []
+        names = [str(place) for place in range(len(of.tensor_meta))]
+        with self._lock:
+            hub = self._hub()
+        if target_buffers is None:
+            fetched = hub.fetch(of.model, of.version, device=of.tensor_device)
+            return [fetched[name] for name in names]
+        weights = hub.register(of.model, dict(zip(names, target_buffers, strict=True)), spot=True)
+        try:
+            weights.replicate(of.version)
+        finally:
+            with contextlib.suppress(TensorHubError):  # closed in any case, or the error above says more
+                weights.close(abandon=True)
+        return list(target_buffers)
+
+    def fetch_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: PublishedTensors,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: Sequence[torch.Tensor] | None = None,
+    ) -> FetchRequest:
+        """Begin to fetch new tensors, so that `ray.get` of several objects fetches them at the same time. What goes into
+        the caller's tensors is fetched here and now: nobody writes them once `ray.get` has raised.
+        """
+        arguments = obj_id, tensor_transport_metadata, communicator_metadata
+        if target_buffers is not None:
+            return FetchRequest(obj_id, self.recv_multiple_tensors(*arguments, target_buffers))
+        future: Future[list[Any]] = Future()
+
+        def fetch() -> None:
+            try:
+                future.set_result(self.recv_multiple_tensors(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=fetch, name=f"tensorhub-get-{obj_id[:8]}", daemon=True).start()
+        return PendingFetch(obj_id, future)
+
+    def wait_fetch_complete(self, fetch_request: FetchRequest, timeout: float = -1) -> list[Any]:
+        """The tensors. Raises TimeoutError, also where there is no time and they are not here."""
+        if not isinstance(fetch_request, PendingFetch):
+            return list(fetch_request.tensors)
+        return fetch_request.future.result(None if timeout < 0 else timeout)
+
+    def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
+        raise NotImplementedError("whoever wants the tensors fetches them")
+
+    def garbage_collect(self, obj_id: str, tensor_transport_meta: PublishedTensors, tensors: Sequence[torch.Tensor]) -> None:
+        """Take the object's tensors back: nobody reads them after this."""
+        with self._lock:
+            weights, published = self._published.pop(obj_id, (None, None))
+        if weights is not None:
+            try:
+                weights.close(abandon=True)
+            except TensorHubError as error:
+                log.warning("object_not_closed_well", object=obj_id, version=str(published), reason=str(error))
+
+    def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
+        """Nothing is to be done: a fetch ends by itself, at its deadline at the latest, and blocks nobody."""
+
+    def _hub(self) -> sync.Hub:
+        if self._joined is None:
+            address = os.environ.get("TENSORHUB_ADDRESS", "ray-actor://tensorhub")
+            self._joined = sync.connect(address, location=location())
+        return self._joined

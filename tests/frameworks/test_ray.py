@@ -1,0 +1,231 @@
+"""`tensorhub.integrations.ray` on a real Ray cluster: several nodes, each with processes of its own, on loopback addresses.
+
+Whatever is killed here is killed as a machine kills it, and Ray itself starts it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorhub import CoordinatorUnavailable, InvalidValue, StateError, VersionConflict, sync
+
+ray: Any = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+
+from tensorhub.integrations import ray as tensorhub_ray  # noqa: E402
+from tensorhub.types import parse_address  # noqa: E402
+from tests.frameworks.ray_workers import Rollout, Trainer, started  # noqa: E402
+
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
+
+DEADLINE_S = 200
+HEAD = "127.0.0.2"
+# A node that is gone is known to be gone after 2 s.
+HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head, on which the driver and the trainers are, and no other node yet."""
+    kept = Path(tempfile.mkdtemp(prefix="th-ray-"))  # short: sockets are made in it
+    token = kept / "token"
+    token.touch(mode=0o600)
+    token.write_text("a secret that only this cluster has")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("TENSORHUB_TOKEN_FILE", str(token))  # nodes and their workers inherit it
+        head = {"num_cpus": 4, "node_ip_address": HEAD, "temp_dir": str(kept), "resources": {"head": 100}}
+        made = Cluster(head_node_args={**head, "include_dashboard": False, "_system_config": HEALTH}, initialize_head=True)
+        try:
+            ray.init(address=made.address, _node_ip_address=HEAD, log_to_driver=False)
+            made.state_dir = kept / "state"
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+            shutil.rmtree(kept, ignore_errors=True)
+
+
+@pytest.fixture
+def node(cluster: Any) -> Iterator[Callable[..., Any]]:
+    """Makes nodes, each with an address of its own; `node.kill(one)` kills all its processes."""
+    made: list[Any] = []
+
+    def add(**arguments: Any) -> Any:
+        number = 3 + len(made)
+        made.append(cluster.add_node(num_cpus=4, node_ip_address=f"127.0.0.{number}", **arguments))
+        return made[-1]
+
+    def kill(one: Any) -> None:
+        cluster.remove_node(one, allow_graceful=False)
+
+    add.kill = kill  # type: ignore[attr-defined]
+    yield add
+    for each in made:
+        if each in cluster.worker_nodes:
+            cluster.remove_node(each, allow_graceful=False)
+
+
+@pytest.fixture
+def coordinator(cluster: Any) -> Iterator[Callable[..., str]]:
+    """Starts the coordinator, which is ended with the test."""
+
+    def start(**options: Any) -> str:
+        return tensorhub_ray.start_coordinator(state_dir=cluster.state_dir, **options)
+
+    yield start
+    if any(named["name"] == "tensorhub" for named in ray.util.list_named_actors(all_namespaces=True)):
+        ray.kill(the_actor())
+        eventually(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    shutil.rmtree(cluster.state_dir, ignore_errors=True)
+
+
+def the_actor() -> Any:
+    return ray.get_actor("tensorhub", namespace=tensorhub_ray.NAMESPACE)
+
+
+def eventually(holds: Callable[[], object]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def found() -> str:
+    """The address, as soon as there is one."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            return tensorhub_ray.look_up("tensorhub")
+        except CoordinatorUnavailable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def host(address: str) -> str:
+    return parse_address(address)[0]
+
+
+def actors(kind: Any, count: int, address: str, **options: Any) -> list[Any]:
+    remote = ray.remote(kind)
+    made = [
+        remote.options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1, **options).remote(address) for _ in range(count)
+    ]
+    return [started(each) for each in made]
+
+
+def test_what_any_driver_starts_every_driver_finds(cluster: Any, coordinator: Callable[..., str]) -> None:
+    with pytest.raises(CoordinatorUnavailable, match="has no coordinator 'tensorhub'"):
+        tensorhub_ray.look_up("tensorhub")
+    address = coordinator()
+    assert address == "ray-actor://tensorhub" == coordinator()
+    there = tensorhub_ray.look_up("tensorhub")
+    assert there.startswith(f"tcp://{HEAD}:")
+    with sync.connect(address) as hub:
+        assert hub.describe() == ()
+    with pytest.raises(StateError, match="runs already, with state_dir="):
+        tensorhub_ray.start_coordinator(state_dir="/another")
+    program = f"""
+import ray
+from tensorhub.integrations.ray import look_up, start_coordinator
+ray.init(address={cluster.address!r}, _node_ip_address={HEAD!r}, log_to_driver=False)
+print(start_coordinator(state_dir={str(cluster.state_dir)!r}), look_up("tensorhub"))
+"""
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert other.stdout.split() == [address, there], other.stderr
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_coordinator_that_cannot_be_opened_says_why_and_leaves_no_actor() -> None:
+    with pytest.raises(StateError, match="/proc/nothing cannot be used"):
+        tensorhub_ray.start_coordinator(state_dir="/proc/nothing")
+    eventually(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    with pytest.raises(InvalidValue, match="give an absolute path"):
+        tensorhub_ray.start_coordinator(state_dir="state")
+
+
+def test_calls_go_on_and_versions_stay_when_the_coordinator_is_killed(cluster: Any, coordinator: Callable[..., str]) -> None:
+    address = coordinator()
+    (trainer,), (rollout, late) = actors(Trainer, 1, address), actors(Rollout, 2, address)
+    ray.get(trainer.publish.remote(5), timeout=DEADLINE_S)
+    assert ray.get(rollout.update.remote(5), timeout=DEADLINE_S) == (5, [5.0])
+    waits = rollout.update.remote(6)
+    ray.kill(the_actor(), no_restart=False)
+    found()
+    assert ray.get(late.update.remote(5), timeout=DEADLINE_S) == (5, [5.0])
+    with pytest.raises(VersionConflict):  # the mark is durable
+        ray.get(trainer.publish.remote(4), timeout=DEADLINE_S)
+    ray.get(trainer.publish.remote(6), timeout=DEADLINE_S)
+    assert ray.get(waits, timeout=DEADLINE_S) == (6, [6.0])
+
+
+def test_the_coordinator_of_a_dead_node_comes_back_on_another_one(node: Any, coordinator: Callable[..., str]) -> None:
+    nodes = {f"127.0.0.{3 + number}": node(resources={"coordinator": 1}) for number in range(2)}
+    address = coordinator(resources={"coordinator": 1})
+    at_first = host(found())
+    (trainer,) = actors(Trainer, 1, address, resources={"head": 1})
+    rollout, doomed = (actors(Rollout, 1, address, resources={at: 1})[0] for at in ("head", f"node:{at_first}"))
+    ray.get(trainer.publish.remote(1), timeout=DEADLINE_S)
+    assert ray.get([each.update.remote(1) for each in (rollout, doomed)], timeout=DEADLINE_S) == 2 * [(1, [1.0])]
+    waits = rollout.update.remote(2)
+    node.kill(nodes.pop(at_first))  # with the coordinator, and a worker
+    eventually(lambda: host(found()) in nodes)  # its processes die a moment after it
+    ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)
+    assert ray.get(waits, timeout=DEADLINE_S) == (2, [2.0])
+
+
+def test_a_version_outlives_its_trainer_which_ray_starts_again(coordinator: Callable[..., str]) -> None:
+    address = coordinator()
+    (trainer,), (rollout, late) = actors(Trainer, 1, address), actors(Rollout, 2, address)
+    ray.get(trainer.publish.remote(1), timeout=DEADLINE_S)
+    assert ray.get(rollout.update.remote(1), timeout=DEADLINE_S) == (1, [1.0])
+    waits = rollout.update.remote(2)
+    at_first = ray.get(trainer.pid.remote(), timeout=DEADLINE_S)
+    ray.kill(trainer, no_restart=False)
+    assert ray.get(late.update.remote(1), timeout=DEADLINE_S) == (1, [1.0])
+    eventually(lambda: ray.get(trainer.pid.remote(), timeout=DEADLINE_S) != at_first)
+    assert ray.get(trainer.restore.remote(), timeout=DEADLINE_S) == 1
+    ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)
+    assert ray.get(waits, timeout=DEADLINE_S) == (2, [2.0])
+
+
+def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callable[..., str]) -> None:
+    node(labels={"ray.io/gpu-domain": "rack-1", "ray.io/availability-zone": "zone-a"}, resources={"labelled": 1})
+    node(resources={"plain": 1})
+    address = coordinator()
+    (labelled,) = actors(Rollout, 1, address, resources={"labelled": 1})
+    where = ray.get(labelled.where.remote(), timeout=DEADLINE_S)
+    assert (where.site, where.rack) == ("zone-a", "rack-1")
+    assert where.host == tensorhub_ray.location().host  # two nodes on one machine share its memory
+    ray.kill(labelled)
+    bundles = placement_group([{"CPU": 1, "labelled": 0.5}, {"CPU": 1, "plain": 0.5}], strategy="STRICT_SPREAD")
+    ray.get(bundles.ready(), timeout=DEADLINE_S)
+    remote = ray.remote(num_cpus=1)(Rollout)
+
+    def in_bundle(index: int, racks: dict[int, str]) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index)
+        return started(remote.options(scheduling_strategy=strategy).remote(address, racks))
+
+    racks = {0: "left", 1: "right"}
+    workers = [in_bundle(index, racks) for index in racks]
+    assert [each.rack for each in ray.get([each.where.remote() for each in workers], timeout=DEADLINE_S)] == [
+        "left",
+        "right",
+    ]
+    with pytest.raises(StateError, match="this process is in none"):
+        tensorhub_ray.location(racks)
+    remove_placement_group(bundles)

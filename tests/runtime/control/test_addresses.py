@@ -1,0 +1,85 @@
+"""A coordinator that is looked up by name, anew at each connection."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import anyio
+import pytest
+
+import tensorhub
+from tensorhub import CoordinatorUnavailable, InvalidValue
+from tensorhub.runtime.control import addresses
+from tests.rig import OPTIONS, WAIT_S, connect, holds, nothing_left, tensors, until
+
+
+class Book(ModuleType):
+    """Knows one coordinator, at times."""
+
+    def __init__(self) -> None:
+        super().__init__("book")
+        self.address = ""
+        self.asked: list[str] = []
+
+    def look_up(self, name: str) -> str:
+        self.asked.append(name)
+        if not self.address:
+            raise CoordinatorUnavailable(f"nobody knows {name!r}")
+        return self.address
+
+
+@pytest.fixture
+def book(monkeypatch: pytest.MonkeyPatch) -> Iterator[Book]:
+    made = Book()
+    monkeypatch.setitem(sys.modules, "book", made)
+    monkeypatch.setattr(addresses, "LOOKED_UP", {"book": "book", "lost": "no.such.module"})
+    return made
+
+
+async def test_a_coordinator_that_comes_back_elsewhere_is_found_and_calls_go_on(book: Book, tmp_path: Path) -> None:
+    async with nothing_left():
+        coordinator = await tensorhub.serve(token="", state_dir=tmp_path, options=OPTIONS)
+        book.address = coordinator.address
+        async with connect("book://the hub", "trainer") as trainer, connect("book://the hub", "reader") as reader:
+            published = await trainer.register("actor", tensors(1))
+            read = tensors()
+            held = await reader.register("actor", read)
+            await published.publish(1)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_wait_for, reader, 2)
+                book.address, asked = "", len(book.asked)
+                await coordinator.close()
+                await until(lambda: len(book.asked) > asked + 1)  # nobody is found, and it is asked again
+                coordinator = await tensorhub.serve(token="", state_dir=tmp_path, options=OPTIONS)
+                book.address = coordinator.address
+                await until(lambda: all("online" in repr(hub) for hub in (trainer, reader)))
+                report = await held.replicate(1)
+                assert (report.version, holds(read, 1)) == (1, True)
+                await published.unpublish()
+                await published.publish(2)
+        await coordinator.close()
+    assert set(book.asked) == {"the hub"}
+
+
+async def _wait_for(hub: tensorhub.Hub, number: int) -> None:
+    assert (await hub.wait_for("actor", at_least=number, timeout=WAIT_S)).version == number
+
+
+@pytest.mark.usefixtures("book")
+async def test_a_name_that_leads_nowhere_is_told() -> None:
+    with pytest.raises(CoordinatorUnavailable, match="nobody knows 'x'"):
+        await tensorhub.connect("book://x")
+    with pytest.raises(CoordinatorUnavailable, match="lost://x cannot be looked up here: No module named 'no'"):
+        await tensorhub.connect("lost://x")
+    with pytest.raises(InvalidValue, match="cannot name a coordinator"):
+        tensorhub.connect("book://")
+    with pytest.raises(InvalidValue, match="is not a TensorHub address"):
+        tensorhub.connect("page://x")
+
+
+async def test_ray_is_not_needed_to_be_told_that_it_is() -> None:
+    with pytest.raises(CoordinatorUnavailable, match="ray-actor://x cannot be looked up here: No module named 'ray'"):
+        await tensorhub.connect("ray-actor://x")
