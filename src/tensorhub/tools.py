@@ -12,7 +12,8 @@ from typing import Protocol
 from tensorhub.arguments import check_ranks
 from tensorhub.errors import InvalidValue, read_only_refusal, shown
 from tensorhub.layouts.ahead import plan_ahead
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.joining import Declaration, publication_of
+from tensorhub.layouts.whole import whole_manifest
 from tensorhub.memory.regions import CallersMemory, FilledMemory
 from tensorhub.memory.unallocated import Described
 from tensorhub.read_plan import ReadPlan
@@ -104,6 +105,15 @@ async def plan_group(
     readers = [(hub._worker.describe_reader(descriptions, declared), declared) for descriptions, declared in ranks]
     known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
     return plan_ahead(known, readers)
+
+
+async def published_tensors(
+    hub: Joined, model: str, selector: Selector = LATEST, timeout: float | None = None
+) -> tuple[VersionInfo, dict[str, tuple[str, tuple[int, ...]]]]:
+    """A version, and the dtype and global shape of each of its tensors; internal, and may change. Raises as `Hub.plan`."""
+    known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
+    whole = whole_manifest(known.published, publication_of(known.published, known.parts), None)
+    return known.version, {each.name: (each.dtype, each.global_shape) for each in whole.tensors}
 
 
 async def seed_shard(hub: Joined, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:

@@ -1,0 +1,410 @@
+"""What a model's `load_weights` puts where, found out without any weight.
+
+The loader runs on tensors of torch's meta device. Each view of such a tensor still has the storage, the offset and the
+strides of the whole one, and so has each view of a parameter. So of every copy from one into the other it is known which
+elements go where, whatever chain of `narrow`, `chunk`, `view` and `transpose` came before. Such copies are not executed:
+they are written down as what `sources=` takes. What is computed first (a cast, a sum, a `contiguous()`) is told apart by
+name, with the reason.
+
+Responsible for that record, for any framework whose loaders copy in torch. Not responsible for executing it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorhub import at, source
+from tensorhub.errors import ManifestMismatch, RegistrationError, shown, some
+from tensorhub.layouts.views import Place, View
+
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Specs = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype, without "torch.", and shape, by name
+Loops = tuple[tuple[int, int, int], ...]  # length, stride in the parameter, stride in the published tensor
+
+ENTRIES_MAX = 100_000  # pairs of a place and a view that one copy may fall into
+REFUSED_MAX = 100  # names in an error
+
+_aten = torch.ops.aten
+
+
+@dataclass
+class Recording:
+    """`sources`: for each parameter that is made of copies alone, what it is made of. `filled`: places that the loader fills
+    with a number, such as padding: those come first. `computed`: the other parameters that were written, each with the
+    reason. `needs`: the published tensors that any part of a parameter comes from, also in `computed`. `unread`: published
+    tensors that the loader left alone. `gaps`: parameters of which so many elements were not written.
+    """
+
+    sources: dict[str, list[tuple[Place, View]]] = field(default_factory=dict)
+    filled: list[tuple[str, tuple[slice | int, ...], float]] = field(default_factory=list)
+    computed: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    gaps: dict[str, int] = field(default_factory=dict)
+
+
+def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs) -> Recording:
+    """What `load` does with published tensors of these names, dtypes and shapes. No parameter is written.
+
+    `parameters`: where the loader writes, on any device, meta included. Raises ManifestMismatch (names
+    that the loader refuses, all listed), RegistrationError (it does what cannot be recorded; the tensor is named).
+    """
+    refused: dict[str, str] = {}
+    while True:
+        recorder = _Recorder(parameters)
+        wanted = [name for name in published if name not in refused]
+        try:
+            with recorder, torch.no_grad():
+                load(recorder.feed(wanted, published))
+        except _Unrecordable:
+            raise
+        except Exception as error:
+            name, said = recorder.current, f"{error}" or type(error).__name__
+            if isinstance(error, NotImplementedError | TypeError) or "meta tensor" in said or name is None:
+                text = f"load_weights cannot be recorded at {shown(name)}: {type(error).__name__}: {said}"
+                raise RegistrationError(f"{text}; does it need values, where there are none?") from error
+            if name in refused or said in refused.values() or len(refused) == REFUSED_MAX:
+                break
+            refused[name] = said
+        else:
+            if not refused:
+                return recorder.finish(parameters, wanted)
+            break
+    text = f"load_weights refuses {len(refused)} published tensor(s): {some(list(map(repr, refused)), most=REFUSED_MAX)}"
+    differences = tuple(f"{name!r}: {reason}" for name, reason in refused.items())
+    raise ManifestMismatch(f"{text} ({differences[0]})", differences=differences)
+
+
+class _Unrecordable(RegistrationError):
+    """The loader did something that says nothing about what it would have done."""
+
+
+class _NotABox(Exception):
+    """A copy whose elements are no boxes of both tensors."""
+
+
+@dataclass(frozen=True)
+class _Root:
+    """A parameter, or a published tensor: one contiguous block of a storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # of its first element in its storage
+    is_contiguous: bool = True
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+
+@dataclass
+class _Written:
+    """What was done to one parameter so far."""
+
+    pairs: list[tuple[tuple[slice | int, ...], str, tuple[slice | int, ...], tuple[int, ...]]] = field(default_factory=list)
+    fills: list[tuple[tuple[slice | int, ...], float]] = field(default_factory=list)
+    needs: dict[str, None] = field(default_factory=dict)
+    reason: str = ""
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current: str | None = None  # the published tensor that was handed over last
+        self._kept: list[torch.Tensor] = []  # so that no storage is another one under an address that was used
+        self._parameters: dict[int, list[_Root]] = defaultdict(list)  # by storage: several may share one
+        self._published: dict[int, _Root] = {}
+        self._made_of: dict[int, dict[str, None]] = defaultdict(dict)  # storages that were computed: of which tensors
+        self._written: dict[str, _Written] = defaultdict(_Written)
+        self._touched: dict[str, None] = {}
+        for name, parameter in parameters.items():
+            root = _Root(name, tuple(parameter.shape), int(parameter.storage_offset()), parameter.is_contiguous())
+            self._parameters[_storage(parameter)].append(root)
+            self._kept.append(parameter)
+
+    def feed(self, names: Sequence[str], published: Specs) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            dtype, shape = published[name]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            self._published[_storage(tensor)] = _Root(name, tuple(shape), 0)
+            self._kept.append(tensor)
+            self.current = name
+            yield name, tensor
+
+    # ------------------------------------------------------------------------------------------------ what the loader does
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema.arguments
+        given = [*zip(schema, args, strict=False), *((each, kwargs[each.name]) for each in schema if each.name in kwargs)]
+        written = [
+            tensor
+            for argument, value in given
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(value)
+        ]
+        roots = [root for tensor in written for root in self._roots(tensor)]
+        read = [tensor for argument, value in given for tensor in _tensors(value) if not any(tensor is w for w in written)]
+        if roots:
+            return self._write(func, args, kwargs, written, roots, read)
+        result = func(*args, **kwargs)
+        self._trace([*written, *_tensors(result)], [*read, *written])
+        return result
+
+    def _roots(self, tensor: torch.Tensor) -> list[_Root]:
+        """The parameters that a view may touch."""
+        found = self._parameters.get(_storage(tensor), [])
+        if len(found) < 2 or not tensor.numel():
+            return found
+        first = tensor.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return [root for root in found if root.offset <= last and first < root.offset + math.prod(root.shape)]
+
+    def _trace(self, made: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+        names = dict.fromkeys(name for tensor in of for name in self._names(tensor))
+        for tensor in made:
+            key = _storage(tensor)
+            self._kept.append(tensor)
+            if names and key not in self._published and key not in self._parameters:
+                self._made_of[key].update(names)
+
+    def _names(self, tensor: torch.Tensor) -> list[str]:
+        """The published tensors that this one is made of."""
+        key = _storage(tensor)
+        if key in self._published:
+            self._touched[self._published[key].name] = None
+            return [self._published[key].name]
+        if key in self._parameters:
+            return [name for root in self._roots(tensor) for name in self._written[root.name].needs]
+        return list(self._made_of.get(key, ()))
+
+    def _write(self, func: Any, args: Any, kwargs: Any, written: Any, roots: list[_Root], read: list[torch.Tensor]) -> Any:
+        """A parameter is written: noted, and not done."""
+        target: torch.Tensor = written[0]
+        if len(written) != 1 or not func._schema.returns or func._schema.name.endswith("_out"):
+            which = some([repr(root.name) for root in roots])
+            raise _Unrecordable(f"load_weights cannot be recorded at {shown(self.current)}: {func} writes {which}")
+        if not target.numel():
+            return target
+        names = dict.fromkeys(name for tensor in read for name in self._names(tensor))
+        for root in roots:
+            self._written[root.name].needs.update(names)
+        if len(roots) > 1:
+            reason = f"{func} writes several parameters that share memory"
+        elif not roots[0].is_contiguous:
+            reason = "the parameter is not contiguous"
+        elif func is _aten.copy_.default:
+            reason = self._copy(roots[0], target, args[1])
+        elif func in (_aten.zero_.default, _aten.fill_.Scalar):
+            reason = self._fill(roots[0], target, 0 if func is _aten.zero_.default else args[1])
+        else:
+            reason = f"{func}"
+        if reason:
+            of = list(map(repr, names))
+            for root in roots:
+                done = self._written[root.name]
+                done.reason = done.reason or f"{reason}, of {some(of) if of else 'no published tensor'}"
+        return target
+
+    def _copy(self, parameter: _Root, to: torch.Tensor, of: torch.Tensor) -> str:
+        """Note a copy; or why it is not a copy of elements as they are."""
+        root = self._published.get(_storage(of))
+        if root is None:
+            return "it is computed" if not of.is_floating_point() or self._names(of) else "it is a constant"
+        if to.dtype != of.dtype:
+            return f"cast from {_name(of.dtype)} to {_name(to.dtype)}"
+        if to.shape != of.shape:
+            try:
+                of = of.expand(to.shape)
+            except RuntimeError as error:
+                raise _Unrecordable(f"{root.name!r} does not fit {parameter.name!r}: {error}") from error
+        done = self._written[parameter.name]
+        loops = tuple(zip(to.shape, to.stride(), of.stride(), strict=True))
+        start = int(to.storage_offset()) - parameter.offset, int(of.storage_offset())
+        try:
+            for (place, _), (view, order) in _boxes(loops, start, (parameter, root)):
+                done.pairs.append((place, root.name, view, order))
+        except _NotABox as reason:
+            return f"{reason}"
+        return ""
+
+    def _fill(self, parameter: _Root, target: torch.Tensor, value: float) -> str:
+        loops = tuple((size, stride, stride) for size, stride in zip(target.shape, target.stride(), strict=True))
+        offset = int(target.storage_offset()) - parameter.offset
+        done = self._written[parameter.name]
+        try:
+            places = [place for (place, _), _ in _boxes(loops, (offset, offset), (parameter, parameter))]
+        except _NotABox as reason:
+            return f"{reason}"
+        if any(_overlap(place, pair[0]) for place in places for pair in done.pairs):
+            return "it is filled with a number after it was copied"
+        done.fills += [(place, value) for place in places]
+        return ""
+
+    # ------------------------------------------------------------------------------------------------------------ the record
+
+    def finish(self, parameters: Mapping[str, torch.Tensor], published: Sequence[str]) -> Recording:
+        recording = Recording(unread=tuple(name for name in published if name not in self._touched))
+        for name, parameter in parameters.items():
+            if _storage(parameter) not in self._parameters:
+                raise _Unrecordable(f"load_weights gives parameter {name!r} another memory")
+            done = self._written.get(name)
+            if done is None or not (done.reason or done.pairs or done.fills):
+                recording.gaps[name] = parameter.numel()
+                continue
+            recording.needs[name] = tuple(done.needs)
+            places = [pair[0] for pair in done.pairs]
+            if not done.reason and _any_overlap(places):
+                done.reason = "places are copied to twice"
+            if done.reason:
+                recording.computed[name] = done.reason
+                continue
+            recording.filled += [(name, place, value) for place, value in done.fills]
+            covered = sum(map(_count, places)) + sum(
+                _count(place) for place, _ in done.fills if not any(_overlap(place, other) for other in places)
+            )
+            if covered < parameter.numel() and not any(_count(place) == parameter.numel() for place, _ in done.fills):
+                recording.gaps[name] = parameter.numel() - covered
+            if done.pairs:
+                recording.sources[name] = [
+                    (at[place], _view(whole, view, order)) for place, whole, view, order in done.pairs
+                ]
+        return recording
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return f"{dtype}".removeprefix("torch.")
+
+
+def _view(name: str, index: tuple[slice | int, ...], order: tuple[int, ...]) -> View:
+    view = source(name)[index]
+    return view if order == tuple(sorted(order)) else view.permute(*order)
+
+
+# ----------------------------------------------------------------------------------------------- loops, and boxes of tensors
+
+_Index = tuple[slice | int, ...]
+_Side = tuple[_Index, tuple[int, ...]]  # an index of a tensor; which of its dimensions is each dimension of the place
+
+
+def _boxes(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> Iterator[tuple[_Side, _Side]]:
+    """The elements that loops go through in two tensors, as equal boxes of both: a place in one, a view of the other."""
+    split = _split(tuple(loop for loop in loops if loop[0] > 1), start, roots)
+    dims = [tuple(_dimension(loop[1 + side], roots[side]) for loop in split) for side in (0, 1)]
+    unrolled = _unrolled(split, dims)
+    if math.prod(split[each][0] for each in unrolled) > ENTRIES_MAX:
+        raise _NotABox("it falls into too many pieces")
+    kept = [each for each in range(len(split)) if each not in unrolled]
+    for steps in product(*(range(split[each][0]) for each in unrolled)):
+        sides = []
+        for side, root in enumerate(roots):
+            begin = start[side] + sum(step * split[each][1 + side] for step, each in zip(steps, unrolled, strict=True))
+            index: list[slice | int] = []
+            for dimension, (size, stride) in enumerate(zip(root.shape, root.strides, strict=True)):
+                first, begin = divmod(begin, stride) if size and stride else (0, begin)
+                loop = next((each for each in kept if dims[side][each] == dimension), None)
+                if loop is None:
+                    index.append(first)
+                    continue
+                count, step = split[loop][0], split[loop][1 + side] // stride
+                if first + (count - 1) * step >= size:
+                    raise _NotABox("it crosses rows")
+                index.append(slice(first, first + (count - 1) * step + 1, step))
+            sides.append(tuple(index))
+        place_dims = sorted(kept, key=lambda each: dims[0][each])
+        view_dims = sorted(kept, key=lambda each: dims[1][each])
+        yield (sides[0], ()), (sides[1], tuple(view_dims.index(each) for each in place_dims))
+
+
+def _split(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> Loops:
+    """The same loops, each within one dimension of either tensor: one over several dimensions becomes several."""
+    done: list[tuple[int, int, int]] = []
+    left = list(loops)
+    while left:
+        size, *strides = left.pop(0)
+        for side, stride in enumerate(strides):
+            if stride <= 0:
+                raise _NotABox("elements are repeated")
+            root = roots[side]
+            dimension = _dimension(stride, root)
+            room = root.shape[dimension] * root.strides[dimension]
+            if (size - 1) * stride < room - start[side] % room:
+                continue
+            inner = room // stride
+            if room % stride or size % inner or start[side] % room >= stride:
+                raise _NotABox("it crosses rows")
+            left[:0] = [(size // inner, *(inner * each for each in strides)), (inner, *strides)]  # type: ignore[list-item]
+            break
+        else:
+            done.append((size, strides[0], strides[1]))
+    return tuple(done)
+
+
+def _dimension(stride: int, root: _Root) -> int:
+    """Along which dimension a loop of this stride goes."""
+    for dimension, (size, unit) in enumerate(zip(root.shape, root.strides, strict=True)):
+        if size > 1 and stride >= unit:
+            if stride % unit:
+                raise _NotABox("it goes diagonally")
+            return dimension
+    raise _NotABox("it has no dimension to go along")
+
+
+def _unrolled(loops: Loops, dims: Sequence[Sequence[int]]) -> list[int]:
+    """The loops to write out, so that each dimension of either tensor has one loop at most; the shorter ones."""
+    out: list[int] = []
+    for side in dims:
+        of: dict[int, list[int]] = defaultdict(list)
+        for loop, dimension in enumerate(side):
+            if loop not in out:
+                of[dimension].append(loop)
+        for several in of.values():
+            out += sorted(several, key=lambda each: loops[each][0])[:-1]
+    return sorted(out)
+
+
+def _range(item: slice | int) -> range:
+    return range(item.start, item.stop, item.step) if isinstance(item, slice) else range(item, item + 1)
+
+
+def _count(index: _Index) -> int:
+    return math.prod(len(_range(item)) for item in index)
+
+
+def _overlap(one: _Index, other: _Index) -> bool:
+    """Whether two boxes share an element; True where two steps make that hard to say."""
+    for a, b in zip(map(_range, one), map(_range, other), strict=True):
+        if a[-1] < b[0] or b[-1] < a[0] or (a.step == b.step and (a[0] - b[0]) % a.step):
+            return False
+    return True
+
+
+def _any_overlap(places: Sequence[_Index]) -> bool:
+    ordered = sorted(places, key=lambda place: [_range(item)[0] for item in place])
+    for number, place in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if place and _range(other[0])[0] > _range(place[0])[-1]:
+                break
+            if _overlap(place, other):
+                return True
+    return False

@@ -1,0 +1,252 @@
+"""What the recorder says of a loader, filled by real hubs, is byte for byte what the loader itself does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from tensorhub import sync
+from tensorhub.errors import ManifestMismatch, RegistrationError
+from tensorhub.integrations.recording import Recording, record
+
+Pairs = Iterable[tuple[str, torch.Tensor]]
+Specs = dict[str, tuple[str, tuple[int, ...]]]
+
+
+class Loading(nn.Module):
+    """Parameters by name, and a loader of vLLM's kind: whatever `loaders` says of a published name."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], loaders: Mapping[str, Callable[..., object]]) -> None:
+        super().__init__()
+        self.tensors = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in parameters.items()}
+        self.loaders = loaders
+
+    def load_weights(self, weights: Pairs) -> None:
+        for name, loaded in weights:
+            self.loaders[name](self.tensors, loaded)
+
+
+def columns(name: str, first: int, count: int, of: int = 0, dim: int = 0) -> Callable[..., object]:
+    """vLLM's weight_loader of a fused or sharded parameter: narrow both, and copy."""
+
+    def load(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        target = tensors[name].data.narrow(dim, first, count)
+        part = loaded.narrow(dim, of, count)
+        assert target.shape == part.shape
+        target.copy_(part)
+
+    return load
+
+
+def whole(name: str) -> Callable[..., object]:
+    return lambda tensors, loaded: tensors[name].data.copy_(loaded)
+
+
+def specs(**shapes: tuple[int, ...]) -> Specs:
+    return {name: ("bfloat16", shape) for name, shape in shapes.items()}
+
+
+def values(published: Specs) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    return {name: torch.randn(shape).to(getattr(torch, dtype)) for name, (dtype, shape) in published.items()}
+
+
+def recorded(model: Loading, published: Specs, device: str = "meta") -> Recording:
+    parameters = {name: nn.Parameter(each.to(device), requires_grad=False) for name, each in model.tensors.items()}
+    found = record(Loading(parameters, model.loaders).load_weights, parameters, published)
+    assert not found.computed
+    return found
+
+
+def filled(model: Loading, found: Recording, checkpoint: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters as the recording fills them, out of the memory of a publisher."""
+    tensors = {name: torch.full_like(tensor.data, 77) for name, tensor in model.tensors.items()}
+    for name, place, value in found.filled:
+        tensors[name][place] = value
+    with sync.serve() as coordinator, sync.connect(coordinator.address) as hub:
+        hub.register("actor", dict(checkpoint)).publish(1)
+        hub.register("actor", tensors, sources=found.sources, partial=True).replicate(1)
+    return tensors
+
+
+def check(model: Loading, published: Specs) -> Recording:
+    found, checkpoint = recorded(model, published), values(published)
+    by_hub = filled(model, found, checkpoint)
+    for tensor in model.tensors.values():
+        tensor.data.fill_(77)
+    model.load_weights(checkpoint.items())
+    for name, tensor in model.tensors.items():
+        assert torch.equal(words(by_hub[name]), words(tensor.data)), name
+    return found
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def test_fused_and_sharded_parameters() -> None:
+    """Rank 1 of 2: qkv of a grouped attention, gate and up, and a matrix cut by columns."""
+    loaders = {
+        "q": columns("qkv", 0, 8, of=8),
+        "k": columns("qkv", 8, 4, of=4),
+        "v": columns("qkv", 12, 4, of=4),
+        "gate": columns("gate_up", 0, 6, of=6),
+        "up": columns("gate_up", 6, 6, of=6),
+        "down": columns("down", 0, 6, of=6, dim=1),
+        "norm": whole("norm"),
+    }
+    model = Loading({"qkv": bf16(16, 4), "gate_up": bf16(12, 4), "down": bf16(4, 6), "norm": bf16(4)}, loaders)
+    published = specs(q=(16, 4), k=(8, 4), v=(8, 4), gate=(12, 4), up=(12, 4), down=(4, 12), norm=(4,))
+    found = check(model, published)
+    assert not found.gaps
+    assert not found.unread
+    assert found.needs["qkv"] == ("q", "k", "v")
+
+
+def test_a_live_parameter_is_not_written() -> None:
+    model = Loading({"w": bf16(4, 4)}, {"w": whole("w")})
+    parameters = dict(model.tensors)
+    record(model.load_weights, parameters, specs(w=(4, 4)))
+    assert not parameters["w"].any()
+
+
+def test_stacked_experts_one_by_one_and_as_one_transposed_tensor() -> None:
+    def expert(number: int, half: int) -> Callable[..., object]:
+        def load(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+            tensors["w13"].data[number].narrow(0, 3 * half, 3).copy_(loaded.narrow(0, 3, 3))
+
+        return load
+
+    def stacked(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w2"].data.copy_(loaded.transpose(-1, -2).narrow(2, 3, 3))
+
+    halves = [(number, half) for number in range(4) for half in (0, 1)]
+    loaders: dict[str, Callable[..., object]] = {f"{number}.{half}": expert(number, half) for number, half in halves}
+    published = dict.fromkeys(loaders, ("bfloat16", (6, 4))) | specs(down=(4, 6, 5))
+    found = check(Loading({"w13": bf16(4, 6, 4), "w2": bf16(4, 5, 3)}, {**loaders, "down": stacked}), published)
+    assert not found.gaps
+    assert len(found.sources["w13"]) == 8
+    assert len(found.sources["w2"]) == 1
+
+
+def test_views_that_split_and_join_dimensions() -> None:
+    """Megatron's interleaved qkv: rows are (heads, 3, size); and a published matrix that is a vector here."""
+
+    def interleaved(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        for part in range(3):
+            tensors["qkv"].data.narrow(0, 8 * part, 8).copy_(loaded.view(2, 3, 4, 5)[:, part].reshape(8, 5))
+
+    def split(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["qkv"].data.view(3, 2, 4, 5).copy_(loaded.view(2, 3, 4, 5).transpose(0, 1))
+
+    def flat(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["flat"].data.copy_(loaded.view(-1))
+
+    published = specs(qkv=(24, 5), flat=(3, 4))
+    check(Loading({"qkv": bf16(24, 5), "flat": bf16(12)}, {"qkv": split, "flat": flat}), published)
+    model = Loading({"qkv": bf16(24, 5)}, {"qkv": interleaved})
+    found = record(model.load_weights, model.tensors, specs(qkv=(24, 5)))
+    assert "computed" in found.computed["qkv"]  # `reshape` copies: two heads of a part are not neighbours
+
+
+def test_padding_is_filled_and_numbers_without_dimensions_are_copied() -> None:
+    def vocabulary(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["embed"][: len(loaded)].data.copy_(loaded)
+        tensors["embed"][len(loaded) :].data.fill_(0)
+
+    model = Loading({"embed": bf16(8, 3), "scale": bf16()}, {"embed": vocabulary, "scale": whole("scale")})
+    found = check(model, specs(embed=(5, 3), scale=()))
+    assert not found.gaps
+    assert found.filled == [("embed", (slice(5, 8, 1), slice(0, 3, 1)), 0)]
+
+
+def test_steps() -> None:
+    def even(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data[0::2].copy_(loaded[:, 1::2])
+
+    def odd(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data[1::2].copy_(loaded[:, 0::2])
+
+    found = check(Loading({"w": bf16(6, 4)}, {"gate": even, "up": odd}), specs(gate=(3, 8), up=(3, 8)))
+    assert not found.gaps
+
+
+def test_what_is_computed_is_told_by_name_with_its_reason() -> None:
+    def cast(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["cast"].data.copy_(loaded)
+
+    def contiguous(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["turned"].data.copy_(loaded.t().contiguous())
+
+    def added(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["sum"].data.copy_(loaded + 1)
+
+    def in_place(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["mul"].data.copy_(loaded)
+        tensors["mul"].data.mul_(2)
+
+    def repeated(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["scale"].data.copy_(loaded)
+
+    loaders = {"a": cast, "b": contiguous, "c": added, "d": in_place, "e": repeated, "w": whole("w")}
+    parameters = {name: bf16(4, 4) for name in ("cast", "turned", "sum", "mul", "w")} | {"scale": bf16(3)}
+    model = Loading(parameters, loaders)
+    published = specs(b=(4, 4), c=(4, 4), d=(4, 4), e=(1,), w=(4, 4)) | {"a": ("float32", (4, 4))}
+    found = record(model.load_weights, model.tensors, published)
+    assert found.computed == {
+        "cast": "cast from float32 to bfloat16, of 'a'",
+        "turned": "it is computed, of 'b'",
+        "sum": "it is computed, of 'c'",
+        "mul": "aten.mul_.Tensor, of no published tensor",
+        "scale": "elements are repeated, of 'e'",
+    }
+    assert set(found.sources) == {"w"}
+    assert not found.gaps
+    assert found.needs["mul"] == ("d",)
+
+
+def test_what_is_not_loaded_and_what_is_not_read() -> None:
+    loaders = {"q": columns("qkv", 0, 4), "rope": lambda tensors, loaded: None}
+    model = Loading({"qkv": bf16(8, 4), "norm": bf16(4)}, loaders)
+    found = record(model.load_weights, model.tensors, specs(q=(4, 4), rope=(2,)))
+    assert found.gaps == {"qkv": 16, "norm": 4}
+    assert found.unread == ("rope",)
+
+
+def test_unknown_names_are_all_listed() -> None:
+    model = Loading({"w": bf16(4)}, {"w": whole("w")})
+    with pytest.raises(ManifestMismatch, match="refuses 2 published tensor") as caught:
+        record(model.load_weights, model.tensors, specs(x=(4,), w=(4,), y=(4,)))
+    assert len(caught.value.differences) == 2
+
+
+def test_a_loader_that_needs_values_is_refused_by_name() -> None:
+    def choose(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        if loaded.sum().item() > 0:
+            tensors["w"].data.copy_(loaded)
+
+    model = Loading({"w": bf16(4)}, {"w": choose})
+    with pytest.raises(RegistrationError, match="cannot be recorded at 'w'"):
+        record(model.load_weights, model.tensors, specs(w=(4,)))
+
+
+def test_memory_that_is_given_is_refused_by_name() -> None:
+    def replace(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data = loaded
+
+    model = Loading({"w": bf16(4).to("meta")}, {"w": replace})
+    with pytest.raises(RegistrationError, match="gives parameter 'w' another memory"):
+        record(model.load_weights, model.tensors, specs(w=(4,)))
+
+
+def test_a_later_copy_to_the_same_place_is_not_taken_for_two() -> None:
+    model = Loading({"w": bf16(4, 2)}, {"a": whole("w"), "b": columns("w", 2, 2)})
+    found = record(model.load_weights, model.tensors, specs(a=(4, 2), b=(2, 2)))
+    assert "copied to twice" in found.computed["w"]
