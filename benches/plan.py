@@ -4,7 +4,8 @@ For each pair of layouts: the bytes that the reader gets about all ranks (catalo
 seconds that it takes to decode them, to plan, to make every cell, and to make the reading (the plan included: what the
 reader's chunks are, and the selections that it sends to its sources); the memory that plan and reading take at most and
 keep; the CPU seconds that a source takes to decode and check all selections; how many cells, runs, chunks and strips
-there are. Nothing is read, and no weights are made. See README.md.
+there are. "By name" has its tensors in the order of their names, as text. Nothing is read, and no weights are made. See
+README.md.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ PUBLISHERS = {f"FSDP {SOURCES}": fsdp, f"EP {SOURCES}": experts}
 READING: dict[str, Callable[[int], Iterable[tuple[Tensor, Box]]]] = {
     f"EP {READERS}": lambda rank: experts_of(READERS, rank, by_units),
     f"TP {READERS}": lambda rank: ((tensor, by_units(tensor, READERS, rank)) for tensor in TENSORS),
+    f"TP {READERS} by name": lambda rank: ((tensor, by_units(tensor, READERS, rank)) for tensor in sorted(TENSORS)),
 }
 
 

@@ -17,9 +17,9 @@ Responsible for what these values say. Not responsible for which there are (`pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import repeat, starmap
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class Loop(NamedTuple):
@@ -30,7 +30,7 @@ class Loop(NamedTuple):
     reader: int
 
 
-Loops = tuple[Loop, ...]
+Loops: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 class Cell(NamedTuple):
@@ -45,7 +45,7 @@ class Cell(NamedTuple):
 
     @property
     def runs(self) -> int:
-        return prod([loop.times for loop in self.loops])
+        return prod([times for times, _, _ in self.loops])
 
     @property
     def nbytes(self) -> int:
@@ -81,46 +81,41 @@ class Cell(NamedTuple):
                 yield from part.cut(nbytes_max)
 
 
-class Step(NamedTuple):
-    """How far apart the cells of a family begin. Steps may be negative."""
+# How far apart the cells of a family begin: the source's region and offset, the reader's region and offset. May be negative.
+Step: TypeAlias = tuple[int, int, int, int]
+STILL: Step = (0, 0, 0, 0)
 
-    source_region: int
-    source_offset: int
-    reader_region: int
-    reader_offset: int
+# A family as a plain tuple: there are many, and of plain tuples of numbers the garbage collector looks at each only once.
+Row: TypeAlias = tuple[int, int, int, int, int, Step, Loops, int]
 
 
 class Family(NamedTuple):
-    """`length` cells of source number `source`: `first`, and then each a `step` further."""
+    """`length` cells: the first one begins here at either end, and each of the others a `step` further."""
 
-    source: int
+    reader_region: int
+    reader_offset: int
+    source_region: int
+    source_offset: int
     length: int
-    first: Cell
     step: Step
+    loops: Loops
+    run: int
 
     @property
-    def nbytes(self) -> int:
-        return self.length * self.first.nbytes
+    def first(self) -> Cell:
+        return Cell(self.source_region, self.source_offset, self.reader_region, self.reader_offset, self.loops, self.run)
 
     @property
     def runs(self) -> int:
         return self.length * self.first.runs
 
-    def columns(self) -> tuple[Iterable[int], Iterable[int], Iterable[int], Iterable[int]]:
-        """Of each cell: the source's region and offset, the reader's region and offset. Ranges, unless they stand still."""
-        first, step, length = self.first, self.step, self.length
-        return (
-            _along(first.source_region, step.source_region, length),
-            _along(first.source_offset, step.source_offset, length),
-            _along(first.reader_region, step.reader_region, length),
-            _along(first.reader_offset, step.reader_offset, length),
-        )
-
     def cells(self) -> Iterator[Cell]:
-        return map(Cell, *self.columns(), repeat(self.first.loops), repeat(self.first.run))
+        begins = [_along(first, step, self.length) for first, step in zip(self.first[:4], self.step, strict=True)]
+        return map(Cell, *begins, repeat(self.loops), repeat(self.run))
 
 
 def _along(first: int, step: int, length: int) -> Iterable[int]:
+    """A range, unless it stands still."""
     return range(first, first + step * length, step) if step else repeat(first, length)
 
 
@@ -142,12 +137,16 @@ def folded(loops: Iterable[Loop], run: int) -> tuple[Loops, int]:
     return tuple(reversed(found)), run
 
 
-def joined(family: Family) -> Family:
-    """As one cell, where all lie in one region at either end, each behind the one before: neighbours coalesce."""
-    step, first = family.step, family.first
-    if family.length == 1 or step.source_region or step.reader_region:
-        return family
-    if step.source_offset < 1 or step.reader_offset < 1:
-        return family
-    loops, run = folded([*first.loops, Loop(family.length, step.source_offset, step.reader_offset)], first.run)
-    return Family(family.source, 1, first._replace(loops=loops, run=run), Step(0, 0, 0, 0))
+def neat(row: Row) -> Row:
+    """The same cells, forward in the reader's memory. As one cell, where all lie in one region at either end, each behind
+    the one before: neighbours coalesce.
+    """
+    region, offset, its, at, length, (its_step, source_step, my_step, reader_step), loops, run = row
+    if length > 1 and its_step == my_step == 0 and source_step > 0 < reader_step:
+        loops, run = folded([*starmap(Loop, loops), Loop(length, source_step, reader_step)], run)
+        return region, offset, its, at, 1, STILL, loops, run
+    if (my_step, reader_step) >= (0, 0):
+        return row
+    n = length - 1
+    begins = region + n * my_step, offset + n * reader_step, its + n * its_step, at + n * source_step
+    return *begins, length, (-its_step, -source_step, -my_step, -reader_step), loops, run

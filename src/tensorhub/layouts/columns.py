@@ -14,8 +14,9 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import pairwise, repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice, pairwise, repeat
+from operator import sub
 from typing import Any, TypeAlias
 
 import msgpack
@@ -33,8 +34,9 @@ NOT_THE_ONE = "this is not the one encoding of what it says"
 
 def column(numbers: Iterable[int]) -> Column:
     """As narrow as its numbers allow."""
-    wide = array("Q", numbers)
-    return array(_CODES[_width(wide)], wide)
+    found = numbers if isinstance(numbers, list | array) else list(numbers)
+    code = _CODES[_width(found)]
+    return found if isinstance(found, array) and found.typecode == code else array(code, found)
 
 
 def _width(numbers: Sequence[int]) -> int:
@@ -42,31 +44,40 @@ def _width(numbers: Sequence[int]) -> int:
     return next(width for width in _CODES if most < 2 ** (8 * width))
 
 
+def stretches(steps: Iterable[object], count: int) -> Iterator[tuple[int, int]]:
+    """Of `count` things, which are so far apart: those at one distance, from which one to which. Each stretch is as long as
+    it can be, from the first on.
+    """
+    first, end = 0, 1
+    for _, equal in groupby(steps):
+        end += len(list(equal))
+        if end - first > 1:  # else the step leads from the stretch before to the first of the next
+            yield first, end
+            first = end
+    if first < count:
+        yield first, count
+
+
 # --------------------------------------------------------------------------------------------------- encoding
 
 
 def pack(numbers: Iterable[int]) -> bytes:
     """The one encoding of these numbers."""
-    wide = array("Q", numbers)
-    width = _width(wide)
-    if runs := _runs(wide, (1 + width * len(wide)) // _RUN.size):
+    found = column(numbers)
+    width = found.itemsize
+    if runs := _runs(found, (1 + width * len(found)) // _RUN.size):
         return b"\0" + b"".join([_RUN.pack(*run) for run in runs])
-    return bytes([width]) + _little(array(_CODES[width], wide)).tobytes()
+    return bytes([width]) + _little(found[:]).tobytes()
 
 
 def _runs(numbers: Sequence[int], fewer_than: int) -> list[tuple[int, int, int]]:
     """Each as long as it can be, from the first on; none if they are too many."""
     found: list[tuple[int, int, int]] = []
-    at, count = 0, len(numbers)
-    while at < count:
+    for first, end in stretches(map(sub, islice(numbers, 1, None), numbers), len(numbers)):
         if len(found) + 1 >= fewer_than:
             return []
-        step = numbers[at + 1] - numbers[at] if at + 1 < count else 0
-        end = at + 1
-        while end < count and numbers[end] - numbers[end - 1] == step:
-            end += 1
-        found.append((numbers[at], step, end - at))
-        at = end
+        step = numbers[first + 1] - numbers[first] if end - first > 1 else 0
+        found.append((numbers[first], step, end - first))
     return found
 
 
@@ -146,7 +157,12 @@ def expect(holds: bool, what: str, otherwise: str) -> None:
 
 def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int]]) -> bytes:
     """One flat array of MessagePack: the form, which says what the rest is, then strings, then columns."""
-    blob: bytes = msgpack.packb([form, *scalars, *map(pack, columns)])
+    return put_together(form, scalars, map(pack, columns))
+
+
+def put_together(form: int, scalars: Sequence[str], packed: Iterable[bytes]) -> bytes:
+    """The same of columns that are packed."""
+    blob: bytes = msgpack.packb([form, *scalars, *packed])
     return blob
 
 

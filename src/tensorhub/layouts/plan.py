@@ -19,18 +19,18 @@ for when cells are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from operator import sub
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter, sub
 from typing import NamedTuple, TypeAlias
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Meetings, left_over, meet, shown, taken_out, volume
 from tensorhub.layouts.catalogue import numbers_in
-from tensorhub.layouts.cells import Cell, Family, Loop, Loops, Step, folded, joined
+from tensorhub.layouts.cells import STILL, Cell, Family, Loop, Loops, Row, Step, folded, neat
+from tensorhub.layouts.columns import stretches
 from tensorhub.layouts.pieces import within
 
 NAMES_MAX = 10  # in one error
@@ -51,23 +51,22 @@ class Unheld(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """`families`: in the order of the reader's memory. `unheld`: what no source has, empty unless that was allowed."""
+    """`needs`: bytes from each source that is read at all. `unheld`: what no source has, empty unless that was allowed."""
 
-    families: tuple[Family, ...]
+    needs: Mapping[int, int]
     unheld: tuple[Unheld, ...] = ()
+    _taken: Mapping[int, Sequence[_Taken]] = field(default_factory=dict)
 
-    @cached_property
-    def of_source(self) -> dict[int, tuple[Family, ...]]:
-        """The families of each source that is read at all, by its number, in the plan's order."""
-        found: dict[int, list[Family]] = {}
-        for family in self.families:
-            found.setdefault(family.source, []).append(family)
-        return {source: tuple(families) for source, families in sorted(found.items())}
+    def rows(self, source: int) -> list[Row]:
+        """The families that it gives, in the order of the reader's memory. They are made when they are asked for: of like
+        tensors many sources give the same, which would be very many tuples.
+        """
+        return sorted([row for taken in self._taken.get(source, ()) for row in taken.rows()], key=itemgetter(0, 1))
 
-    @cached_property
-    def needs(self) -> dict[int, int]:
-        """Bytes from each source that is read at all."""
-        return {source: sum(family.nbytes for family in families) for source, families in self.of_source.items()}
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """Of all sources."""
+        return tuple([Family._make(row) for source in self.needs for row in self.rows(source)])
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +81,8 @@ class Plan:
         return sum(family.runs for family in self.families)
 
     def cells(self, source: int) -> Iterator[Cell]:
-        for family in self.of_source.get(source, ()):
-            yield from family.cells()
+        for row in self.rows(source):
+            yield from Family._make(row).cells()
 
 
 def plan(
@@ -129,7 +128,6 @@ class _Stretch(NamedTuple):
     of its tensor. `steps`: how far apart those of the following pieces are.
     """
 
-    likeness: _Likeness
     pieces: list[int]
     places: tuple[int, ...]
     steps: tuple[int, ...]
@@ -164,6 +162,41 @@ class _Candidate(NamedTuple):
     common: Box
 
 
+class _Taken(NamedTuple):
+    """A part of like pieces. `begins`: of each stretch of them, where it begins at the reader and at the source, how many
+    there are, and the step. `is_neat`: they go forward, and none coalesce.
+    """
+
+    part: _Part
+    begins: list[tuple[int, int, int, int, int, Step]]
+    is_neat: bool
+
+    def rows(self) -> Iterable[Row]:
+        _, _, there, here, loops, run, _ = self.part
+        found = [
+            (region, offset + here, its, at + there, length, step, loops, run)
+            for region, offset, its, at, length, step in self.begins
+        ]
+        return found if self.is_neat else map(neat, found)
+
+
+class _Lines:
+    """Like pieces of the reader in some order, and their places (see `_Stretch`). `cuts`: those that follow each other at
+    one distance, at the reader and at the sources: from which one to which.
+    """
+
+    def __init__(self, pieces: list[int], places: list[tuple[int, ...]]) -> None:
+        self._pieces, self._places = pieces, places
+        columns = [[place[n] for place in places] for n in range(len(places[0]))] if len(places) > 1 else []
+        self._steps = list(zip(*[map(sub, islice(each, 1, None), each) for each in columns], strict=True))
+        self.cuts = list(stretches(self._steps, len(pieces)))
+
+    def stretches(self) -> Iterator[_Stretch]:
+        for first, end in self.cuts:
+            place = self._places[first]
+            yield _Stretch(self._pieces[first:end], place, self._steps[first] if end - first > 1 else (0,) * len(place))
+
+
 class _Planning:
     """One plan being made."""
 
@@ -185,29 +218,24 @@ class _Planning:
         self._of_arrangement: list[list[int]] = [[] for _ in arrangements]  # the sources of each
         for number, each in enumerate(sources):
             self._of_arrangement[numbers[each.arrangement.arrangement_id]].append(number)
-        self._candidates_of: dict[_Likeness, list[_Candidate]] = {}
-        self._families: list[Family] = []
+        self._taken: dict[int, list[_Taken]] = {}
         self._unheld: list[Unheld] = []
         self._meetings = Meetings()
 
     def made(self) -> Plan:
         undecided = []
-        parts_of: dict[_Likeness, list[_Part] | None] = {}
-        for stretch in self._stretches():
-            likeness = stretch.likeness
-            if likeness not in parts_of:
-                self._candidates_of[likeness] = list(self._candidates(likeness))
-                parts_of[likeness] = self._only_parts(likeness)
-            parts = parts_of[likeness]
+        for likeness, found in self._alike():
+            candidates = list(self._candidates(likeness))
+            parts = self._only_parts(likeness, candidates)
             if parts is None:
-                undecided.append(stretch)
+                undecided += [(likeness, candidates, stretch) for stretch in found]
             else:
-                self._take(stretch, parts)
-        for stretch in undecided:  # now it is known which sources are read anyway
-            for each in stretch.split(len(self._candidates_of[stretch.likeness])):
-                self._take(each, self._chosen_parts(each.likeness))
-        self._families.sort(key=lambda family: (family.first.reader_region, family.first.reader_offset, family.source))
-        return Plan(tuple(self._families), tuple(self._unheld))
+                self._take(likeness, candidates, found, parts)
+        for likeness, candidates, stretch in undecided:  # now it is known which sources are read anyway
+            for each in stretch.split(len(candidates)):
+                self._take(likeness, candidates, [each], self._chosen_parts(likeness, candidates))
+        needs = {source: self._given[source] for source in sorted(self._taken)}
+        return Plan(needs, tuple(self._unheld), self._taken)
 
     # --------------------------------------------------------------------------------------------- who has what
 
@@ -234,7 +262,7 @@ class _Planning:
             pieces[tensor] += tuple([piece for _, piece in rest])
         return forms, pieces
 
-    def _stretches(self) -> Iterator[_Stretch]:
+    def _alike(self) -> Iterator[tuple[_Likeness, list[_Stretch]]]:
         forms, held_pieces = self._held()
         mine = self._reader.arrangement
         shared = mine.tied
@@ -251,55 +279,38 @@ class _Planning:
         for pieces in filter(None, groups):
             likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
             self._meetings.spend(len(pieces) * len(likeness.held) // PLACES_PER_MEETING)
-            found = list(self._equally_far(likeness, pieces, held_pieces))
-            if 3 * len(found) > len(pieces) > 1:
+            places = self._places(likeness, pieces, held_pieces)
+            lines = [_Lines(pieces, places)]
+            if 3 * _count(lines) > len(pieces) > 1:
                 # What alternates, such as gate and up, is told apart by the piece before: each is equally far from its next.
-                after: dict[int, list[int]] = {}
-                for piece in pieces:
-                    after.setdefault(number_of[piece - 1] if piece else -1, []).append(piece)
-                found = [stretch for each in after.values() for stretch in self._equally_far(likeness, each, held_pieces)]
-            if likeness.held and len(found) > MANY:
+                after: dict[int, tuple[list[int], list[tuple[int, ...]]]] = {}
+                for piece, place in zip(pieces, places, strict=True):
+                    its, theirs = after.setdefault(number_of[piece - 1] if piece else -1, ([], []))
+                    its.append(piece)
+                    theirs.append(place)
+                lines = [_Lines(*each) for each in after.values()]
+            if likeness.held and _count(lines) > MANY:
                 # One side has its tensors in another order. If that is the reader, and by text (1, 10, 100, 101, ...), the
-                # source's order has half as many stretches.
-                theirs = self._in_order_of_source(likeness, pieces, held_pieces)
-                found = min(found, list(self._equally_far(likeness, theirs, held_pieces)), key=len)
-            yield from found
+                # order of the first source has half as many stretches.
+                order = sorted(range(len(pieces)), key=[place[2:4] for place in places].__getitem__)
+                sorted_ = _Lines([pieces[number] for number in order], [places[number] for number in order])
+                lines = min(lines, [sorted_], key=_count)
+            yield likeness, [stretch for each in lines for stretch in each.stretches()]
 
-    def _in_order_of_source(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> list[int]:
-        """The same pieces as the first source has them."""
-        tensors, its = self._reader.arrangement.tensors, self._arrangements[likeness.held[0][0]]
-
-        def place(piece: int) -> tuple[int, int]:
-            held, *_ = held_pieces[tensors[piece]]
-            return its.regions[held], its.offsets[held]
-
-        return sorted(pieces, key=place)
-
-    def _equally_far(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> Iterator[_Stretch]:
-        """Of these like pieces, those that follow each other at one distance, at the reader and at the sources."""
+    def _places(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         mine = self._reader.arrangement
+        theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
         if len(pieces) == 1:  # columns of one number each would cost far more than the numbers
             its = [mine.regions[pieces[0]], mine.offsets[pieces[0]]]
-            for held, (number, _) in zip(held_pieces[mine.tensors[pieces[0]]], likeness.held, strict=True):
+            for held, (number, _) in zip(theirs[0], likeness.held, strict=True):
                 its += (self._arrangements[number].regions[held], self._arrangements[number].offsets[held])
-            yield _Stretch(likeness, pieces, tuple(its), (0,) * len(its))
-            return
-        columns = [[mine.regions[piece] for piece in pieces], [mine.offsets[piece] for piece in pieces]]
-        theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
+            return [tuple(its)]
+        columns = [map(mine.regions.__getitem__, pieces), map(mine.offsets.__getitem__, pieces)]
         for column, (number, _) in enumerate(likeness.held):
             arrangement = self._arrangements[number]
-            its = [held[column] for held in theirs]
-            columns += [list(map(arrangement.regions.__getitem__, its)), list(map(arrangement.offsets.__getitem__, its))]
-        places = list(zip(*columns, strict=True))
-        steps = [tuple(map(sub, after, before)) for before, after in pairwise(places)]
-        first = 0
-        while first < len(pieces):
-            end = first + 1
-            while end < len(pieces) and steps[end - 1] == steps[first]:
-                end += 1
-            step = steps[first] if end - first > 1 else (0,) * len(columns)
-            yield _Stretch(likeness, pieces[first:end], places[first], step)
-            first = end
+            held_there = [held[column] for held in theirs]
+            columns += [map(each.__getitem__, held_there) for each in (arrangement.regions, arrangement.offsets)]
+        return list(zip(*columns, strict=True))
 
     # --------------------------------------------------------------------------------------------- what is taken
 
@@ -312,10 +323,9 @@ class _Planning:
                 if (common := meet(box, theirs)) is not None:
                     yield _Candidate(source, column, common)
 
-    def _only_parts(self, likeness: _Likeness) -> list[_Part] | None:
+    def _only_parts(self, likeness: _Likeness, candidates: list[_Candidate]) -> list[_Part] | None:
         """What is taken, where it does not matter in which order the sources are asked; None where it does."""
         _, box, _ = self._reader.geometry[likeness.form]
-        candidates = self._candidates_of[likeness]
         left = [box]
         for candidate in candidates:
             taken, left = taken_out(left, candidate.common, self._meetings)
@@ -323,7 +333,7 @@ class _Planning:
                 return None
         return [self._part(likeness, candidate, candidate.common) for candidate in candidates]
 
-    def _chosen_parts(self, likeness: _Likeness) -> list[_Part]:
+    def _chosen_parts(self, likeness: _Likeness, candidates: list[_Candidate]) -> list[_Part]:
         def rank(candidate: _Candidate) -> tuple[bool, int, int]:
             source = candidate.source
             return source not in self._in_use, self._given[source], (source - self._turn) % len(self._sources)
@@ -331,7 +341,7 @@ class _Planning:
         _, box, _ = self._reader.geometry[likeness.form]
         parts: list[_Part] = []
         left = [box]
-        for candidate in sorted(self._candidates_of[likeness], key=rank):
+        for candidate in sorted(candidates, key=rank):
             if not left:
                 break
             taken, left = taken_out(left, candidate.common, self._meetings)
@@ -349,27 +359,34 @@ class _Planning:
             [Loop(times, at_source, at_reader) for (times, at_source), (_, at_reader) in steps], kind.itemsize
         )
         nbytes = volume(common) * kind.itemsize
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, loops, run, nbytes)
+        around = tuple([(times, at_source, at_reader) for times, at_source, at_reader in loops])
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, around, run, nbytes)
 
-    def _take(self, stretch: _Stretch, parts: list[_Part]) -> None:
-        region, offset, *held = stretch.places
-        region_step, offset_step, *held_steps = stretch.steps
-        length = len(stretch.pieces)
-        steps = [Step(*each, region_step, offset_step) for each in zip(held_steps[::2], held_steps[1::2], strict=True)]
-        for source, column, source_offset, reader_offset, loops, run, nbytes in parts:
-            its, at = held[2 * column : 2 * column + 2]
-            first = Cell(its, at + source_offset, region, offset + reader_offset, loops, run)
-            self._families.append(joined(Family(source, length, first, steps[column])))
-            self._given[source] += nbytes * length
-            self._in_use.add(source)
-        kind, box, _ = self._reader.geometry[stretch.likeness.form]
-        if sum(part.nbytes for part in parts) < volume(box) * kind.itemsize:
-            self._miss(stretch)
-
-    def _miss(self, stretch: _Stretch) -> None:
-        kind, box, _ = self._reader.geometry[stretch.likeness.form]
-        commons = [candidate.common for candidate in self._candidates_of[stretch.likeness]]
-        boxes = left_over(box, commons, self._meetings)
-        for piece in stretch.pieces:
+    def _take(self, likeness: _Likeness, candidates: list[_Candidate], found: list[_Stretch], parts: list[_Part]) -> None:
+        length = sum([len(stretch.pieces) for stretch in found])
+        begins = {column: sorted(_begins(found, column)) for column in {part.column for part in parts}}
+        is_neat = {column: all(step == STILL or step[2] > 0 for *_, step in each) for column, each in begins.items()}
+        for part in parts:
+            taken = _Taken(part, begins[part.column], is_neat[part.column])
+            self._taken.setdefault(part.source, []).append(taken)
+            self._given[part.source] += part.nbytes * length
+            self._in_use.add(part.source)
+        kind, box, _ = self._reader.geometry[likeness.form]
+        if sum(part.nbytes for part in parts) == volume(box) * kind.itemsize:
+            return
+        boxes = left_over(box, [candidate.common for candidate in candidates], self._meetings)
+        for piece in (piece for stretch in found for piece in stretch.pieces):
             name = self._reader.catalogue.names[self._reader.arrangement.tensors[piece]]
             self._unheld += [Unheld(name, each, volume(each) * kind.itemsize) for each in boxes]
+
+
+def _count(lines: Iterable[_Lines]) -> int:
+    """Of stretches."""
+    return sum([len(each.cuts) for each in lines])
+
+
+def _begins(found: Iterable[_Stretch], column: int) -> Iterator[tuple[int, int, int, int, int, Step]]:
+    its = 2 + 2 * column
+    for pieces, places, steps in found:
+        step = (steps[its], steps[its + 1], steps[0], steps[1]) if len(pieces) > 1 else STILL
+        yield places[0], places[1], places[its], places[its + 1], len(pieces), step

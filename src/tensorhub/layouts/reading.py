@@ -24,17 +24,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from math import prod
 from operator import mul, sub
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.cells import Cell, Family, Loops, Step
-from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack_all, split_all, unpack_all
+from tensorhub.layouts.cells import STILL, Cell, Family, Loops, Row
+from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack, put_together, split_all, unpack_all
 from tensorhub.layouts.plan import plan
-from tensorhub.layouts.publication import Publication
+from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import ID_MAX
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
@@ -60,13 +60,41 @@ _COLUMNS = (
 )
 
 
+_Row: TypeAlias = tuple[int, int, int, int, int, Around, int]  # a strip, at less cost for the garbage collector
+
+
 class _Chunks(Sequence[tuple[Strip, ...]]):
     """The chunks that columns tell of, each made when it is asked for: as tuples they would take far more memory."""
 
     def __init__(self, found: Sequence[Column]) -> None:
+        self.columns = found
         self._counts, *self._per_strip, self._runs, self._times, self._apart = found
         self._first = column(accumulate(self._counts, initial=0))
         self._first_loop = column(accumulate(self._per_strip[-1], initial=0))
+
+    @classmethod
+    def of(cls, chunks: Sequence[Sequence[_Row]]) -> _Chunks:
+        if isinstance(chunks, _Chunks):
+            return chunks
+        strips = list(chain.from_iterable(chunks))
+        loops = [strip[5] for strip in strips]
+        found: tuple[Iterable[int], ...] = (
+            map(len, chunks),
+            [strip[0] for strip in strips],
+            [strip[1] for strip in strips],
+            _unsigned([strip[2] for strip in strips]),
+            _unsigned([strip[3] for strip in strips]),
+            [strip[4] for strip in strips],
+            map(len, loops),
+            [strip[6] for strip in strips],
+            [times for each in loops for times, _ in each],
+            [apart for each in loops for _, apart in each],
+        )
+        return cls(list(map(column, found)))
+
+    @cached_property
+    def packed(self) -> list[bytes]:
+        return list(map(pack, self.columns))
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -120,21 +148,7 @@ class Selection:
 
     @cached_property
     def _encoded(self) -> bytes:
-        strips = [strip for chunk in self.chunks for strip in chunk]
-        loops = [loop for strip in strips for loop in strip.loops]
-        columns = (
-            map(len, self.chunks),
-            [strip.region for strip in strips],
-            [strip.offset for strip in strips],
-            [_unsigned(strip.region_step) for strip in strips],
-            [_unsigned(strip.offset_step) for strip in strips],
-            [strip.length for strip in strips],
-            [len(strip.loops) for strip in strips],
-            [strip.run for strip in strips],
-            [times for times, _ in loops],
-            [apart for _, apart in loops],
-        )
-        return pack_all(FORM, [self.of], columns)
+        return put_together(FORM, [self.of], _Chunks.of(self.chunks).packed)
 
     def encode(self) -> bytes:
         """The one encoding of this selection: equal selections have equal bytes."""
@@ -191,7 +205,7 @@ class Reading:
     made, and of how many runs, each of which is contiguous at both ends. Each chunk is in one part.
     """
 
-    places: tuple[tuple[Strip, ...], ...]
+    places: Sequence[tuple[Strip, ...]]
     sizes: tuple[int, ...]
     parts: tuple[Part, ...]
     counts: tuple[tuple[int, int], ...] = ()
@@ -208,36 +222,39 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
     """
     classes = publication.classes
     made = plan(reader, [each.coordinates for each in classes], turn=turn)
-    chunks = [(batch, source) for source, families in made.of_source.items() for batch in _batches(families, chunk_bytes)]
-    chunks.sort(key=lambda chunk: chunk[0].places[0][:2])  # by the first byte
+    chunks: list[tuple[_Batch, list[int]]] = []
+    found: list[tuple[ShardClass, Selection, list[int]]] = []
+    known: dict[tuple[tuple[_Row, ...], ...], _Chunks] = {}
+    for source in made.needs:
+        batches = sorted(_batches(made.rows(source), chunk_bytes), key=_first_byte)
+        its, numbers = classes[source], list[int]()
+        taken = tuple([batch.taken for batch in batches])
+        if (theirs := known.get(taken)) is None:  # else the same of another shard, as where like tensors are cut alike
+            theirs = known[taken] = _Chunks.of(taken)
+        selection = Selection(theirs, its.coordinates.coordinates_id)
+        _refuse_too_long(selection)
+        found.append((its, selection, numbers))
+        chunks += [(batch._replace(taken=()), numbers) for batch in batches]
     if len(chunks) > CHUNKS_MAX:
         raise RegistrationError(f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer")
-    numbers: dict[int, list[int]] = {source: [] for source in made.of_source}
-    for number, (_, source) in enumerate(chunks):
-        numbers[source].append(number)
-    parts = []
-    for source, its in numbers.items():
-        selection = Selection(tuple([chunks[number][0].taken for number in its]), classes[source].coordinates.coordinates_id)
-        _refuse_too_long(selection)
-        parts.append(Part(classes[source].ranks[0], classes[source].ranks, selection, tuple(its)))
-    batches = [batch for batch, _ in chunks]
+    chunks.sort(key=lambda chunk: _first_byte(chunk[0]))
+    for number, (_, numbers) in enumerate(chunks):
+        numbers.append(number)
     return Reading(
-        tuple([batch.places for batch in batches]),
-        tuple([batch.nbytes for batch in batches]),
-        tuple(parts),
-        tuple([(batch.cells, batch.runs) for batch in batches]),
+        _Chunks.of([batch.places for batch, _ in chunks]),
+        tuple([batch.nbytes for batch, _ in chunks]),
+        tuple([Part(its.ranks[0], its.ranks, selection, tuple(numbers)) for its, selection, numbers in found]),
+        tuple([(batch.cells, batch.runs) for batch, _ in chunks]),
     )
 
 
 def _refuse_too_long(selection: Selection) -> None:
-    strips = [strip for chunk in selection.chunks for strip in chunk]
-    cells = sum([strip.length for strip in strips])
-    loops = sum([len(strip.loops) for strip in strips])
-    most = max(len(strips), loops // 4) > STRIPS_MAX or cells > CELLS_MAX
+    _, strips, _, _, _, lengths, _, _, loops, _ = _Chunks.of(selection.chunks).columns
+    most = max(len(strips), len(loops) // 4) > STRIPS_MAX or sum(lengths) > CELLS_MAX
     if most or len(selection.encode()) > SELECTION_BYTES_MAX:
         raise RegistrationError(
-            f"what is read of one rank has {len(strips)} patterns of {cells} parts, which is more than one request can "
-            "say: register fewer tensors together, or tensors that are cut more alike"
+            f"what is read of one rank has {len(strips)} patterns of {sum(lengths)} parts, which is more than one request "
+            "can say: register fewer tensors together, or tensors that are cut more alike"
         )
 
 
@@ -266,21 +283,24 @@ def _form(loops: Loops, run: int) -> _Form:
 class _Batch(NamedTuple):
     """One chunk."""
 
-    places: tuple[Strip, ...]  # at the reader
-    taken: tuple[Strip, ...]  # at the source
+    places: tuple[_Row, ...]  # at the reader
+    taken: tuple[_Row, ...]  # at the source
     nbytes: int
     cells: int
     runs: int
 
 
-def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[_Batch]:
-    """The cells of one source in chunks."""
-    batch: list[tuple[Strip, Strip]] = []
+def _first_byte(batch: _Batch) -> tuple[int, ...]:
+    return batch.places[0][:2]
+
+
+def _batches(families: Iterable[Row], chunk_bytes: int) -> Iterator[_Batch]:
+    """The cells of one source in chunks. `families`: in the order of the reader's memory."""
+    batch: list[tuple[_Row, _Row]] = []
     room, runs, cells = chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
-    for family in _short(families, chunk_bytes):
-        _, length, first, step = family
-        form = _form(first.loops, first.run)
-        cell_bytes, cell_runs, _, _ = form
+    for mine, at_reader, its, at_source, length, step, loops, run in _short(families, chunk_bytes):
+        its_step, source_step, my_step, reader_step = step
+        cell_bytes, cell_runs, (my_loops, my_run), (its_loops, its_run) = _form(loops, run)
         at = 0
         while at < length:
             count = min(length - at, room // cell_bytes, runs // cell_runs, cells)
@@ -288,7 +308,9 @@ def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[_Batch]:
                 yield _in_order(batch, chunk_bytes - room, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
                 batch, room, runs, cells = [], chunk_bytes, RUNS_MAX, CHUNK_CELLS_MAX
                 continue
-            batch.append(_strips(first, step, form, at, count))
+            place = _row(mine + at * my_step, at_reader + at * reader_step, my_step, reader_step, count, my_loops, my_run)
+            taken = _row(its + at * its_step, at_source + at * source_step, its_step, source_step, count, its_loops, its_run)
+            batch.append((place, taken))
             room -= count * cell_bytes
             runs -= count * cell_runs
             cells -= count
@@ -297,57 +319,40 @@ def _batches(families: Sequence[Family], chunk_bytes: int) -> Iterator[_Batch]:
         yield _in_order(batch, chunk_bytes - room, CHUNK_CELLS_MAX - cells, RUNS_MAX - runs)
 
 
-def _in_order(batch: list[tuple[Strip, Strip]], nbytes: int, cells: int, runs: int) -> _Batch:
-    batch.sort(key=lambda both: both[0][:2])
+def _in_order(batch: list[tuple[_Row, _Row]], nbytes: int, cells: int, runs: int) -> _Batch:
+    if len(batch) > 1 and batch[0][0][:2] > batch[1][0][:2]:  # the rest of a family that began in the chunk before
+        batch.sort(key=lambda both: both[0][:2])
     return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), nbytes, cells, runs)
 
 
-def _short(families: Sequence[Family], chunk_bytes: int) -> Iterator[Family]:
-    """The same cells in families that go forward in the reader's memory, and none of which is too long for a chunk."""
-    still = Step(0, 0, 0, 0)
-    for family in sorted(map(_forward, families), key=lambda family: family.first[2:4]):
-        first = family.first
-        form = _form(first.loops, first.run)
+def _short(families: Iterable[Row], chunk_bytes: int) -> Iterator[Row]:
+    """The same cells in families none of which is too long for a chunk."""
+    for family in families:
+        form = _form(family[6], family[7])
         if form.nbytes <= chunk_bytes and form.runs <= RUNS_MAX:
             yield family
         else:
-            for cell in family.cells():
-                parts = cell.cut(min(chunk_bytes, RUNS_MAX * first.run))
-                yield from (Family(family.source, 1, part, still) for part in parts)
+            for cell in Family._make(family).cells():
+                for its, at_source, mine, at_reader, loops, run in cell.cut(min(chunk_bytes, RUNS_MAX * cell.run)):
+                    yield mine, at_reader, its, at_source, 1, STILL, loops, run
 
 
-def _forward(family: Family) -> Family:
-    step = family.step
-    if step[2:] >= (0, 0):  # at the reader
-        return family
-    (last,) = islice(family.cells(), family.length - 1, None)
-    return family._replace(first=last, step=Step(*[-each for each in step]))
-
-
-def _strips(first: Cell, step: Step, form: _Form, at: int, count: int) -> tuple[Strip, Strip]:
-    """`count` cells of a family from number `at` on: at the reader, and at the source."""
-    its, at_source, mine, at_reader, _, _ = first
-    its_step, source_step, my_step, reader_step = step
-    return (
-        _strip(mine + at * my_step, at_reader + at * reader_step, my_step, reader_step, count, *form.at_reader),
-        _strip(its + at * its_step, at_source + at * source_step, its_step, source_step, count, *form.at_source),
-    )
-
-
-def _strip(region: int, offset: int, region_step: int, offset_step: int, length: int, loops: Around, run: int) -> Strip:
-    """The shortest one. `loops`: which are the fewest."""
+def _row(region: int, offset: int, region_step: int, offset_step: int, length: int, loops: Around, run: int) -> _Row:
+    """The shortest strip. `loops`: which are the fewest."""
     if length == 1:
-        return Strip(region, offset, 0, 0, 1, loops, run)
-    made = Strip(region, offset, region_step, offset_step, length, loops, run)
-    return made if region_step else shortest(made)
+        return region, offset, 0, 0, 1, loops, run
+    if region_step:
+        return region, offset, region_step, offset_step, length, loops, run
+    region, offset, _, offset_step, length, loops, run = shortest(Strip(region, offset, 0, offset_step, length, loops, run))
+    return region, offset, 0, offset_step, length, loops, run
 
 
 # ------------------------------------------------------------------------------------------------------ encoding
 
 
-def _unsigned(step: int) -> int:
+def _unsigned(steps: Iterable[int]) -> list[int]:
     """Columns have no negative numbers: 0, -1, 1, -2, ... are 0, 1, 2, 3, ..."""
-    return 2 * step if step >= 0 else -2 * step - 1
+    return [2 * step if step >= 0 else -2 * step - 1 for step in steps]
 
 
 def _signed(number: int) -> int:
