@@ -162,9 +162,11 @@ async def rollout(hubs: Sequence[Hub], group: str) -> tuple[list[Weights], list[
 
 
 @asynccontextmanager
-async def world(*readers: str, options: Options = OPTIONS) -> AsyncIterator[tuple[Cluster, list[Weights], list[Tensors]]]:
+async def world(
+    *readers: str, options: Options = OPTIONS, transport: str = "tcp"
+) -> AsyncIterator[tuple[Cluster, list[Weights], list[Tensors]]]:
     """A published trainer on two workers, and workers for readers behind those."""
-    async with cluster("trainer-0", "trainer-1", *readers, transports=["tcp"], options=options) as c:
+    async with cluster("trainer-0", "trainer-1", *readers, transports=[transport], options=options) as c:
         weights, memory = await trainer(c.hubs[:2], 1)
         await all_of(*(each.publish(1) for each in weights))
         yield c, weights, memory
@@ -237,16 +239,41 @@ async def test_what_was_read_of_a_rollout_is_read_on_when_that_has_gone_too() ->
         assert read_from(reports) == {"two"}
 
 
-async def test_a_flipped_byte_at_a_rollout_that_is_read_is_found() -> None:
-    async with world("one", "two") as (c, trained, _):
+@pytest.mark.parametrize("lies", [False, True])
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+async def test_a_flipped_byte_at_a_rollout_that_is_read_is_found(transport: str, lies: bool) -> None:
+    """Nobody has read that selection before, and nobody is left who holds what was published."""
+    async with world("one", "two", transport=transport) as (c, trained, _):
         first, mine = await rollout(c.hubs[2:3], "first")
         await all_of(*(each.replicate() for each in first))
         await all_of(*(each.unpublish() for each in trained))
-        mine[1]["down"].view(np.uint8)[5, 7] ^= 1
+        spoil(first[1], mine[1], "down", lies=lies)
         again, _ = await trainer(c.hubs[3:], 0, "again")
-        with pytest.raises((IntegrityError, VersionUnavailable)):
+        with pytest.raises((IntegrityError, VersionUnavailable, GroupAborted)):
             await all_or_first(*(each.replicate(1, timeout=5) for each in again))
         assert "ready" not in [each.state for each in again]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+async def test_what_a_rollout_lies_about_comes_from_another_one(transport: str) -> None:
+    """They may be told from each other by what was published alone. What follows is read by whoever has the layout."""
+    async with world("honest", "liar", "three", "four", transport=transport) as (c, trained, _):
+        honest, _ = await rollout(c.hubs[2:3], "honest")
+        await all_of(*(each.replicate() for each in honest))
+        liar, mine = await rollout(c.hubs[3:4], "liar")
+        await all_of(*(each.replicate() for each in liar))
+        await all_of(*(each.unpublish() for each in trained))
+        for weights, memory in zip(liar, mine, strict=True):
+            spoil(weights, memory, "down", lies=True)
+        again, theirs = await trainer(c.hubs[4:5], 0, "again")
+        reports = await all_of(*(each.replicate(1) for each in again))
+        assert is_published(theirs, 1)
+        assert sum(report.excess_bytes for report in reports) > 0
+        assert not {source.name for report in reports for source in report.sources if source.outcome == "used"} - {"honest"}
+        followers, theirs = await trainer(c.hubs[5:], 0, "followers")
+        reports = await all_of(*(each.replicate(1) for each in followers))
+        assert is_published(theirs, 1)
+        assert {report.excess_bytes for report in reports} == {0}
 
 
 async def test_a_flipped_byte_at_whoever_has_read_it_is_found() -> None:
@@ -274,9 +301,9 @@ async def replicas(c: Cluster) -> list[tuple[list[Weights], list[Tensors]]]:
     return held
 
 
-def spoil(weights: Weights, memory: Tensors, *, lies: bool) -> None:
+def spoil(weights: Weights, memory: Tensors, name: str = "up", *, lies: bool) -> None:
     """Flip a byte of what is held. `lies`: its owner says digests that fit."""
-    memory["up"].view(np.uint8)[5, 7] ^= 1
+    memory[name].view(np.uint8)[5, 7] ^= 1
     owner, registration = handle_of(weights)._owner, RegistrationId(handle_of(weights).member.shard.registration)
     digests = owner._owner._memories[registration].own.digests
     if lies:

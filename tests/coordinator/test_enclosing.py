@@ -7,12 +7,26 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator.testimonies import COMPARISONS_MAX
-from tensorhub.digests import root_of
+from tensorhub.digests import root_of, root_of_selections
+from tensorhub.layouts.published import grid_id
 from tensorhub.manifest import id_of
-from tensorhub.messages import AddSource, Compare, Compared, DigestAgain, Digests, Grant, Outcome, TellDigests, Write
+from tensorhub.messages import (
+    AddSource,
+    Compare,
+    Compared,
+    DigestAgain,
+    Digests,
+    Grant,
+    Need,
+    Outcome,
+    Start,
+    TellDigests,
+    Write,
+)
 from tensorhub.testing import CHUNKS
-from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, list_of, root
-from tests.coordinator.test_bridges import A, B, cut, filling, published
+from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.test_layouts_over_time import back, held_by
 
 OWN = root_of(list_of(CHUNKS))
 
@@ -69,7 +83,7 @@ def test_a_replica_is_read_with_what_encloses_and_its_first_reader_is_believed()
     world.lose(*trainers)
     (reader,) = filling(world)
     grants = granted(reader)
-    assert [(grant.source, grant.root, grant.manifest_id) for grant in grants] == [
+    assert [(grant.source, grant.root, grant.grid) for grant in grants] == [
         ("c0", OWN, id_of(MANIFEST)),
         ("c1", OWN, id_of(MANIFEST)),
     ]
@@ -182,3 +196,117 @@ def test_a_chunk_that_does_not_enclose_is_the_sources_own() -> None:
     world.lose_source(reader, world.lease(reader, "c1"), "corrupt", chunk=1)
     (question,) = copies[1].take(DigestAgain)
     assert (question.chunk, question.selection) == (1, "")
+
+
+# --------------------------------------------------------------------------- of who has read a version in another layout
+
+OF_R = Need(0, "of what r has", 4, 50)
+
+
+def left_over() -> tuple[World, Rank]:
+    """Only who has read it in another layout holds it."""
+    world, trainers = published()
+    readers = filling(world)
+    finish(world, readers, trainers)
+    world.lose(*trainers)
+    return world, readers[0]
+
+
+def reads(world: World, name: str = "c") -> tuple[Rank, Start]:
+    """A group of a third layout that has begun to."""
+    reader = world.arrive(name, 0, 1, "own/c", ())
+    world.answer_questions(reader)
+    world.fill([reader])
+    (start,) = reader.take(Start)
+    world.ready(reader, OF_R)
+    return reader, start
+
+
+def test_what_somebody_has_read_encloses_selections_of_it() -> None:
+    world, holder = left_over()
+    reader, start = reads(world)
+    assert start.origin == holder.publication != start.publication
+    (grant,) = granted(reader)
+    roots = [(need.shard, need.selection, root(need).root) for need in (A, B)]
+    assert (grant.source, grant.root) == ("r0", root_of_selections(roots))
+    assert grant.grid == grid_id(holder.publication, id_of(lies_of(holder)[-1]), 0)
+    world.vote(reader, root(OF_R))
+    assert not holder.take(TellDigests)  # it would say what it holds by now
+    (asked,) = reader.take(TellDigests)
+    assert (asked.selection, bool(asked.origin)) == (OF_R.selection, True)  # of what it has read with what encloses it
+    world.tell(reader, OF_R)
+    assert reader.take(Outcome)[0].committed
+    late = world.arrive("late", 0, 1, "own/c", (), site="there")
+    world.answer_questions(late)
+    world.fill([late])
+    world.ready(late, OF_R)
+    assert [grant.root for grant in granted(late)] == [b""]
+    world.vote(late, root(OF_R, b"b"))
+    (compare,) = late.take(Compare)
+    assert (compare.digests, compare.enclose) == (list_of(OF_R.chunks), False)
+
+
+def test_what_was_read_of_a_copy_encloses_as_well() -> None:
+    world, holder = left_over()
+    reader, start = reads(world)
+    world.vote(reader, root(OF_R))
+    world.tell(reader, OF_R)
+    world.lose(holder)
+    fourth = world.arrive("d", 0, 1, "own/d", ())
+    world.answer_questions(fourth)
+    world.fill([fourth])
+    (said,) = fourth.take(Start)
+    assert said.origin == start.publication
+    world.ready(fourth, Need(0, "of what c has", 5, 50))
+    (grant,) = granted(fourth)
+    assert (grant.source, grant.root) == ("c0", root_of_selections([(0, OF_R.selection, root(OF_R).root)]))
+    assert grant.grid == grid_id(start.publication, id_of(lies_of(reader)[-1]), 0)
+
+
+def test_a_source_that_has_another_grid_or_other_digests_is_left_and_its_word_does_not_count() -> None:
+    world, holder = left_over()
+    reader, _ = reads(world)
+    world.lose_source(reader, world.lease(reader, "r0"), "corrupt")
+    world.tell(holder, OF_R, b"b")
+    world.vote(reader, root(OF_R, b"b"))
+    world.pass_time(30.0)
+    assert not holder.take(TellDigests)
+    assert not reader.take(Outcome)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_after_a_restart_nobody_can_vouch_for_it_and_holders_are_believed(others: int) -> None:
+    """Nobody knows its digests any more, nor those of who reads from it."""
+    world, holder = left_over()
+    info = world.version.info
+    world = world.restarted()
+    holder = back(world, holder, held_by(holder, info))
+    for number in range(others):
+        part_of_it = replace(OF_R, selection="for those who lie as it does")
+        (follower,) = filling(world, f"follower{number}", needs=[part_of_it])
+        world.vote(follower, root(part_of_it))
+        world.tell(follower, part_of_it)
+        world.tell(holder, part_of_it)
+        assert follower.take(Outcome)[0].committed
+    reader, start = reads(world)
+    assert start.origin == ""
+    (grant,) = granted(reader)
+    assert grant.root == b""
+    world.vote(reader, root(OF_R))
+    assert reader.take(TellDigests) or holder.take(TellDigests)
+
+
+def test_after_a_restart_it_is_vouched_for_again_once_its_layout_was_read_of_its_publisher() -> None:
+    world, trainers = published()
+    readers = filling(world)
+    finish(world, readers, trainers)
+    info = world.version.info
+    world = world.restarted()
+    trainers = [back(world, each, held_by(each, info, is_publisher=True)) for each in trainers]
+    for each in trainers:
+        world.answer_questions(each, held_by(each, info, is_publisher=True))
+    (again,) = filling(world, "again")
+    finish(world, [again], trainers)
+    world.lose(*trainers)
+    _, start = reads(world)
+    assert start.origin == again.publication

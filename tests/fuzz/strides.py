@@ -62,7 +62,7 @@ def strides(data: bytes) -> None:
     name = part.selection.selection_id
     grant = replace(GRANT, selection=name)
     if encloses:
-        grant = replace(grant, root=root_of(_digests()), manifest_id=_published().manifest_id)
+        grant = replace(grant, root=root_of(_digests()), grid=_published().manifest_id)
     peers = Peers(Local(Incarnation("reader"), (b"",), Options()), tcp_owner.DIALECT)
     peers.close()
     with _connected() as (connection, theirs):
@@ -71,7 +71,7 @@ def strides(data: bytes) -> None:
             client = ReadClient(peers, Peer(connection, "", RIGHT.incarnation, b"", is_local=True), RIGHT, cutter)
             if not encloses:
                 return Opened("any", TcpChannel(client, destination))
-            enclosure = Enclosure(part.selection, Vouched(grant.manifest_id, grant.root))
+            enclosure = Enclosure(part.selection, Vouched(grant.grid, grant.root))
             enclosure.learn(client)
             return Opened("any", EnclosingChannel(TcpChannel(client, enclosure), enclosure, destination))
 

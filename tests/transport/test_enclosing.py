@@ -10,9 +10,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import xxhash
 
 from tensorhub.digests import pack, root_of
-from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.reading import Part, Reading, Selection
+from tensorhub.layouts.resharded import ReshardedManifest, resharded, root_of_grid
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.strips import Strip, straight
@@ -69,7 +71,10 @@ class SourceDouble:
             return said
         chunk = self.asked.popleft()
         view = self.into.buffer(chunk)
-        view[:] = self.memory.buffer(chunk)
+        if self.memory.is_strided:
+            view[:] = b"".join([each for views in self.memory.outgoing(chunk) for each in views])
+        else:
+            view[:] = self.memory.buffer(chunk)
         self.spoils(chunk, view)
         self.sent.append(chunk)
         made = {chunk: self.into.digest(view)} if self.makes else {}
@@ -161,7 +166,7 @@ def test_a_source_that_has_another_grid_is_not_read(what: str) -> None:
 
 def test_a_selection_that_is_not_of_the_source_is_refused() -> None:
     with pytest.raises(ReadFailure, match="refused: that selection is not of this memory"):
-        opened(SourceDouble(held()), StridedTarget(), Selection(((straight(0, 0, 2),),)))
+        read_all(opened(SourceDouble(held()), StridedTarget(), Selection(((straight(0, 0, 2),),))), 1)
 
 
 @pytest.mark.parametrize("makes", [True, False])
@@ -200,3 +205,86 @@ def test_a_transport_that_tells_nothing_of_the_grid_is_no_way() -> None:
     with pytest.raises(NotShared):
         _ = enclosure.sizes
     assert enclosure.spans == []
+
+
+# ------------------------------------------------------------------------------- a source that has read it in another layout
+
+ROWS, WIDTH, CUT = 60, 300, 110  # its region, which it has read of two others: the columns before CUT, and the rest
+
+
+@cache
+def resharded_grid() -> ReshardedManifest:
+    places = [
+        Strip(0, row * WIDTH + first, 0, 0, 1, ((10, WIDTH),), end - first)
+        for row in range(0, ROWS, 10)
+        for first, end in ((0, CUT), (CUT, WIDTH))
+    ]
+    parts = tuple(Part(n, (n,), Selection((), of=f"rank {n}"), tuple(range(n, len(places), 2))) for n in range(2))
+    reading = Reading(tuple([(each,) for each in places]), tuple([each.nbytes for each in places]), parts)
+    tensor = TensorDescription("w", "uint8", (ROWS, WIDTH), 0, ROWS * WIDTH)
+    return resharded(build_manifest([tensor], CHUNK_BYTES, "xxh3-64"), "xxh3-64", CHUNK_BYTES, reading, "its grid")
+
+
+def of_another_layout(selection: Selection) -> tuple[SourceDouble, Enclosure, StridedTarget, bytes]:
+    """A source, what it must be, where a selection of it goes, and its bytes."""
+    content = random.Random(3).randbytes(ROWS * WIDTH)
+    memory = ChunkMemory(resharded_grid(), [memoryview(bytearray(content))])
+    # What is known of it has no regions: `layouts.origin_grids`.
+    found = ReshardedManifest((), (), CHUNK_BYTES, "xxh3-64", "", b"", resharded_grid().reading, "its grid")
+    vouched = Vouched("its grid", root_of_grid(found, values_of(memory)), found)
+    return SourceDouble(memory), Enclosure(selection, vouched), StridedTarget(selection=selection), content
+
+
+ROWS_OF_IT = Selection(tuple([(straight(0, first * WIDTH, 7 * WIDTH),) for first in range(0, ROWS - 7, 7)]))
+COLUMNS_OF_IT = Selection(tuple([(Strip(0, first, 0, 0, 1, ((ROWS, WIDTH),), 50),) for first in (0, 100, 250)]))
+
+
+@pytest.mark.parametrize("selection", [ROWS_OF_IT, COLUMNS_OF_IT])
+def test_what_a_source_has_read_in_another_layout_encloses(selection: Selection) -> None:
+    source, enclosure, target, content = of_another_layout(selection)
+    enclosure.learn(source)  # type: ignore[arg-type]
+    source.into = enclosure
+    assert enclosure.is_strided
+    found, _ = read_all(EnclosingChannel(source, enclosure, target), len(selection.chunks))
+    for chunk, strips in enumerate(selection.chunks):
+        places = [at + n for strip in strips for _, at in strip.places() for n in range(strip.run)]
+        wanted = bytes([content[at] for at in places])
+        assert target.holds(chunk) == wanted
+        assert found[chunk] == xxhash.xxh3_64_intdigest(wanted)
+
+
+def test_chunks_of_its_that_have_nothing_of_a_selection_are_not_read() -> None:
+    """Though they lie between those that have."""
+    source, enclosure, target, _ = of_another_layout(Selection((COLUMNS_OF_IT.chunks[0],)))
+    enclosure.learn(source)  # type: ignore[arg-type]
+    source.into = enclosure
+    read_all(EnclosingChannel(source, enclosure, target), 1)
+    assert sorted(source.sent) == [*range(0, len(enclosure.sizes), 2)]
+
+
+@pytest.mark.parametrize("what", ["bytes", "digests", "which of them"])
+def test_a_source_of_another_layout_that_lies_is_found(what: str) -> None:
+    source, enclosure, target, _ = of_another_layout(ROWS_OF_IT)
+    if what == "bytes":
+        source.memory = spoilt(source.memory)
+        source.values = values_of(of_another_layout(ROWS_OF_IT)[0].memory)
+    elif what == "digests":
+        source.memory = spoilt(source.memory)
+    else:  # those of one selection for those of the other
+        values = values_of(source.memory)
+        source.values = values[8:] + values[:8]
+
+    def read() -> None:
+        enclosure.learn(source)  # type: ignore[arg-type]
+        source.into = enclosure
+        read_all(EnclosingChannel(source, enclosure, target), len(ROWS_OF_IT.chunks))
+
+    with pytest.raises(ReadFailure, match=r"corrupt: (the source has other digests|its own chunk \d+ does not)"):
+        read()
+    assert target.is_untouched_beside(())
+
+
+def spoilt(memory: ChunkMemory) -> ChunkMemory:
+    region = bytearray(random.Random(3).randbytes(ROWS * WIDTH))
+    region[1234] ^= 1
+    return ChunkMemory(memory.manifest, [memoryview(region)])

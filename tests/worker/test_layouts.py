@@ -204,6 +204,7 @@ class Reader:
         self.shard = columns()
         self.parts = known if known is not None else KnownParts()
         self.published, self.blobs = publication_of_rows()
+        self.origin = ""
         self.member = Member(
             self.shard,
             requests=lambda: next(numbers),
@@ -241,10 +242,8 @@ class Reader:
     def start(self, number: int = 1) -> None:
         info = VersionInfo("m", number, f"content{number}", 2048 * 16, 2)
         assert self.shard.manifest is not None
-        start = Start(
-            self.key, 0, info, self.shard.manifest.manifest_id, False, (), publication=self.published.publication_id
-        )
-        self.do(self.member.receive(start, 0))
+        what = info, self.shard.manifest.manifest_id, False, (), b"", (), self.published.publication_id, self.origin
+        self.do(self.member.receive(Start(self.key, 0, *what), 0))
 
     def answer(self) -> int:
         """Each part that was asked for; how many that were."""
@@ -475,6 +474,38 @@ def test_what_was_planned_is_not_asked_for_again() -> None:
     assert other.wants(PlanReading).publication is not None
 
 
+def test_chunks_of_those_who_have_read_it_are_planned_anew_where_they_may_enclose() -> None:
+    published, blobs = publication_of_rows()
+    publication, holders = publication_of(published, blobs), list[ReshardedManifest]()
+    for shard in map(columns, range(2)):
+        assert shard.manifest is not None
+        assert shard.declared is not None
+        holders.append(reading_for(published, publication, shard.manifest, shard.declared))
+    parts = [said_parts(each) for each in holders]
+    copies = Published("xxh3-64", CHUNK_BYTES, tuple(map(tuple, parts)), is_copy=True)
+    blobs |= parts[0] | parts[1] | {copies.publication_id: copies.encode()}
+
+    def reader_of_copies(origin: str, known: KnownParts | None = None) -> Reader:
+        made = Reader(known)
+        made.published, made.blobs, made.origin = copies, blobs, origin
+        made.begin()
+        return made
+
+    plain = reader_of_copies("")
+    assert plain.answer() == 1 + len(copies.part_ids)
+    assert plain.plan().find_grid is None
+    reader = reader_of_copies(published.publication_id, plain.parts)
+    assert reader.answer() > 0
+    find = reader.plan().find_grid
+    assert find is not None
+    for each in holders:
+        found = find(each.grid_id, (0, 1))
+        assert found is not None
+        assert (found.reading, found.digest, found.grid_id) == (each.reading, "xxh3-64", each.grid_id)
+        assert find(each.grid_id, (0, 1)) is found
+    assert find("of somebody else", (0, 1)) is None
+
+
 @pytest.mark.parametrize("wrong", ["content", "meaning", "refusal"])
 def test_parts_that_are_none_end_the_call(wrong: str) -> None:
     reader = Reader()
@@ -614,10 +645,11 @@ def test_a_plan_is_of_one_publication_into_the_regions_of_one_manifest() -> None
     reader.begin()
     reader.answer()
     made, known = reader.plan(), KnownReadings()
-    known.keep("publication", "its own", made)
-    assert known.get("publication", "its own") is made
-    assert known.get("publication", "of the first group") is None
-    assert known.get("another", "its own") is None
+    known.keep("publication", "", "its own", made)
+    assert known.get("publication", "", "its own") is made
+    assert known.get("publication", "", "of the first group") is None
+    assert known.get("publication", "what it was read from", "its own") is None
+    assert known.get("another", "", "its own") is None
 
 
 # ------------------------------------------------------------------------- what it tells of what it has read in selections

@@ -486,6 +486,7 @@ class Testimony(DigestList):
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
     silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
     unaware: set[str] = field(default_factory=set)  # publishers where nobody has read that selection
+    is_believed: bool = False  # of a selection: whoever holds that may say them, since nobody can vouch for it
     second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
     turned_away: bool = False  # there was no room for the list
 
@@ -505,7 +506,7 @@ class ReadLease(_Moving[LeaseState]):
     flow: Flow  # the last report of its reader that counted
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it
-    manifest_id: str = ""  # of the source's own grid, where something is needed
+    grid: str = ""  # the name of the source's own chunks, where there is a root
     dropping: bool = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:

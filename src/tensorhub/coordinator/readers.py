@@ -15,6 +15,7 @@ from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart,
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import LeaseState
+from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, distance
 
@@ -46,12 +47,8 @@ class Readers:
         ident = self._cluster.new_id()
         flow = Flow(ident, 0, 0.0)
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, need=need)
-        manifest = holding.version.manifests.get(holding.shard)
-        if need is not None and manifest:
-            lease.root, lease.manifest_id = (
-                bridges.enclosing_root(part, need, holding),
-                self._cluster.manifests.id_of(manifest),
-            )
+        if need is not None and (root := bridges.enclosing_root(part, need, holding)):
+            lease.root, lease.grid = root, self._grid_of(holding)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         if need is not None and holding.shard not in replicas.proven(holding.version, holding.layout, need.shard):
@@ -69,6 +66,13 @@ class Readers:
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
+
+    def _grid_of(self, holding: Holding) -> str:
+        """The name of its own chunks."""
+        layout, shard, id_of = holding.layout, holding.shard, self._cluster.manifests.id_of
+        if not layout.origin_id:
+            return id_of(layout.manifests[shard])
+        return grid_id(layout.origin_id, id_of(layout.parts[shard][-1]), shard)
 
     def _admit(self, holding: Holding, guest: Worker) -> None:
         """Count one more read-only reader. If there are too many, another one makes room."""
@@ -148,7 +152,7 @@ class Readers:
             selection="" if lease.need is None else lease.need.selection,
             shard=0 if lease.need is None else lease.need.shard,
             root=lease.root,
-            manifest_id=lease.manifest_id,
+            grid=lease.grid,
         )
 
     # -- a lease's end

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tensorhub.coordinator import bridges
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, RankPart, Testimony, Version
 from tensorhub.messages import TellDigests
@@ -36,7 +37,9 @@ class Tellers:
                 del testimony.asked[registration]  # it is gone, or has not heard the question
         publisher = self.publisher(testimony)
         # Of a selection its holders have made the digests themselves: these do not count.
-        is_selected = testimony.need is not None and testimony.origin_id == testimony.version.holdings.described_as
+        is_selected = testimony.need is not None and not testimony.root
+        if is_selected and bridges.is_anybody_believed(testimony):
+            is_selected, testimony.is_believed = False, True
         if not testimony.root and (publisher is not None or is_selected):
             answered = publisher is None or publisher.member.registration in testimony.answered
             if publisher is not None and not answered and self.can_tell(publisher):
@@ -45,7 +48,7 @@ class Tellers:
             if not testimony.second_hand:
                 origin = NOBODY if publisher is None else publisher.member.registration
                 for member, generation in self._witnesses(testimony):
-                    if not is_selected or member.holding is None or member.holding.bridges:
+                    if not is_selected or _reads_it(member, testimony):
                         self.ask_one(testimony, member, generation, origin)
                 if testimony.asked or is_selected:
                     return
@@ -149,6 +152,13 @@ class Tellers:
 def all_of(version: Version) -> Iterator[Testimony]:
     yield from version.testimonies.values()
     yield from version.selections.values()
+
+
+def _reads_it(member: Member, testimony: Testimony) -> bool:
+    """Whether what it fills, or holds, was read from that of which the selection is."""
+    part, holding = member.part, member.holding
+    fills = part is not None and part.in_layout is not None and _reads(part, testimony)
+    return fills or holding is None or holding.layout.origin_id == testimony.origin_id
 
 
 def _reads(part: RankPart, testimony: Testimony) -> bool:

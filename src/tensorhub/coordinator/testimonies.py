@@ -214,13 +214,13 @@ class Testimonies:
         """Nobody can tell digests of that selection which count. Where the source's own digests are known, the rank reads it
         again with the chunks that enclose it, and is believed then.
         """
-        version = testimony.version
-        shards = [shard for shard in version.holdings.classes.get(need.shard, ()) if version.holdings.is_whole(shard)]
-        own = [self.of(version, shard) for shard in shards]
-        for each in own:
-            if not each.root:
-                self._tellers.ask(each)
-        if any(each.root for each in own):
+        version, origin = testimony.version, part.origin
+        assert origin is not None
+        shards = [shard for shard in origin.classes.get(need.shard, ()) if origin.is_whole(shard)]
+        for own in [self.of(version, shard) for shard in shards] if origin is version.holdings else ():
+            if not own.root:
+                self._tellers.ask(own)
+        if any(bridges.grid_root(version, origin, shard) for shard in shards):
             part.compares = need
             part.page, part.page_session = 0, part.member.worker.session
             of = need.selection, need.shard

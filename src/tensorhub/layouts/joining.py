@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgpack
-
 from tensorhub.compatibility import dtype_advice
 from tensorhub.dtypes import itemsize
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError, some
@@ -23,13 +21,11 @@ from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.entries import Sources, names_in
 from tensorhub.layouts.pieces import LocalTensor, packed, pieces_and_faults, pieces_of
 from tensorhub.layouts.publication import Publication, refuse
-from tensorhub.layouts.published import Published
+from tensorhub.layouts.published import Published, grid_id
 from tensorhub.layouts.reading import reading_of
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.layouts.sharding import Sharding
 from tensorhub.manifest import Manifest, id_of
-
-GRID = 2  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
 
 
 @dataclass(frozen=True)
@@ -153,8 +149,8 @@ def _resharded(
     published: Published, publication: Publication, manifest: Manifest, reader: Coordinates, rank: int
 ) -> ReshardedManifest:
     reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=rank)
-    key = msgpack.packb([GRID, published.publication_id, reader.coordinates_id, rank])
-    return resharded(manifest, published.digest, published.chunk_bytes, reading, id_of(key), reader, published)
+    grid = grid_id(published.publication_id, reader.coordinates_id, rank)
+    return resharded(manifest, published.digest, published.chunk_bytes, reading, grid, reader, published)
 
 
 def reader_of(publication: Publication, manifest: Manifest, declared: Declaration) -> Coordinates:

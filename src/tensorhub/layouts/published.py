@@ -15,10 +15,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import get_args
 
+import msgpack
+
 from tensorhub.layouts.columns import expect, pack_all, unpack_all
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
 
 FORM = 1
+GRID = 2  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
 SHARDS_MAX = 2**20
 PUBLISHED_BYTES_MAX = 2**24
 ID_MAX = 64  # characters
@@ -84,6 +87,11 @@ class Published:
         made = cls(digest, sizes[0], shards, len(sizes) > 1)  # type: ignore[arg-type]  # checked above
         expect(made.encode() == blob, what, "this is not the one encoding of what it says")
         return made
+
+
+def grid_id(publication_id: str, coordinates_id: str, rank: int) -> str:
+    """The name of the chunks in which that rank, whose pieces lie so, reads that publication."""
+    return id_of(msgpack.packb([GRID, publication_id, coordinates_id, rank]))
 
 
 def _shards(ids: Sequence[str], counts: Sequence[int], numbers: Sequence[int]) -> Iterator[tuple[str, ...]]:

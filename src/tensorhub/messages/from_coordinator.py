@@ -109,7 +109,7 @@ class Start:
     `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own root is the same. Empty:
     wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will hold. `publication`: the rank's layout is not
     the published one; the id of what describes that (GetPart). Then the rank says in ReadyToWrite what it needs, and where
-    that will lie.
+    that will lie. `origin`: what that was itself read from, likewise, where its own chunks may enclose what is read.
     """
 
     key: OpKey
@@ -121,6 +121,7 @@ class Start:
     root: Root = b""
     part_ids: PartIds = ()
     publication: Id = ""
+    origin: Id = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,9 +85,9 @@ class Grant:
     selection: Id = ""  # of another layout: that selection is read there; "": chunks of the reader's own grid
     shard: Rank = 0  # whose selection it is: of the class that the reader's `Need` names so; equal ones have equal ids
     # Nobody's digests of the selection count yet: it is read with the source's own chunks that enclose it. All of these have
-    # digests of this root, and this manifest. b"": it is read as it is.
+    # digests of this root, and this name: a manifest's id, or a grid's (`layouts.published`). b"": it is read as it is.
     root: Root = b""
-    manifest_id: Id = ""
+    grid: Id = ""
 
 
 @dataclass(frozen=True, slots=True)

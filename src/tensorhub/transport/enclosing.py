@@ -7,7 +7,9 @@ those chunks are read whole into staging memory and verified, and the bytes that
                                     read whole, verified, and let go one after the other
 
 The source says its manifest and its list of digests. They must have the id and the root that the coordinator has named. So a
-source that lies is found out before a byte of it is written anywhere else.
+source that lies is found out before a byte of it is written anywhere else. What a source of another layout has for chunks
+follows from what it has read, and from where its pieces are. So the reader plans that anew (`layouts.origin_grids`), and the
+source says its digests alone.
 
 A lane has SLOTS own chunks in staging memory, and room for the chunks of the selection that it is putting together. The rest
 of what is read is excess, and counted. Not responsible for when a read must enclose: the coordinator decides that.
@@ -17,20 +19,22 @@ from __future__ import annotations
 
 import hashlib
 import time
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate
 from typing import NamedTuple
 
 import xxhash
 
-from tensorhub.digests import WIDTHS, root_of, unpack
+from tensorhub.digests import WIDTHS, unpack
 from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.resharded import ReshardedManifest, root_of_grid
 from tensorhub.manifest import Manifest, id_of
 from tensorhub.memory.addresses import address_of, copy_bytes
-from tensorhub.memory.strided import Block, blocks, bounds, gather
+from tensorhub.memory.chunks import COVERS_MAX
+from tensorhub.memory.covering import Covering
+from tensorhub.memory.meeting import REGIONS, runs_in, within
+from tensorhub.memory.strided import BUFFER_BYTES, Block, blocks, gather
 from tensorhub.strips import Strip
 from tensorhub.transport.base import Arrival, Channel, Destination, Lacking, NotShared, ReadFailure, Scattering
 from tensorhub.transport.read_client import ReadClient
@@ -42,15 +46,15 @@ GROUP_BYTES = 16 * 2**20  # of the selection's chunks that are put together at a
 class Vouched(NamedTuple):
     """What a source's own grid must be."""
 
-    manifest_id: str
+    grid: str  # its name: the id of a manifest, unless `found`
     root: bytes  # of its chunks' digests
+    found: ReshardedManifest | None = None  # it follows from what is known of the source, which is not asked for it
 
 
 class Enclosure:
     """Staging memory for a source's own chunks, of which a selection is part. It is the `Destination` of what is read."""
 
     device = None
-    is_strided = False
 
     def __init__(self, selection: Selection, vouched: Vouched) -> None:
         self.selection = selection
@@ -58,25 +62,27 @@ class Enclosure:
         self.is_digested = False
         self._vouched = vouched
         self._manifest: Manifest | None = None  # once it is known
-        self._starts: tuple[int, ...] = ()  # of each own chunk, where all regions lie one behind the other; and their end
-        self._bases: tuple[int, ...] = ()  # of each region there
+        self._covers: Callable[[int], tuple[int, ...]] = lambda chunk: ()  # which own chunks lie where that one does
         self._memory = memoryview(b"")
         self._slots: dict[int, int] = {}  # by own chunk: which slot is its
 
     def learn(self, client: ReadClient) -> None:
         """Ask the source for its own grid. ReadFailure: it has not what was published. Errors as of `ReadClient`."""
-        blob = client.listed(digests=False)
-        if id_of(blob) != self._vouched.manifest_id:
-            raise ReadFailure("corrupt", "the source has another manifest than its publisher's")
-        manifest = Manifest.decode(blob)
+        manifest: Manifest | None = self._vouched.found
+        if manifest is None:
+            blob = client.listed(digests=False)
+            if id_of(blob) != self._vouched.grid:
+                raise ReadFailure("corrupt", "the source has another manifest than its publisher's")
+            manifest = Manifest.decode(blob)
         values, width = client.listed(digests=True), WIDTHS[manifest.digest]
-        if root_of(values) != self._vouched.root or len(values) != width * manifest.chunk_count:
+        if len(values) != width * manifest.chunk_count or root_of_grid(manifest, values) != self._vouched.root:
             raise ReadFailure("corrupt", "the source has other digests than its publisher's")
-        if fault := self.selection.fault([region.nbytes for region in manifest.regions]):
-            raise ReadFailure("refused", f"that selection is not of this memory: {fault}")
+        own = Covering.of([manifest.places(chunk) for chunk in range(manifest.chunk_count)])
+        covers = own.covered(self.selection.chunks, COVERS_MAX)
+        if covers is None:
+            raise ReadFailure("refused", f"that selection touches more than {COVERS_MAX} of the source's own chunks")
         self._manifest, self.digests, self.is_digested = manifest, unpack(values, width), manifest.digest == "xxh3-64"
-        self._starts = tuple(accumulate(manifest.sizes, initial=0))
-        self._bases = tuple(accumulate([region.nbytes for region in manifest.regions], initial=0))
+        self._covers = covers
         self._memory = memoryview(bytearray(SLOTS * max(manifest.sizes, default=0)))
 
     @property
@@ -92,8 +98,15 @@ class Enclosure:
     def strips(self, chunk: int) -> tuple[Strip, ...]:
         return self._grid.places(chunk)
 
+    @property
+    def is_strided(self) -> bool:
+        """As the source is, whose strips are known. Here each chunk is contiguous."""
+        return isinstance(self._manifest, ReshardedManifest)
+
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
-        raise NotImplementedError("its chunks are contiguous")
+        view = self.buffer(chunk)
+        for at in range(0, view.nbytes, BUFFER_BYTES):
+            yield [view[at : at + BUFFER_BYTES]]
 
     def buffer(self, chunk: int) -> memoryview:
         first = self._slots[chunk] * (self._memory.nbytes // SLOTS)
@@ -117,16 +130,21 @@ class Enclosure:
     def free_slot(self, chunk: int) -> None:
         del self._slots[chunk]
 
-    def pieces(self, chunk: int) -> Iterator[tuple[int, int, Block]]:
-        """What own chunks have of a chunk of the selection: (own chunk, bytes of the selection's chunk before it, where it
-        lies in that own chunk).
+    def pieces(self, chunks: Iterable[int]) -> Iterator[tuple[int, int, int, Block]]:
+        """What own chunks have of these chunks of the selection: (own chunk, chunk, bytes of that before it, where it lies
+        in the own chunk).
         """
-        at = 0
-        for block in blocks(self.selection.chunks[chunk], self._bases):
-            for own, before, part in _within_one(block, at, self._starts):
-                cells = [cell - self._starts[own] for cell in part.cells]
-                yield own, before, part._replace(cells=cells)
-            at += block.nbytes
+        of: dict[int, list[int]] = {}
+        for chunk in chunks:
+            for own in self._covers(chunk):
+                of.setdefault(own, []).append(chunk)
+        for own, its in of.items():
+            where = runs_in(self._grid.places(own))
+            for chunk in its:
+                at = 0
+                for block in blocks(self.selection.chunks[chunk], REGIONS):
+                    yield from ((own, chunk, before, part) for before, part in within(block, at, where))
+                    at += block.nbytes
 
     def digest(self, view: memoryview) -> int:
         """Of these bytes, by the publisher's algorithm."""
@@ -179,9 +197,12 @@ class EnclosingChannel:
         """Fill the room. Returns how many bytes were read for that."""
         enclosure, taken = self._enclosure, 0
         wanted: dict[int, list[tuple[int, Block]]] = {}  # by own chunk: what goes where
-        for chunk, at in rooms.items():
-            for own, before, block in enclosure.pieces(chunk):
-                wanted.setdefault(own, []).append((address_of(self._room) + at + before, block))
+        lacking = sum([self._destination.sizes[chunk] for chunk in rooms])
+        for own, chunk, before, block in enclosure.pieces(rooms):
+            wanted.setdefault(own, []).append((address_of(self._room) + rooms[chunk] + before, block))
+            lacking -= block.nbytes
+        if lacking > 0:  # less than nothing, where tensors share memory
+            raise ReadFailure("refused", "that selection is not of this memory: its chunks do not enclose it")
         left = deque(sorted(wanted))
         while wanted:
             while left and enclosure.take_slot(left[0]):
@@ -221,30 +242,3 @@ class EnclosingChannel:
 
     def close(self) -> None:
         self._inner.close()
-
-
-def _within_one(block: Block, at: int, starts: Sequence[int]) -> Iterator[tuple[int, int, Block]]:
-    """The bytes of a block, in parts each of which lies within one of the ranges that begin at these addresses: (range,
-    bytes before it, part). `at`: bytes before the block.
-    """
-    cells, loops, run, nbytes = block
-    each, (below, above), n = nbytes // len(cells), bounds(block), 0
-    while n < len(cells):
-        cell, before = cells[n], at + n * each
-        own = bisect_right(starts, cell + below) - 1
-        first, end = starts[own], starts[own + 1]
-        if cell + above <= end:
-            m = n + 1
-            while m < len(cells) and first <= cells[m] + below and cells[m] + above <= end:
-                m += 1
-            yield own, before, Block(cells[n:m], loops, run, (m - n) * each)
-            n = m
-            continue
-        if loops:
-            (times, apart), *inner = loops
-            yield from _within_one(Block([cell + i * apart for i in range(times)], tuple(inner), run, each), before, starts)
-        else:
-            head = end - cell
-            yield own, before, Block((cell,), (), head, head)
-            yield from _within_one(Block((cell + head,), (), run - head, run - head), before + head, starts)
-        n += 1

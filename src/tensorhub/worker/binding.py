@@ -33,7 +33,8 @@ class Binding:
         self._manifest_id = start.manifest_id
         self._part_ids = start.part_ids  # of what the memory will hold, in the published layout
         self._context = context
-        self._planning = Planning(context, start.publication, start.manifest_id) if start.publication else None
+        of = start.publication, start.manifest_id, start.origin
+        self._planning = Planning(context, *of) if start.publication else None
         self._manifest = None if self._planning is not None else context.manifests.get(start.manifest_id)
         self.request = 0  # for the manifest
 

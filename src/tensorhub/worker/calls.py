@@ -144,6 +144,7 @@ class PlanReading:
 
     `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled; None:
     those of the whole model, or of what these `names` are patterns of. `copies`: it is a copy of that rank's shard.
+    `origin`: what the publication was read from itself, if its own chunks may enclose what is read; with its parts.
     """
 
     number: int
@@ -154,6 +155,7 @@ class PlanReading:
     declared: Declaration
     names: tuple[str, ...] | None = None
     copies: int | None = None
+    origin: Published | None = None
 
 
 @dataclass(frozen=True, slots=True)

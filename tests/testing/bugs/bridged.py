@@ -9,7 +9,7 @@ from typing import Any
 from tensorhub.coordinator import bridges, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
+from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
@@ -118,6 +118,22 @@ def nothing_encloses() -> Iterator[None]:
         replaced(Owner, "enclosed", enclosed),
         replaced(Owner, "read_from", read_from),
     ):
+        yield
+
+
+@bug(
+    "R8: who has read a version in another layout is believed what he says of selections of it",
+    faults=(Fault.LIE, Fault.CRASH, Fault.RESTART),
+    seeds_max=500,
+)
+def other_layouts_are_believed() -> Iterator[None]:
+    def must_enclose(before: Callable[..., bool], part: RankPart, need: Any) -> bool:
+        return part.origin is part.operation.bound.holdings and before(part, need)
+
+    def is_anybody_believed(before: Callable[..., bool], testimony: Testimony) -> bool:
+        return testimony.origin_id != testimony.version.holdings.described_as or before(testimony)
+
+    with around(bridges, "must_enclose", must_enclose), around(bridges, "is_anybody_believed", is_anybody_believed):
         yield
 
 

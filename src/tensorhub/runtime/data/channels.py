@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import TransportUnavailable
+from tensorhub.errors import TensorHubError, TransportUnavailable
 from tensorhub.layouts.reading import Part
+from tensorhub.layouts.resharded import FindGrid
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.lanes import ChannelOpener
@@ -138,9 +139,14 @@ class Channels:
             if isinstance(transport, Keeping):
                 transport.close()
 
-    def opener(self, content_id: ContentId, selections: Mapping[str, Part] | None = None) -> ChannelOpener:
+    def opener(
+        self,
+        content_id: ContentId,
+        selections: Mapping[str, Part] | None = None,
+        find_grid: FindGrid | None = None,
+    ) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content. `selections`: by name, those that grants
-        name.
+        name. `find_grid`: see `ReshardedManifest`.
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
@@ -148,6 +154,7 @@ class Channels:
             if grant.selection and part is None:
                 raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
             encloses = part is not None and bool(grant.root)
+            vouched = None if part is None or not encloses else _vouched(grant, part, find_grid)
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
@@ -160,8 +167,8 @@ class Channels:
                 if encloses and "host" not in transport.fills:
                     continue
                 try:
-                    if part is not None and encloses:
-                        enclosure = Enclosure(part.selection, Vouched(grant.manifest_id, grant.root))
+                    if part is not None and vouched is not None:
+                        enclosure = Enclosure(part.selection, vouched)
                         inner = transport.open(endpoint, right, enclosure, cutter)
                         channel: Channel = EnclosingChannel(inner, enclosure, destination)
                     else:
@@ -265,6 +272,19 @@ class Channels:
             _, is_news = self._leave((name, grant.incarnation), text)
         say = log.warning if is_news else log.debug
         say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
+
+
+def _vouched(grant: Grant, part: Part, find_grid: FindGrid | None) -> Vouched:
+    """What the source's own chunks must be. ReadFailure: they do not follow from what this rank knows."""
+    if find_grid is None:
+        return Vouched(grant.grid, grant.root)
+    try:
+        found = find_grid(grant.grid, part.ranks)
+    except TensorHubError as error:
+        raise ReadFailure("refused", f"the source's own chunks cannot be told: {error}") from error
+    if found is None:
+        raise ReadFailure("refused", "the source has other chunks than follow from what it has read")
+    return Vouched(grant.grid, grant.root, found)
 
 
 def _remember(what: dict[K, V], key: K, value: V) -> None:

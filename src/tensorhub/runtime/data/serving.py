@@ -318,8 +318,6 @@ class SharedOwner:
             known, memory = self._owner.digests(registration, generation), self._memory.get(registration)
         if known is None or memory is None:
             return NOT_OPEN
-        if memory.is_strided:
-            return Refusal("this memory is of another layout than the published one: its chunks enclose nothing")
         if not digests:
             return memory.manifest.encode()
         values = [digest for digest in known if digest is not None]

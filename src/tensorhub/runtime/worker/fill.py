@@ -17,7 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import TensorHubError
-from tensorhub.layouts.resharded import counts_of, parts_of
+from tensorhub.layouts.resharded import ReshardedManifest, counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
@@ -231,7 +231,8 @@ class Filler:
         kept: list[int],
     ) -> None:
         selections = {part.selection.selection_id: part for part in parts_of(action.manifest)}
-        opener = self._channels.opener(ContentId(action.version.content_id), selections)
+        find_grid = action.manifest.find_grid if isinstance(action.manifest, ReshardedManifest) else None
+        opener = self._channels.opener(ContentId(action.version.content_id), selections, find_grid)
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
             chunks,

@@ -20,7 +20,7 @@ from tensorhub.testing.drivers.keeper import Keeper
 from tensorhub.testing.drivers.shells import Shells
 from tensorhub.testing.drivers.timeline import Timeline
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
-from tensorhub.testing.sim.faults import Fault, FaultPlan
+from tensorhub.testing.sim.faults import FORGETTING, Fault, FaultPlan
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.testing.sim.world import World
 from tensorhub.types import Options
@@ -54,6 +54,7 @@ class TimedCluster:
             manifest=make_manifest(chunks, "xxh3-64"),
         )
         plan = FaultPlan(random, self.allowed)
+        world.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
         self.injector = Injector(world, timeline, plan, events)
         world.data = DataNetwork(world, timeline, self.injector)
         world.keeper = keeper = Keeper(world, timeline)

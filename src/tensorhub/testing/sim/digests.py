@@ -49,12 +49,13 @@ class SimDigests:
             handle.worker.say(message)
 
     def is_spoilt(self, access: Access) -> bool:
-        """Whether what vouches for this access has changed. Then it has ended, and the coordinator hears so. Of another
-        layout the holders' own digests of selections decide, so nobody could find a lie there: its own owner does.
+        """Whether what vouches for this access has changed. Then it has ended, and the coordinator hears so. Where the word
+        of holders of another layout decides, nobody could find a lie there: its own owner does.
         """
         handle, cells = self._handle, self._handle.cells
         known = handle.worker.owner.vouched_by(access)
-        lies = self._world.guarantees.contents.lies if is_of_other_layout(handle.grid) else ()
+        is_believed = is_of_other_layout(handle.grid) and self._world.is_believed(handle)
+        lies = self._world.guarantees.contents.lies if is_believed else ()
         spoilt = next((own for own, digest in known.items() if digest_of(cells[own]) != digest or cells[own] in lies), None)
         if spoilt is None:
             return False

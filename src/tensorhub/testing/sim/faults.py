@@ -39,6 +39,15 @@ class Fault(StrEnum):
     PREEMPT = "preempt"  # a spot worker is told to go: it closes with little time, and dies
 
 
+FORGETTING = frozenset(
+    {
+        *(Fault.COORDINATOR, Fault.STATE_LOST, Fault.PARTITION, Fault.CUT, Fault.DELAY, Fault.REORDER),
+        *(Fault.DROP, Fault.PAUSE, Fault.BEHIND),
+    }
+)
+"""Those with which a coordinator may forget what it knows of what others hold still: it dies, or takes them for lost."""
+
+
 class FaultPlan:
     """What one seed has drawn: some kinds, each with a weight of its own, and how often anything goes wrong."""
 

@@ -28,8 +28,9 @@ def lie(handle: HandleShell) -> bool:
     """Overwrite what was read from others, and forget its digests, so that those of the new bytes vouch for them.
     False: it holds nothing of that kind, or nobody could know better.
 
-    Memory of another layout lies to those who copy its chunks. Whoever reads selections of it could not know better, so it
-    tells them that it has changed: see `SimDigests.is_spoilt`.
+    Memory of another layout lies to those who copy its chunks, or read with them. Where the coordinator has forgotten what
+    vouches for it, whoever reads selections of it could not know better, so it tells them that it has changed: see
+    `SimDigests.is_spoilt`.
     """
     content, cluster, is_other = handle.member.content, handle.cluster, is_of_other_layout(handle.grid)
     if content is None or handle.member.state is not HandleState.READY or handle.access is not None or content.published:

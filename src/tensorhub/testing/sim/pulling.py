@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.digests import pack, root_of, runs_of
+from tensorhub.digests import pack, runs_of
 from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.resharded import ReshardedManifest, root_of_grid
 from tensorhub.manifest import Manifest
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
@@ -264,13 +265,25 @@ class SimLane:
         digests = owner.digests(source.id, self.grant.generation)
         if digests is None or None in digests:
             return Frame(failure="refused")
-        if root_of(pack([digest for digest in digests if digest is not None], 8)) != self.grant.root:
+        selected, theirs = self.part.selection.chunks, self._grid_of(source)
+        if root_of_grid(theirs, pack([digest for digest in digests if digest is not None], 8)) != self.grant.root:
             return Frame(failure="corrupt")
-        selected = self.part.selection.chunks
-        theirs = source.layout_of_cells
         own = sorted({own for chunk in access.chunks for own in covered(theirs, selected[chunk])})
         wrong = [chunk for chunk in own if digest_of(source.cells[chunk]) != digests[chunk]]
         return Frame(failure="corrupt", at_source=wrong[0]) if wrong else None
+
+    def _grid_of(self, source: LaneEnd) -> Manifest:
+        """Its own chunks, as its reader plans them anew: just as it has them."""
+        theirs, mine = source.layout_of_cells, self.reading.start.manifest
+        if isinstance(theirs, ReshardedManifest):
+            assert self.part is not None
+            find = mine.find_grid if isinstance(mine, ReshardedManifest) else None
+            found = find(self.grant.grid, self.part.ranks) if find is not None else None
+            demand(found is not None, f"digests: {self.grant} is to be read with what encloses it, which nobody can tell")
+            assert found is not None
+            demand(found.reading == theirs.reading, f"digests: {source} has other chunks than a reader plans for it")
+            source.cluster.driver.took("read with what encloses it, in another layout")
+        return theirs
 
     def let_go(self) -> None:
         """The owner's access, if one runs, is over."""

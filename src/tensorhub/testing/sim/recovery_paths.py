@@ -56,6 +56,7 @@ RECOVERY_PATHS: Final = (
     "re-announced",
     "re-announced in vain",
     "read with what encloses it",
+    "read with what encloses it, in another layout",
     "reader shut out",
     "resumed from verified chunks",
     "silent connection given up",

@@ -8,7 +8,7 @@ other; `drivers.timed` has a clock and faults.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol, assert_never
 
@@ -27,6 +27,7 @@ from tensorhub.coordinator import (
     Tick,
     WorkerLost,
 )
+from tensorhub.coordinator.bridges import may_enclose
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     Done,
@@ -49,7 +50,7 @@ from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.ports import Driver
+from tensorhub.testing.sim.ports import Driver, HandlePort
 from tensorhub.testing.sim.pulling import DataPlane
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.testing.sim.worker import ControlPlane, Keeper, SimHandle, SimWorker, WorkerUsers
@@ -110,6 +111,8 @@ class World:
         self.unstored: dict[int, Persist] = {}
         self.epoch = 0
         self.ident = "c"  # of the coordinator's state
+        # Whether a coordinator dies, or takes for lost who is not.
+        self.forgets: Callable[[], bool] = lambda: True
         self._called: set[tuple[OpKey, int]] = set()  # fills that this coordinator has heard: their operations, and ranks
         self._heard_again = False  # the present event is one of these, said again
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
@@ -186,6 +189,14 @@ class World:
         """The memory that a grant names, if its process is alive."""
         handle = self.by_registration.get(grant.registration)
         return handle if handle is not None and handle.worker.alive else None
+
+    def is_believed(self, handle: HandlePort) -> bool:
+        """Whether its word may decide about selections of what it holds in another layout than the published one. If the
+        coordinator may forget what was vouched for (`forgets`), it may at any time.
+        """
+        member = self.coordinator.cluster.members.get(handle.id)
+        holding = member.holding if member is not None else None
+        return self.forgets() or holding is None or not may_enclose(holding.version, holding.layout)
 
     def kind_of(self, registration: str) -> str:
         """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
