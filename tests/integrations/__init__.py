@@ -1,0 +1,1 @@
+"""Tests of what `tensorhub.integrations` does without a framework; tests/frameworks has the others."""

@@ -1,0 +1,211 @@
+"""What the checkpoint engines of verl and NeMo-RL share: who meets where, and under which number an update goes.
+
+One process sends: rank 0 of the trainer's, whose `prepare()` says where the coordinator is and which numbers are used. The
+framework takes that to every process. Where no address is configured, that process runs a coordinator of its own, for whose
+token the same way is taken; then each start of the trainer is a new cluster.
+
+Not responsible for the copies (`streamed`), nor for a framework's own names of these calls.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.errors import StateError, VersionConflict, VersionUnavailable
+from tensorhub.integrations.streamed import Receiver, Sender
+from tensorhub.logs import get_logger
+from tensorhub.types import Options, as_timeout_s, check_name, parse_address
+
+if TYPE_CHECKING:
+    import torch
+
+Role = Literal["sender", "idle", "receiver"]
+KEY = "tensorhub"  # of a meeting, in what `prepare` says
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the sender tells all. `token`: of its own coordinator. `mark`: the newest number that was published before, and
+    `held`: the one that the sender serves.
+    """
+
+    address: str
+    token: str | None
+    mark: int | None
+    held: int | None
+
+    @property
+    def next(self) -> int:
+        """The number of an update that is given none."""
+        return 1 if self.mark is None else self.mark + 1
+
+
+class Exchange:
+    """One process's part in updates. `prepare` on the process that sends, `join` and then `send` or `receive` on each.
+
+    `address`: a coordinator's; None takes TENSORHUB_ADDRESS, and without that the sender runs a coordinator, on `host`.
+    `token`: the path of a token file, for a coordinator that is given by its address; see `tensorhub.connect`. `model`: the
+    name under which weights are published; trainers that share a coordinator need different ones. `device`: of the buffers.
+    `timeout_s`: how long an update may take, from this process's call on. `transports`, `options`: as for
+    `tensorhub.connect`; `options` by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        address: str | None = None,
+        token: str | None = None,
+        model: str = "actor",
+        device: str = "cpu",
+        timeout_s: float = 300.0,
+        transports: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._address = address or os.environ.get("TENSORHUB_ADDRESS", "")
+        if self._address:
+            parse_address(self._address)
+        self.model = check_name("model", model)
+        self._host = host
+        self._token = None if token is None else Path(token)
+        self._device = device
+        self._timeout_s = as_timeout_s(timeout_s, 0.0)
+        self._transports = None if transports is None else list(transports)
+        given = dict(options or {})
+        self._options = Options(**{"op_timeout_s": self._timeout_s, **given})
+        self._coordinator: sync.Coordinator | None = None
+        self._own_token = secrets.token_hex(32)
+        self._hub: sync.Hub | None = None  # the sender's
+        self._sender: Sender | None = None
+        self._role: Role | None = None
+        self._meeting: Meeting | None = None
+        self._receiver: Receiver | None = None
+        self._receives_from: tuple[str, str | None] | None = None
+        self._receiving: anyio.CancelScope | None = None  # while an update is waited for
+
+    # -- before an update
+
+    def prepare(self) -> dict[str, Any]:
+        """What the sender tells all others. Only the sender's is used."""
+        hub = self._connected()
+        held = None if self._sender is None else self._sender.version
+        meeting = Meeting(self._found(), self._shown_token, _mark(hub, self.model), held)
+        return {KEY: asdict(meeting)}
+
+    @property
+    def _shown_token(self) -> str | None:
+        return self._own_token if self._coordinator is not None else None
+
+    def _found(self) -> str:
+        if self._address:
+            return self._address
+        if self._coordinator is None:
+            self._coordinator = sync.serve(self._host, token=self._own_token)
+            log.info("coordinator_embedded", address=self._coordinator.address)
+        return self._coordinator.address
+
+    def _connected(self) -> sync.Hub:
+        if self._hub is None:
+            address = self._found()
+            token = self._shown_token or self._token
+            transports, options = self._transports, self._options
+            self._hub = sync.connect(address, token=token, transports=transports, options=options)
+        return self._hub
+
+    def join(self, role: Role, meeting: Mapping[str, Any]) -> Meeting:
+        """Take part in the updates that follow. What an update before has left undone here is given up."""
+        if KEY not in meeting:
+            raise StateError("the sender's prepare() was not called, or was another backend's: all use backend tensorhub")
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._role, self._meeting = role, Meeting(**meeting[KEY])
+        if role != "sender":
+            self._leave()
+        return self._meeting
+
+    def _joined(self, *roles: Role) -> Meeting:
+        if self._meeting is None or self._role not in roles:
+            role = "takes no part in updates yet" if self._role is None else f"is {self._role!r} in updates"
+            raise StateError(f"this process {role}: prepare(), build_topology() and init_process_group() come first")
+        return self._meeting
+
+    # -- an update
+
+    def send(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None) -> dict[str, float]:
+        """Publish what the generator yields; a rank that does not send runs through it only. What it took, by name."""
+        meeting = self._joined("sender", "idle")
+        if self._role == "idle":
+            for _ in weights:
+                pass
+            return {}
+        if self._sender is None:
+            self._sender = Sender(self._connected(), self.model, device=self._device, timeout_s=self._timeout_s)
+        number = meeting.next if version is None else version
+        sent = self._sender.send(number, weights)
+        log.info("weights_sent", model=self.model, version=number, nbytes=sent.nbytes, seconds=round(sent.seconds, 4))
+        costs = {"version": sent.version, "bytes": sent.nbytes, "copy_s": sent.copy_s, "seconds": sent.seconds}
+        return {f"tensorhub/{name}": float(value) for name, value in costs.items()}
+
+    async def receive(self, version: int | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Each tensor of the update, once all of it is verified."""
+        meeting = self._joined("receiver")
+        number = meeting.next if version is None else version
+        if meeting.mark is not None and number <= meeting.mark and number != meeting.held:
+            raise VersionConflict(
+                f"version {number} of {self.model!r} is older than this update: {meeting.mark} was published before, "
+                f"perhaps by another trainer. `hub.rollback()` takes back later versions; or give another model="
+            )
+        with anyio.CancelScope() as scope:
+            self._receiving = scope
+            try:
+                buffers, report = await (await self._receiver_for(meeting)).receive(number, self._timeout_s)
+            finally:
+                self._receiving = None if self._receiving is scope else self._receiving
+        if scope.cancelled_caught:
+            raise StateError(f"the update to version {number} was given up here: a later one has begun")
+        log.info("weights_received", model=self.model, version=number, nbytes=report.bytes_read, seconds=report.seconds)
+        for name, tensor in buffers.items():
+            yield name, tensor
+
+    async def _receiver_for(self, meeting: Meeting) -> Receiver:
+        """A trainer that has started anew may have another coordinator; who was at the old one leaves it."""
+        place = meeting.address, meeting.token
+        if self._receiver is None or self._receives_from != place:
+            hub = await tensorhub.connect(
+                meeting.address,
+                token=meeting.token or self._token,
+                transports=self._transports,
+                options=self._options,
+            )
+            self._receiver, self._receives_from = Receiver(hub, self.model, device=self._device), place
+        return self._receiver
+
+    def close(self) -> None:
+        """Leave. What was published is taken back, and a coordinator of its own ends."""
+        self._receiver = self._role = None
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give up what only the sender needs."""
+        self._sender = None
+        for each in (self._hub, self._coordinator):
+            if each is not None:
+                each.close()
+        self._hub = self._coordinator = None
+
+
+def _mark(hub: sync.Hub, model: str) -> int | None:
+    try:
+        return hub.summarize(model).mark
+    except VersionUnavailable:
+        return None

@@ -1,0 +1,17 @@
+"""Which releases of a framework an adapter was made for. Another one may call it otherwise, and weights be lost silently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tensorhub.errors import StateError
+
+
+def check_release(framework: str, installed: str, supported: Sequence[str]) -> None:
+    """Raise StateError unless `installed` is one of the supported releases, each given as "major.minor"."""
+    if ".".join(installed.split(".")[:2]) not in supported:
+        releases = ", ".join([f"{each}.x" for each in supported])
+        raise StateError(
+            f"{framework} {installed} is installed, and TensorHub's adapter was made for {releases}: other releases may "
+            f"call it in other ways. Install one of these, or a TensorHub that was made for {framework} {installed}"
+        )

@@ -1,0 +1,140 @@
+"""Weights for TRL's `AsyncGRPOTrainer`: `weight_transfer=WeightTransfer(...)`, and the rollouts' side of it.
+
+TRL hands its weights to rank 0 one tensor at a time. They are copied into buffers, and published as one version. A rollout
+worker that has the model in its own process fills that in place. TRL counts the policy's versions: 1 is the one before the
+first step. Here they are numbered likewise, from those on that were published under that name before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import version as installed_version
+from typing import TYPE_CHECKING, Any
+
+from tensorhub import sync
+from tensorhub.errors import StateError
+from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
+from tensorhub.integrations.releases import check_release
+from tensorhub.types import Options
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SUPPORTED = ("1.16",)
+
+
+class WeightTransfer:
+    """The trainer's side: TRL's `WeightTransferProtocol`, of whose methods TRL calls all by itself.
+
+    `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which only this machine
+    reaches by default. `pause`, `resume`: called before and after each update, to stop an inference server.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        pause: Callable[[], object] | None = None,
+        resume: Callable[[], object] | None = None,
+        **settings: Any,
+    ) -> None:
+        check_release("trl", installed_version("trl"), SUPPORTED)
+        self._exchange = Exchange(host=host, **settings)
+        self._pause, self._resume = pause, resume
+        self._meeting: Meeting | None = None
+        self._sent = 0
+
+    def init_weight_transfer(self) -> None:
+        """Called once, when training begins."""
+        self._meeting = self._exchange.join("sender", self._exchange.prepare())
+        self._sent = 0
+
+    def rollout_settings(self) -> dict[str, Any]:
+        """What `RolloutWeights` takes, here or in another process; from the beginning of training on."""
+        if self._meeting is None:
+            raise StateError(
+                "training has not begun, so there is nothing to join yet: TRL calls init_weight_transfer() first"
+            )
+        meeting = self._meeting
+        return {
+            "address": meeting.address,
+            "token": meeting.token,
+            "model": self._exchange.model,
+            "before": meeting.next - 1,
+        }
+
+    def pause(self) -> None:
+        if self._pause is not None:
+            self._pause()
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self._meeting is None:
+            raise StateError("init_weight_transfer() comes before send_weights()")
+        self._exchange.send(iterator, self._meeting.next + self._sent)
+        self._sent += 1
+
+    def resume(self) -> None:
+        if self._resume is not None:
+            self._resume()
+
+    def destroy(self) -> None:
+        """Called when training ends: what was published is taken back, and a coordinator of its own ends."""
+        self._exchange.close()
+        self._meeting = None
+
+
+class RolloutWeights:
+    """A rollout's policy, which is filled in place with what the trainer sends: its trainable parameters.
+
+    `update_model_version` says that there is a new version, from any thread: the rollout worker's method of that name calls
+    it. `refresh` brings it, in the thread that generates, between two generations. Other rollouts read from here.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        address: str,
+        token: str | None = None,
+        model: str = "actor",
+        before: int = 0,
+        timeout_s: float = 300.0,
+        options: Options | None = None,
+    ) -> None:
+        """Raises RegistrationError, and as `tensorhub.connect`."""
+        self._before, self._timeout_s = before, timeout_s
+        self._changed = threading.Condition()
+        self._wanted = self.version = 0
+        self._hub = sync.connect(address, token=token, options=options)
+        sent = {name: each for name, each in policy.named_parameters() if each.requires_grad}
+        self._weights = self._hub.register(model, sent)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Returns at once."""
+        with self._changed:
+            self._wanted = max(self._wanted, model_version)
+            self._changed.notify_all()
+
+    def refresh(self) -> int:
+        """The version that the policy has, once that is as new as the newest that was heard of.
+
+        Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed), OperationTimeout (the trainer
+        is gone), and as `Weights.update`; the policy's memory may be torn then, which the next call repairs.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._wanted, self._timeout_s):
+                raise StateError(
+                    f"no version was heard of in {self._timeout_s} s: update_model_version() says which there is"
+                )
+            wanted = self._wanted
+        if wanted > self.version or self._weights.version is None:
+            self.version = 0  # nothing is known of the memory if this fails
+            report = self._weights.update(at_least=self._before + wanted, timeout=self._timeout_s)
+            self.version = report.version - self._before
+        return self.version
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._hub.close()

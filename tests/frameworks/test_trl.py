@@ -1,0 +1,287 @@
+"""TRL's real `AsyncGRPOTrainer` for a few steps, offline, with a tiny random model and rollouts that generate with it.
+
+Two things are other than in TRL: the attention kernel, which is for GPUs and is fetched when it is first called, and the
+table of devices' speeds, which has none for a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(600)]
+
+pytest.importorskip("trl")
+
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing  # noqa: E402
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
+
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError  # noqa: E402
+from tensorhub.integrations.trl import RolloutWeights, WeightTransfer  # noqa: E402
+
+WORDS = ["<pad>", "<eos>", "<unk>", *[f"w{number}" for number in range(29)]]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attention))
+
+
+def attention(q: Any, k: Any, v: Any, q_starts: Any, k_starts: Any, *_: Any, softmax_scale: Any = None, **__: Any) -> Any:
+    """Causal, over each pair of sequences that end together."""
+    found = []
+    for i in range(len(q_starts) - 1):
+        query, key, value = (
+            each[starts[i] : starts[i + 1]].transpose(0, 1) for each, starts in ((q, q_starts), (k, k_starts), (v, k_starts))
+        )
+        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax_scale)
+        found.append(out.transpose(0, 1))
+    return torch.cat(found)
+
+
+class Worker:
+    """A rollout worker in the trainer's process: it generates with a policy of its own, which it refreshes in between."""
+
+    def __init__(self, path: Path, transfer: WeightTransfer) -> None:
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=4)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.policy = AutoModelForCausalLM.from_pretrained(path)
+        self.seen: dict[int, float] = {}  # by version: a sum over the policy
+        self.told: list[int] = []
+        self.error: BaseException | None = None
+        self._transfer = transfer
+        self._weights: RolloutWeights | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def start(self) -> None:
+        self._weights = RolloutWeights(self.policy, **self._transfer.rollout_settings())
+        self._weights.update_model_version(self.told[-1])
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        self.told.append(model_version)
+        if self._weights is not None:
+            self._weights.update_model_version(model_version)
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        assert self._weights is not None
+        group = 0
+        try:
+            while not self._stop.is_set():
+                version = self._weights.refresh()
+                self.seen.setdefault(version, total(self.policy))
+                group += 1
+                for sample in self._generated(version, group):
+                    while not self._stop.is_set():
+                        try:
+                            self.rollout_buffer.put(sample, timeout=0.1)
+                            break
+                        except queue.Full:
+                            version = self._weights.refresh()
+                            self.seen.setdefault(version, total(self.policy))
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._weights.close()
+
+    def _generated(self, version: int, group: int) -> Iterator[RolloutSample]:
+        prompt = torch.tensor([[3, 4, 5]])
+        for advantage in (1.0, -1.0):
+            with torch.no_grad():
+                tokens = self.policy.generate(prompt, max_new_tokens=4, do_sample=True, attention_mask=prompt > 0)[0]
+                logits = self.policy(tokens[None]).logits[0, :-1].log_softmax(-1)
+            logs = logits.gather(1, tokens[1:, None])[:, 0].numpy()
+            made = np.arange(len(tokens)) >= 3
+            yield RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=tokens.numpy(),
+                completion_mask=made.astype(np.int64),
+                old_log_probs=np.where(made, np.concatenate([[0.0], logs]), 0.0).astype(np.float32),
+                advantage=advantage,
+                model_version=version,
+                group_id=group,
+                metrics={"reward": advantage},
+            )
+
+
+def total(policy: torch.nn.Module) -> float:
+    return sum(each.double().abs().sum().item() for each in policy.parameters())
+
+
+class Seen(WeightTransfer):
+    """Remembers what was sent."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(pause=lambda: self.calls.append("pause"), resume=lambda: self.calls.append("resume"), **settings)
+        self.calls: list[str] = []
+        self.sent: list[float] = []
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        total = 0.0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal total
+            for name, tensor in iterator:
+                total += tensor.double().abs().sum().item()
+                yield name, tensor
+
+        super().send_weights(counted())
+        self.calls.append("send")
+        self.sent.append(total)
+
+
+def trainer(path: Path, out: Path, transfer: WeightTransfer, worker: Any) -> AsyncGRPOTrainer:
+    arguments = AsyncGRPOConfig(
+        output_dir=str(out),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1,
+        learning_rate=1e-2,
+        token_budget=64,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        dtype="float32",
+        bf16=False,
+        gradient_checkpointing=False,
+        max_staleness=100,
+    )
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": "w0 w1 w2"}]] * 8})
+    return AsyncGRPOTrainer(
+        str(path), args=arguments, train_dataset=prompts, rollout_worker=worker, weight_transfer=transfer
+    )
+
+
+def test_rollouts_have_the_trainers_weights_after_each_step(model: Path, tmp_path: Path) -> None:
+    transfer = Seen()
+    worker = Worker(model, transfer)
+    trainer(model, tmp_path, transfer, worker).train()
+    assert worker.error is None
+    assert worker.told == [1, 2, 3, 4]
+    assert transfer.calls == ["pause", "send", "resume"] * 4
+    assert len(set(transfer.sent)) == 4, "a step has changed nothing"
+    assert worker.seen
+    assert {version: transfer.sent[version - 1] for version in worker.seen} == worker.seen
+
+
+def test_a_second_run_goes_on_above_the_versions_of_the_first(model: Path, tmp_path: Path) -> None:
+    from tensorhub import sync
+
+    with sync.serve(token="") as coordinator, sync.connect(coordinator.address, token="") as hub:
+        for before in (0, 4):
+            transfer = Seen(address=coordinator.address)
+            worker = Worker(model, transfer)
+            trainer(model, tmp_path, transfer, worker).train()
+            assert (worker.error, worker.told) == (None, [1, 2, 3, 4])
+            assert {version: transfer.sent[version - 1] for version in worker.seen} == worker.seen
+            assert hub.describe("actor").mark == before + 4
+
+
+def test_a_rollout_that_dies_does_not_hold_the_trainer_up(model: Path, tmp_path: Path) -> None:
+    """A second reader, in a process of its own, is killed while it holds a version."""
+
+    class Killed(Seen):
+        def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+            super().send_weights(iterator)
+            if len(self.sent) == 2:
+                settings = json.dumps(self.rollout_settings())
+                child = subprocess.Popen(
+                    [sys.executable, "-c", CHILD, str(model), settings], stdout=subprocess.PIPE, text=True
+                )
+                assert child.stdout is not None
+                assert child.stdout.readline() == "2\n"
+                child.kill()
+                child.communicate()
+
+    transfer = Killed()
+    worker = Worker(model, transfer)
+    trainer(model, tmp_path, transfer, worker).train()
+    assert worker.error is None
+    assert worker.told == [1, 2, 3, 4]
+
+
+CHILD = """
+import json, sys, time
+from transformers import AutoModelForCausalLM
+from tensorhub.integrations.trl import RolloutWeights
+weights = RolloutWeights(AutoModelForCausalLM.from_pretrained(sys.argv[1]), **json.loads(sys.argv[2]))
+weights.update_model_version(2)
+print(weights.refresh(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_policy_of_another_shape_and_calls_in_the_wrong_order(model: Path) -> None:
+    transfer = WeightTransfer(timeout_s=5.0)
+    with pytest.raises(StateError, match="training has not begun"):
+        transfer.rollout_settings()
+    with pytest.raises(StateError, match="init_weight_transfer"):
+        transfer.send_weights(iter(()))
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    transfer.init_weight_transfer()
+    transfer.send_weights((name, each) for name, each in policy.named_parameters() if "norm" not in name)
+    weights = RolloutWeights(policy, **transfer.rollout_settings(), timeout_s=5.0)
+    weights.update_model_version(1)
+    with pytest.raises(ManifestMismatch) as error:
+        weights.refresh()
+    assert len(error.value.differences) == 5
+    transfer.destroy()
+    with pytest.raises(TensorHubError):
+        weights.refresh()
+    weights.close()

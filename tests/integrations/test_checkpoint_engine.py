@@ -1,0 +1,162 @@
+"""Who meets where, under which number, and what is refused: the part of verl's and NeMo-RL's engines that needs neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import AuthenticationFailed, InvalidType, OperationTimeout, StateError, VersionConflict
+from tensorhub.integrations.checkpoint_engine import KEY, Exchange
+from tensorhub.integrations.releases import check_release
+from tests.rig import OPTIONS
+
+Make = Callable[..., Exchange]
+
+
+def weights(value: float) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.full((4, 4), value)
+    yield "b", torch.full((), value)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
+    made: list[Exchange] = []
+
+    def make(**settings: Any) -> Exchange:
+        made.append(Exchange(host="127.0.0.1", **{"timeout_s": 20.0, **settings}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with sync.serve(token="", options=OPTIONS) as coordinator:
+        yield coordinator.address
+
+
+async def received(exchange: Exchange, version: int | None) -> list[float]:
+    return [tensor.flatten()[0].item() async for _, tensor in exchange.receive(version)]
+
+
+def update(sender: Exchange, receiver: Exchange, value: float, version: int | None) -> list[float]:
+    meeting = sender.prepare()
+    sender.join("sender", meeting)
+    receiver.join("receiver", meeting)
+    sender.send(weights(value), version)
+    return anyio.run(received, receiver, version)
+
+
+def test_without_an_address_the_sender_runs_a_coordinator_whose_token_goes_with_it(make: Make) -> None:
+    sender, receiver = make(), make()
+    for version in (1, 2, None, None):
+        value = 1.5 if version is None else float(version)
+        assert update(sender, receiver, value, version) == [value, value]
+    meeting = sender.prepare()[KEY]
+    assert (meeting["mark"], meeting["held"]) == (4, 4)
+    with pytest.raises(AuthenticationFailed):
+        sync.connect(meeting["address"], token="another")
+
+
+def test_an_address_is_taken_from_the_settings_or_the_environment(
+    make: Make, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make(address=address).prepare()[KEY] == {"address": address, "token": None, "mark": None, "held": None}
+    monkeypatch.setenv("TENSORHUB_ADDRESS", address)
+    sender = make()
+    assert update(sender, make(), 3.0, 3) == [3.0, 3.0]
+    assert sender.prepare()[KEY]["address"] == address
+
+
+def test_a_number_that_was_used_before_the_update_is_refused_by_who_receives(make: Make, address: str) -> None:
+    old, receiver = make(address=address), make(address=address)
+    assert update(old, receiver, 5.0, 5) == [5.0, 5.0]
+    new = make(address=address)  # of another run, which begins at 1 again
+    for version in (1, 5):
+        with pytest.raises(VersionConflict):
+            update(new, receiver, 1.0, version)
+        with pytest.raises(VersionConflict, match=r"older than this update: 5 was published before"):
+            anyio.run(received, receiver, version)
+    assert update(new, receiver, 6.0, None) == [6.0, 6.0]
+
+
+def test_the_same_number_again_brings_it_to_who_lacks_it(make: Make) -> None:
+    sender, receiver = make(), make()
+    assert update(sender, receiver, 1.0, 1) == [1.0, 1.0]
+    assert update(sender, make(), 1.0, 1) == [1.0, 1.0]
+    with pytest.raises(VersionConflict, match="with other bytes"):
+        update(sender, receiver, 2.0, 1)
+
+
+def test_a_trainer_that_starts_anew_has_another_coordinator(make: Make) -> None:
+    first, receiver = make(), make()
+    assert update(first, receiver, 9.0, 9) == [9.0, 9.0]
+    first.close()
+    assert update(make(), receiver, 1.0, 1) == [1.0, 1.0]
+
+
+def test_who_waits_for_an_update_is_let_go_by_the_next_one_or_the_deadline(make: Make) -> None:
+    sender, receiver = make(), make(timeout_s=0.5)
+    receiver.join("receiver", sender.prepare())
+    with pytest.raises(OperationTimeout):
+        anyio.run(received, receiver, 1)
+
+    async def run() -> None:
+        waits = make()
+        waits.join("receiver", meeting)
+        found = waits.receive(1)
+        async with anyio.create_task_group() as tasks:
+
+            async def first() -> None:
+                with pytest.raises(StateError, match="to version 1 was given up here: a later one has begun"):
+                    await anext(found)
+
+            tasks.start_soon(first)
+            while waits._receiving is None:
+                await anyio.lowlevel.checkpoint()
+            waits.join("receiver", meeting)
+
+    meeting = sender.prepare()
+    anyio.run(run)
+
+
+def test_a_rank_that_does_not_send_runs_through_its_generator(make: Make) -> None:
+    sender, idle = make(), make()
+    idle.join("idle", sender.prepare())
+    left = weights(1.0)
+    assert idle.send(left, 1) == {}
+    assert next(left, None) is None
+    assert sender.prepare()[KEY]["mark"] is None
+
+
+def test_calls_in_the_wrong_order_say_what_comes_first(make: Make) -> None:
+    sender = make()
+    with pytest.raises(StateError, match="takes no part in updates yet"):
+        sender.send(weights(1.0), 1)
+    with pytest.raises(StateError, match="or was another backend's"):
+        sender.join("sender", {})
+    sender.join("sender", sender.prepare())
+    with pytest.raises(StateError, match="is 'sender' in updates"):
+        anyio.run(received, sender, 1)
+
+
+def test_settings_that_cannot_be_used(make: Make) -> None:
+    for wrong in ({"address": "host:1"}, {"timeout_s": "soon"}, {"model": ""}, {"options": {"chunk_bytes": 1}}):
+        with pytest.raises((InvalidType, StateError)):
+            make(**wrong)
+    with pytest.raises(TypeError, match="adress"):
+        make(adress="tcp://127.0.0.1:1")
+
+
+def test_other_releases_than_the_supported_ones() -> None:
+    check_release("verl", "0.9.1", ("0.8", "0.9"))
+    with pytest.raises(StateError, match=r"verl 0.10.0 is installed, .* made for 0.8.x, 0.9.x"):
+        check_release("verl", "0.10.0", ("0.8", "0.9"))

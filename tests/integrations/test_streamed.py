@@ -1,0 +1,170 @@
+"""Copies of what a generator yields: one version an update, or none; and what receivers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import pytest
+import torch
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.errors import ManifestMismatch, OperationTimeout, RegistrationError, VersionConflict
+from tensorhub.integrations.streamed import Receiver, Sender
+from tests.rig import OPTIONS
+
+SHAPES = {"embed": (64, 16), "norm": (16,), "scale": ()}
+
+
+def weights(version: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, version + number).to(dtype) for number, (name, shape) in enumerate(SHAPES.items())}
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with sync.serve(token="", options=OPTIONS) as coordinator:
+        yield coordinator.address
+
+
+@pytest.fixture
+def hub(address: str) -> Iterator[sync.Hub]:
+    with sync.connect(address, name="trainer", token="", options=OPTIONS) as hub:
+        yield hub
+
+
+def received(address: str, *versions: int, timeout_s: float = 30.0) -> list[dict[str, torch.Tensor]]:
+    """What a receiver has after each of these updates, which are made in loops of their own."""
+    found = []
+
+    async def connect() -> Receiver:
+        return Receiver(await tensorhub.connect(address, name="rollout", token="", options=OPTIONS), "m")
+
+    receiver = anyio.run(connect)
+    for version in versions:
+        buffers, _ = anyio.run(receiver.receive, version, timeout_s)
+        found.append({name: buffer.clone() for name, buffer in buffers.items()})
+    anyio.run(receiver._hub.close)
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_each_update_is_one_version_and_is_copied_once(address: str, hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    first = weights(1)
+    sent = sender.send(1, iter(first.items()))
+    assert (sent.version, sent.changed, sent.nbytes) == (1, True, sum(each.nbytes for each in first.values()))
+    for each in first.values():
+        each.zero_()  # the caller's own memory is not what is published
+    assert same(received(address, 1)[0], weights(1))
+    held = [buffer.data_ptr() for buffer in sender._buffers.values()]
+    for version in (2, 5):
+        sender.send(version, weights(version).items())
+        assert same(received(address, version)[0], weights(version))
+    assert held == [buffer.data_ptr() for buffer in sender._buffers.values()]
+    assert [view.version for view in hub.describe("m").versions if view.state == "available"] == [5]
+
+
+def test_a_receivers_buffers_stay_and_serve(address: str, hub: sync.Hub) -> None:
+    async def run() -> None:
+        async with tensorhub.connect(address, name="rollout", token="", options=OPTIONS) as mine:
+            receiver = Receiver(mine, "m")
+            buffers, report = await receiver.receive(1, 30.0)
+            assert report.bytes_read == sum(each.nbytes for each in weights(1).values())  # none was read to allocate
+            places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+            assert same(buffers, weights(1))
+            await anyio.to_thread.run_sync(sender.send, 2, weights(2).items())
+            buffers, _ = await receiver.receive(2, 30.0)
+            assert same(buffers, weights(2))
+            assert places == {name: each.data_ptr() for name, each in buffers.items()}
+            sender.close()
+            assert same(await anyio.to_thread.run_sync(lambda: received(address, 2)[0]), weights(2))
+
+    sender = Sender(hub, "m")
+    sender.send(1, weights(1).items())
+    anyio.run(run)
+
+
+def test_a_receiver_waits_for_its_version_and_not_longer_than_it_may(address: str, hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    sender.send(1, weights(1).items())
+    with pytest.raises(OperationTimeout):
+        received(address, 2, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_generator_raises_leaves_nothing_published(address: str, hub: sync.Hub, first: bool) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights(2).items())[:2]
+        raise RuntimeError("a rank is gone")
+
+    sender = Sender(hub, "m")
+    if not first:
+        sender.send(1, weights(1).items())
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        sender.send(2, broken())
+    assert sender.version is None
+    sender.send(3, weights(3).items())
+    assert same(received(address, 3)[0], weights(3))
+    assert hub.describe("m").mark == 3
+
+
+def test_all_that_differs_is_in_one_error_and_nothing_is_published(address: str, hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    sender.send(1, weights(1).items())
+    other = weights(2) | {"norm": torch.zeros(8), "extra": torch.zeros(1)}
+    del other["scale"]
+    left = iter([*other.items(), ("embed", other["embed"])])
+    with pytest.raises(RegistrationError) as error:
+        sender.send(2, left)
+    text = "'norm' is float32 (8,), and was float32 (16,); 'extra' is new; 'embed' came twice; 'scale' is missing"
+    assert text in str(error.value)
+    assert "4 tensor(s)" in str(error.value)
+    assert next(left, None) is None
+    assert sender.version is None
+    with pytest.raises(RegistrationError, match="'norm' is bfloat16"):
+        sender.send(2, weights(2, torch.bfloat16).items())
+    sender.send(2, weights(2).items())
+    assert same(received(address, 2)[0], weights(2))
+
+
+def test_a_name_that_comes_twice_at_first(hub: sync.Hub) -> None:
+    with pytest.raises(RegistrationError, match=r"1 name\(s\) came twice in one update: 'norm'"):
+        Sender(hub, "m").send(1, [*weights(1).items(), ("norm", torch.zeros(16))])
+
+
+def test_the_same_number_again_is_the_same_bytes_or_a_conflict(address: str, hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    first = weights(1) | {"nan": torch.tensor([float("nan")])}
+    sender.send(1, first.items())
+    assert not sender.send(1, first.items()).changed
+    with pytest.raises(VersionConflict, match=r"with other bytes in 1 tensor\(s\): 'norm'"):
+        sender.send(1, (first | {"norm": torch.zeros(16)}).items())
+    assert sender.version == 1
+
+
+def test_when_publication_fails_the_generator_is_still_run_through(hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    sender.send(5, weights(5).items())
+    left = iter(weights(4).items())
+    with pytest.raises(VersionConflict):
+        sender.send(4, left)
+    assert next(left, None) is None
+    assert sender.version == 5
+
+
+def test_two_senders_of_one_model(hub: sync.Hub) -> None:
+    Sender(hub, "m").send(1, weights(1).items())
+    with pytest.raises(VersionConflict):
+        Sender(hub, "m").send(1, weights(2).items())
+
+
+def test_a_sender_that_has_other_tensors_than_the_one_before(address: str, hub: sync.Hub) -> None:
+    first, second = Sender(hub, "m"), Sender(hub, "m")
+    first.send(1, weights(1).items())
+    second.send(2, {"norm": torch.zeros(16)}.items())
+    with pytest.raises(ManifestMismatch, match="embed"):
+        received(address, 1, 2)
