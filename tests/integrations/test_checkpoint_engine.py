@@ -13,7 +13,7 @@ from tensorhub import sync
 from tensorhub.errors import AuthenticationFailed, InvalidType, OperationTimeout, StateError, VersionConflict
 from tensorhub.integrations.checkpoint_engine import KEY, Exchange
 from tensorhub.integrations.releases import check_release
-from tests.rig import OPTIONS
+from tests.rig import OPTIONS, library_threads
 
 Make = Callable[..., Exchange]
 
@@ -34,7 +34,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     yield make
     for each in made:
+        anyio.run(each.leave)
         each.close()
+    assert not library_threads()
 
 
 @pytest.fixture

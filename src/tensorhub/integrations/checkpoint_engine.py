@@ -23,7 +23,8 @@ from tensorhub import sync
 from tensorhub.errors import StateError, VersionConflict, VersionUnavailable
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
-from tensorhub.types import Options, as_timeout_s, check_name, parse_address
+from tensorhub.runtime.control.addresses import check_address
+from tensorhub.types import Options, as_timeout_s, check_name
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ class Exchange:
     ) -> None:
         self._address = address or os.environ.get("TENSORHUB_ADDRESS", "")
         if self._address:
-            parse_address(self._address)
+            check_address(self._address)
         self.model = check_name("model", model)
         self._host = host
         self._token = None if token is None else Path(token)
@@ -187,12 +188,19 @@ class Exchange:
                 transports=self._transports,
                 options=self._options,
             )
+            await self.leave()
             self._receiver, self._receives_from = Receiver(hub, self.model, device=self._device), place
         return self._receiver
 
+    async def leave(self) -> None:
+        """Give up what was received."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await receiver.close()
+
     def close(self) -> None:
-        """Leave. What was published is taken back, and a coordinator of its own ends."""
-        self._receiver = self._role = None
+        """Send nothing any more: what was published is taken back, and a coordinator of its own ends."""
+        self._role = None
         self._leave()
 
     def _leave(self) -> None:

@@ -210,3 +210,8 @@ class Receiver:
             log.info("receive_buffers", model=self._model, tensors=len(buffers), nbytes=nbytes, device=str(self._device))
         report = await self._weights.update(version, timeout=left_s())
         return self._buffers, report
+
+    async def close(self) -> None:
+        """Leave the cluster, and free the buffers."""
+        self._buffers, self._weights = {}, None
+        await self._hub.close()
