@@ -41,10 +41,12 @@ def received(address: str, *versions: int, timeout_s: float = 30.0) -> list[dict
         return Receiver(await tensorhub.connect(address, name="rollout", token="", options=OPTIONS), "m")
 
     receiver = anyio.run(connect)
-    for version in versions:
-        buffers, _ = anyio.run(receiver.receive, version, timeout_s)
-        found.append({name: buffer.clone() for name, buffer in buffers.items()})
-    anyio.run(receiver._hub.close)
+    try:
+        for version in versions:
+            buffers, _ = anyio.run(receiver.receive, version, timeout_s)
+            found.append({name: buffer.clone() for name, buffer in buffers.items()})
+    finally:
+        anyio.run(receiver.close)
     return found
 
 

@@ -20,7 +20,7 @@ from tensorhub import sync
 from tensorhub.errors import RegistrationError, VersionConflict, some
 from tensorhub.hub import Hub
 from tensorhub.logs import get_logger
-from tensorhub.tools import allocate
+from tensorhub.tools import published_tensors
 from tensorhub.types import FetchReport
 from tensorhub.weights import Weights
 
@@ -203,13 +203,19 @@ class Receiver:
 
         await self._hub.wait_for(self._model, at_least=version, timeout=left_s())
         if self._weights is None:
-            buffers = await allocate(self._hub, self._model, version, device=self._device, timeout=left_s())
+            _, kinds = await published_tensors(self._hub, self._model, version, left_s())
+            buffers = {name: self._allocated(*kind) for name, kind in kinds.items()}
             self._weights = await self._hub.register(self._model, buffers)
             self._buffers = buffers
             nbytes = sum(buffer.nbytes for buffer in buffers.values())
             log.info("receive_buffers", model=self._model, tensors=len(buffers), nbytes=nbytes, device=str(self._device))
         report = await self._weights.update(version, timeout=left_s())
         return self._buffers, report
+
+    def _allocated(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
 
     async def close(self) -> None:
         """Leave the cluster, and free the buffers."""
