@@ -6,10 +6,11 @@ import pytest
 
 from tensorhub.coordinator import replicas
 from tensorhub.errors import IntegrityError
-from tensorhub.messages import AddSource, Digests, Outcome, Revoked, TellDigests
+from tensorhub.messages import AddSource, Digests, Outcome, Retain, Revoked, TellDigests
 from tensorhub.testing import CHUNKS
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling
+from tests.coordinator.test_layouts_over_time import acknowledge, asks_to_leave, is_refused
 
 
 def hsdp(manifest: bytes = MANIFEST) -> tuple[World, list[Rank]]:
@@ -52,6 +53,20 @@ def test_memory_without_digests_is_what_its_publisher_says() -> None:
     world, trainers = hsdp(manifest=NO_DIGESTS)
     assert sources(world, filling(world, ranks=2)) == ["t0", "t1", "t2", "t3"]
     assert not any(trainer.take(TellDigests) for trainer in trainers)
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 1), (0, 2)])
+def test_what_another_rank_has_of_a_lost_one_is_kept(lost: tuple[int, ...]) -> None:
+    """A retained version can be read as long as somebody has each part. If a part is gone, nothing is kept of the others."""
+    world, trainers = hsdp()
+    world.say(trainers[0], Retain(1, "m", 1))
+    for trainer in trainers:
+        acknowledge(world, trainer)
+    world.lose(*(trainers[rank] for rank in lost))
+    staying = [trainer for rank, trainer in enumerate(trainers) if rank not in lost]
+    is_gone = lost == (0, 2)
+    assert [asks_to_leave(world, trainer) for trainer in staying] == [is_gone] * len(staying)
+    assert is_gone or all(is_refused(world, trainer) for trainer in staying[:1])
 
 
 def test_those_that_differ_are_named_with_their_tensors_and_nobody_is_quarantined() -> None:

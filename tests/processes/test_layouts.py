@@ -85,6 +85,26 @@ def test_a_rank_of_hsdp_is_killed_in_mid_read(processes: ChildProcesses) -> None
     assert readers.has(1)
 
 
+def test_what_is_left_of_a_retained_version_of_hsdp_is_handed_over(processes: ChildProcesses) -> None:
+    """2 x 2: one rank is killed. The other ranks leave, and workers with room keep all parts of the model."""
+    address = coordinator(processes)
+    first, others = (process_of(processes, address, name) for name in ("first", "others"))
+    trainer = Group("hsdp", "rows", 2, [first, others, others, others])
+    store = processes.process("store")
+    store.do("connect", address=address, name="store", host_memory_bytes=2**28, **OPTIONS)
+    others.do("retain", latest=1)
+    trainer.publish(1)
+    first.kill()
+    until(others, lambda model: "first" not in model["workers"])
+    for leaving in [others.begin("unpublish", name=f"hsdp{rank}", timeout=50) for rank in (1, 2, 3)]:
+        leaving.result()
+    others.kill()
+    engine = process_of(processes, address, "engine")
+    readers = Group("r", "columns", 2, [engine, engine])
+    assert [(report["version"], set(report["sources"])) for report in readers.do("replicate")] == [(1, {"store"})] * 2
+    assert readers.has(1)
+
+
 @pytest.mark.parametrize("is_trainer_there", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_who_has_read_across_layouts_first_is_killed_and_those_who_follow_it_go_on(
     processes: ChildProcesses, is_trainer_there: bool

@@ -97,7 +97,7 @@ class Availability:
             return HowHeld.WHOLE
         if not found:  # what was published is not described yet
             return HowHeld.NOT if self._held_in(version, version.holdings) is HowHeld.NOT else HowHeld.DOUBTFUL
-        layouts = {id(layout): layout for way in found for layout in way if layout is not None}
+        layouts = {id(layout): layout for way in found for layout in way[:2] if layout is not None}
         how = [self._held_in(version, layout) for layout in layouts.values()]
         return next(each for each in HowHeld if each in how)
 

@@ -97,8 +97,10 @@ class Retentions:
         return all(map(self._is_lost_in, version.layouts))
 
     def _is_lost_in(self, layout: Layout) -> bool:
-        """Whether some shard of it has no holder there, and none is expected back; or all of them together are not all."""
-        known = self._cluster.is_recovering or (layout.counts and all(layout.values()))
+        """Whether some shard of it, and each that is equal, has no holder there, and none is expected back; or all of them
+        together are not all.
+        """
+        known = self._cluster.is_recovering or (layout.counts and layout.is_left())
         return not (layout.covers and known)
 
     def refusal(self, holding: Holding, what: str = "") -> RetentionError:

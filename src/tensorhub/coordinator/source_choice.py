@@ -155,7 +155,7 @@ class SourceChoice:
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those that it needs."""
-        (layout, origin), reader = way, part.member.worker
+        (layout, origin, _), reader = way, part.member.worker
         if part.member.holding is not None and part.member.holding.version is version:
             return []
         own = [layout[part.shard]] if layout is not None and part.shard in layout else []

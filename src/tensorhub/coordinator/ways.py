@@ -19,21 +19,26 @@ from typing import NamedTuple
 
 from tensorhub.coordinator import bridges
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Operation, Version
+from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 
 Layout = LayoutHoldings[Holding]
 
 
 class Way(NamedTuple):
-    """`layout`: the reader's own; None: nobody holds or fills it yet. `origin` None: it is the published one."""
+    """`layout`: the reader's own; None: nobody holds or fills it yet. `origin` None: it is the published one. `shard`: the
+    only one that is read; None: all of them.
+    """
 
     layout: Layout | None
     origin: Layout | None
+    shard: int | None = None
 
     @property
     def serves(self) -> bool:
         """Whether there are sources for everything: in the reader's own layout, or of each class of the origin's shards."""
+        if self.layout is not None and self.shard is not None:
+            return self.layout.of(self.shard).sources > 0
         return (self.layout is not None and self.layout.have_sources()) or (
             self.origin is not None and self.origin.has_each_class()
         )
@@ -62,11 +67,11 @@ def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way
     part, begun = next(iter(operation.parts.values())), operation.resumes
     member = part.member
     if part.in_layout is not None and operation.version is version:
-        yield Way(part.in_layout, part.origin)
+        yield _chosen(part)
         return
     is_published = as_published(version, operation)
     if is_published and (begun is None or not begun.publication):
-        yield Way(version.holdings, None)
+        yield Way(version.holdings, None, _only_shard(version.holdings, None, member))
     if member.fits_any_layout:
         return
     held, is_copy = _held(version, operation), member.is_of_one_shard
@@ -111,7 +116,7 @@ def _order(way: Way, version: Version, site: str) -> tuple[bool, bool, bool, boo
     """First comes a way by which nothing enters the site again: the reader's layout or the origin is there. Then what was
     published, and then the reader's layout.
     """
-    layout, origin = way
+    layout, origin, _ = way
     assert origin is not None
     follows, bridges = layout is not None and layout.have_sources(), origin.has_each_class()
     is_near = follows and layout is not None and _is_in(layout, site)
@@ -125,5 +130,14 @@ def _is_in(layout: Layout, site: str) -> bool:
 
 def serve(operation: Operation) -> bool:
     """Whether the version to which it is bound can be read by the way that was chosen."""
-    part = next(iter(operation.parts.values()))
-    return Way(part.in_layout, part.origin).serves
+    return _chosen(next(iter(operation.parts.values()))).serves
+
+
+def _chosen(part: RankPart) -> Way:
+    return Way(part.in_layout, part.origin, _only_shard(part.in_layout, part.origin, part.member))
+
+
+def _only_shard(layout: Layout | None, origin: Layout | None, member: Member) -> int | None:
+    """That of a copy of a published shard: what the ranks of its group had lost need not hinder it."""
+    is_one = member.is_of_one_shard and origin is None and layout is not None and member.shard in layout
+    return member.shard if is_one else None
