@@ -7,16 +7,13 @@ table of devices' speeds, which has none for a CPU.
 from __future__ import annotations
 
 import json
-import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,11 +29,25 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
 
+from examples.trl_async_grpo import PROMPTS, Rollouts, main  # noqa: E402
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError  # noqa: E402
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer  # noqa: E402
 
-WORDS = ["<pad>", "<eos>", "<unk>", *[f"w{number}" for number in range(29)]]
-STEPS = 3
+WORDS = ["<pad>", "<eos>", "<unk>", *sorted(set(" ".join(PROMPTS).split())), *[f"w{number}" for number in range(20)]]
+ON_A_CPU = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2,
+    "token_budget": 64,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "dtype": "float32",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "max_staleness": 100,
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,80 +95,29 @@ def attention(q: Any, k: Any, v: Any, q_starts: Any, k_starts: Any, *_: Any, sof
     return torch.cat(found)
 
 
-class Worker:
-    """A rollout worker in the trainer's process: it generates with a policy of its own, which it refreshes in between."""
+class Worker(Rollouts):
+    """The example's, which remembers what it had of each version, and what went wrong."""
 
     def __init__(self, path: Path, transfer: WeightTransfer) -> None:
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(maxsize=4)
-        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self.policy = AutoModelForCausalLM.from_pretrained(path)
         self.seen: dict[int, float] = {}  # by version: a sum over the policy
         self.told: list[int] = []
         self.error: BaseException | None = None
-        self._transfer = transfer
-        self._weights: RolloutWeights | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        super().__init__(str(path), transfer)
+        self.update_model_version = self._note  # type: ignore[assignment]
 
-    def start(self) -> None:
-        self._weights = RolloutWeights(self.policy, **self._transfer.rollout_settings())
-        self._weights.update_model_version(self.told[-1])
-        self._thread.start()
+    def _note(self, version: int) -> None:
+        self.told.append(version)
+        self.weights.update_model_version(version)
 
-    def stop(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+    def generate(self, prompt: str, version: int, group: int) -> Iterator[RolloutSample]:
+        self.seen[version] = total(self.policy)
+        yield from super().generate(prompt, version, group)
 
-    def update_model_version(self, model_version: int) -> None:
-        self.told.append(model_version)
-        if self._weights is not None:
-            self._weights.update_model_version(model_version)
-
-    def check_health(self, stale_after_s: float) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def _run(self) -> None:
-        assert self._weights is not None
-        group = 0
+    def run(self) -> None:
         try:
-            while not self._stop.is_set():
-                version = self._weights.refresh()
-                self.seen.setdefault(version, total(self.policy))
-                group += 1
-                for sample in self._generated(version, group):
-                    while not self._stop.is_set():
-                        try:
-                            self.rollout_buffer.put(sample, timeout=0.1)
-                            break
-                        except queue.Full:
-                            version = self._weights.refresh()
-                            self.seen.setdefault(version, total(self.policy))
+            super().run()
         except BaseException as error:
             self.error = error
-        finally:
-            self._weights.close()
-
-    def _generated(self, version: int, group: int) -> Iterator[RolloutSample]:
-        prompt = torch.tensor([[3, 4, 5]])
-        for advantage in (1.0, -1.0):
-            with torch.no_grad():
-                tokens = self.policy.generate(prompt, max_new_tokens=4, do_sample=True, attention_mask=prompt > 0)[0]
-                logits = self.policy(tokens[None]).logits[0, :-1].log_softmax(-1)
-            logs = logits.gather(1, tokens[1:, None])[:, 0].numpy()
-            made = np.arange(len(tokens)) >= 3
-            yield RolloutSample(
-                prompt=[],
-                completion=[],
-                input_ids=tokens.numpy(),
-                completion_mask=made.astype(np.int64),
-                old_log_probs=np.where(made, np.concatenate([[0.0], logs]), 0.0).astype(np.float32),
-                advantage=advantage,
-                model_version=version,
-                group_id=group,
-                metrics={"reward": advantage},
-            )
 
 
 def total(policy: torch.nn.Module) -> float:
@@ -187,21 +147,7 @@ class Seen(WeightTransfer):
 
 
 def trainer(path: Path, out: Path, transfer: WeightTransfer, worker: Any) -> AsyncGRPOTrainer:
-    arguments = AsyncGRPOConfig(
-        output_dir=str(out),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=1,
-        learning_rate=1e-2,
-        token_budget=64,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        dtype="float32",
-        bf16=False,
-        gradient_checkpointing=False,
-        max_staleness=100,
-    )
+    arguments = AsyncGRPOConfig(**ON_A_CPU, output_dir=str(out))
     prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": "w0 w1 w2"}]] * 8})
     return AsyncGRPOTrainer(
         str(path), args=arguments, train_dataset=prompts, rollout_worker=worker, weight_transfer=transfer
@@ -218,6 +164,11 @@ def test_rollouts_have_the_trainers_weights_after_each_step(model: Path, tmp_pat
     assert len(set(transfer.sent)) == 4, "a step has changed nothing"
     assert worker.seen
     assert {version: transfer.sent[version - 1] for version in worker.seen} == worker.seen
+
+
+def test_the_example_runs(model: Path, tmp_path: Path) -> None:
+    rollouts = main(str(model), **ON_A_CPU, output_dir=str(tmp_path))
+    assert rollouts.weights.version >= 1
 
 
 def test_a_second_run_goes_on_above_the_versions_of_the_first(model: Path, tmp_path: Path) -> None:
@@ -260,7 +211,7 @@ CHILD = """
 import json, sys, time
 from transformers import AutoModelForCausalLM
 from tensorhub.integrations.trl import RolloutWeights
-weights = RolloutWeights(AutoModelForCausalLM.from_pretrained(sys.argv[1]), **json.loads(sys.argv[2]))
+weights = RolloutWeights(AutoModelForCausalLM.from_pretrained(sys.argv[1]), json.loads(sys.argv[2]))
 weights.update_model_version(2)
 print(weights.refresh(), flush=True)
 time.sleep(600)
@@ -276,7 +227,7 @@ def test_a_policy_of_another_shape_and_calls_in_the_wrong_order(model: Path) -> 
     policy = AutoModelForCausalLM.from_pretrained(model)
     transfer.init_weight_transfer()
     transfer.send_weights((name, each) for name, each in policy.named_parameters() if "norm" not in name)
-    weights = RolloutWeights(policy, **transfer.rollout_settings(), timeout_s=5.0)
+    weights = RolloutWeights(policy, transfer.rollout_settings, timeout_s=5.0)
     weights.update_model_version(1)
     with pytest.raises(ManifestMismatch) as error:
         weights.refresh()

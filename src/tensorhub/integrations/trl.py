@@ -7,8 +7,7 @@ first step. Here they are numbered likewise, from those on that were published u
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
@@ -95,46 +94,49 @@ class RolloutWeights:
     def __init__(
         self,
         policy: nn.Module,
+        settings: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         *,
-        address: str,
-        token: str | None = None,
-        model: str = "actor",
-        before: int = 0,
         timeout_s: float = 300.0,
         options: Options | None = None,
     ) -> None:
-        """Raises RegistrationError, and as `tensorhub.connect`."""
-        self._before, self._timeout_s = before, timeout_s
-        self._changed = threading.Condition()
-        self._wanted = self.version = 0
-        self._hub = sync.connect(address, token=token, options=options)
-        sent = {name: each for name, each in policy.named_parameters() if each.requires_grad}
-        self._weights = self._hub.register(model, sent)
+        """`settings`: what `WeightTransfer.rollout_settings()` gives. In the trainer's process it may be that method itself,
+        which the first `refresh` calls.
+        """
+        self._policy, self._settings, self._options = policy, settings, options
+        self._timeout_s = timeout_s
+        self._wanted = 1  # the newest version that was heard of; there is none before it
+        self._before = self.version = 0
+        self._hub: sync.Hub | None = None
+        self._weights: sync.Weights | None = None
 
     def update_model_version(self, model_version: int) -> None:
         """Returns at once."""
-        with self._changed:
-            self._wanted = max(self._wanted, model_version)
-            self._changed.notify_all()
+        self._wanted = max(self._wanted, model_version)
 
     def refresh(self) -> int:
-        """The version that the policy has, once that is as new as the newest that was heard of.
+        """The version that the policy has, once that is as new as the newest that was heard of, or as the first.
 
         Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed), OperationTimeout (the trainer
-        is gone), and as `Weights.update`; the policy's memory may be torn then, which the next call repairs.
+        is gone), and as `tensorhub.connect`, `Hub.register` and `Weights.update`. The policy's memory may be torn then, and
+        the next call repairs it.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._wanted, self._timeout_s):
-                raise StateError(
-                    f"no version was heard of in {self._timeout_s} s: update_model_version() says which there is"
-                )
-            wanted = self._wanted
-        if wanted > self.version or self._weights.version is None:
+        weights, wanted = self._weights or self._joined(), self._wanted
+        if wanted > self.version or weights.version is None:
             self.version = 0  # nothing is known of the memory if this fails
-            report = self._weights.update(at_least=self._before + wanted, timeout=self._timeout_s)
+            report = weights.update(at_least=self._before + wanted, timeout=self._timeout_s)
             self.version = report.version - self._before
         return self.version
 
+    def _joined(self) -> sync.Weights:
+        settings = self._settings() if callable(self._settings) else self._settings
+        self._before = settings["before"]
+        if self._hub is None:
+            self._hub = sync.connect(settings["address"], token=settings["token"], options=self._options)
+        sent = {name: each for name, each in self._policy.named_parameters() if each.requires_grad}
+        self._weights = self._hub.register(settings["model"], sent)
+        return self._weights
+
     def close(self) -> None:
         """Leave the cluster."""
-        self._hub.close()
+        if self._hub is not None:
+            self._hub.close()

@@ -1,0 +1,211 @@
+"""What does an update cost through a framework's adapter, beside what it must cost?
+
+    python -m tests.frameworks --only-make verl
+    PYTHONPATH=src:. .venv-frameworks/verl/bin/python -m benches.frameworks verl --mib 128 --rounds 7
+
+An update through the adapter is compared with the sum of three others of the same bytes, in turns in the same processes: a
+bare `update` of registered memory, the framework's own run with an engine that moves nothing, and the copies that the
+framework's interface forces, at memory's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import torch
+
+TENSORS = 16
+
+
+def tensors(mib: int) -> dict[str, torch.Tensor]:
+    return {f"layers.{number}": torch.zeros(mib * 2**18 // TENSORS) for number in range(TENSORS)}
+
+
+def report(mib: int, through: list[float], parts: dict[str, list[float]]) -> None:
+    """Medians, and the ratio that is to be 1.2 at most."""
+    named = {"through the adapter": through, **parts}
+    medians = {name: statistics.median(found) for name, found in named.items()}
+    for name, found in named.items():
+        print(f"{name:40} {1000 * medians[name]:9.1f} ms   ({1000 * min(found):.1f} to {1000 * max(found):.1f})")
+    whole = sum(medians[name] for name in parts)
+    print(f"{mib} MiB: the adapter's update takes {medians['through the adapter'] / whole:.2f} times the sum of the others")
+
+
+def verl(mib: int, rounds: int) -> None:
+    """verl's manager, two actors and two rollout workers on a local Ray."""
+    import ray
+    from verl.checkpoint_engine import (
+        CheckpointEngine,
+        CheckpointEngineManager,
+        CheckpointEngineRegistry,
+        CheckpointEngineWorker,
+    )
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import Dispatch, register
+    from verl.utils.distributed import initialize_global_process_group_ray
+    from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+
+    from examples.verl_update import Engine, Replica, group
+    from tensorhub import Options, sync
+
+    everyone = register(dispatch_mode=Dispatch.ONE_TO_ALL)
+
+    def engine(name: str, is_master: bool = False) -> Any:
+        """By value, as Ray's workers do not import this module under its name."""
+        import tensorhub.integrations.verl  # noqa: F401
+
+        class Nothing(CheckpointEngine):
+            def __init__(self) -> None:
+                self.held = tensors(mib)
+
+            def prepare(self) -> dict[str, Any]:
+                return {}
+
+            build_topology = staticmethod(_nowhere)
+
+            def init_process_group(self, rank: int) -> None: ...
+
+            def finalize(self) -> None: ...
+
+            async def send_weights(self, weights: Iterable[Any], global_steps: int | None = None) -> None:
+                for _ in weights:
+                    pass
+
+            async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
+                for each in self.held.items():
+                    yield each
+
+        if name == "nothing":
+            return Nothing()
+        settings = {"host": "127.0.0.1", "is_master": is_master}
+        return CheckpointEngineRegistry.new(name, bucket_size=2**30, **settings)
+
+    class Bare:
+        """Registered memory, without the adapter."""
+
+        def join(self, address: str, options: Any) -> None:
+            self.memory = tensors(mib)
+            self.hub = sync.connect(address, token="", options=options)
+            self.weights = self.hub.register("bare", self.memory)
+
+    class Actor(Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            initialize_global_process_group_ray(backend="cpu:gloo")
+            self.is_master = torch.distributed.get_rank() == 0
+            self.engines = {name: engine(name, self.is_master) for name in ("tensorhub", "nothing")}
+            self.bare, self.present, self.target = Bare(), tensors(mib), tensors(mib)
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+        def execute_checkpoint_engine(self, method: str, *given: Any, **named: Any) -> Any:
+            return getattr(self.checkpoint_engine, method)(*given, **named)
+
+        @everyone
+        def use(self, name: str) -> None:
+            self.checkpoint_engine = self.engines[name]
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        async def update_weights(self, global_steps: int, mode: str) -> Any:
+            return await self.checkpoint_engine.send_weights(self.gathered(), global_steps)
+
+        def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from self.present.items()
+
+        @everyone
+        def join(self, address: str, options: Any) -> None:
+            if self.is_master:
+                self.bare.join(address, options)
+
+        @everyone
+        def step(self, version: int) -> float:
+            """Other bytes; the bare publication of them; and how long one copy of them takes."""
+            for each in self.present.values():
+                each.fill_(version)
+            if self.is_master:
+                with self.bare.weights.mutate(version):
+                    for each in self.bare.memory.values():
+                        each.fill_(version)
+            began = time.perf_counter()
+            for name, each in self.present.items():
+                self.target[name].copy_(each)
+            return time.perf_counter() - began
+
+    class Rollout(CheckpointEngineWorker):
+        @everyone
+        def use(self, name: str) -> None:
+            if not hasattr(self, "engines"):
+                self.engines = {each: engine(each) for each in ("tensorhub", "nothing")}
+            self.checkpoint_engine = self.engines[name]
+
+        @everyone
+        def join(self, address: str, options: Any) -> None:
+            self.bare = Bare()
+            self.bare.join(address, options)
+
+        @everyone
+        def bare_update(self, version: int) -> float:
+            seconds: float = self.bare.weights.update(version).seconds
+            return seconds
+
+    config = {
+        name: CheckpointEngineConfig(
+            backend=name,
+            custom_backend_module="tensorhub.integrations.verl",
+            engine_kwargs={name: {"host": "127.0.0.1"}},
+        )
+        for name in ("tensorhub", "nothing")
+    }
+    ray.init("local", num_cpus=64, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    options = Options(op_timeout_s=120.0)
+    with sync.serve(token="") as coordinator:
+        actors = group("actors", Actor)
+        rollout = RolloutConfig(name="vllm", checkpoint_engine=config["tensorhub"])
+        rollouts = group("rollouts", Rollout, server_adapter=Engine(), rollout_config=rollout, model_config=None)
+        replicas = [Replica(worker) for worker in rollouts.workers]
+        CheckpointEngineRegistry.register("nothing")(type("Nothing", (), {"build_topology": staticmethod(_nowhere)}))
+        managers = {name: CheckpointEngineManager(config[name], actors, replicas) for name in config}
+        for workers in (actors, rollouts):
+            workers.join(coordinator.address, options)
+        through, bare, nothing, copies = [], [], [], []
+        for version in range(1, rounds + 2):  # the first round allocates and registers
+            copied = max(actors.step(version))
+            updated = max(rollouts.bare_update(version))
+            seconds = {}
+            for name, manager in managers.items():
+                for workers in (actors, rollouts):
+                    workers.use(name)
+                began = time.perf_counter()
+                manager.update_weights(version)
+                seconds[name] = time.perf_counter() - began
+            if version > 1:
+                through.append(seconds["tensorhub"])
+                nothing.append(seconds["nothing"])
+                bare.append(updated)
+                copies.append(copied)
+        parts = {"bare update": bare, "verl with an engine that moves nothing": nothing, "the sender's copy": copies}
+        report(mib, through, parts)
+    ray.shutdown()
+
+
+def _nowhere(actors: int, rollouts: int, metadata: Any) -> Any:
+    return {"rank": [0] * actors}, {"rank": [0] * rollouts}
+
+
+FRAMEWORKS = {"verl": verl}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benches.frameworks", description=__doc__)
+    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("--mib", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    FRAMEWORKS[arguments.framework](arguments.mib, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
