@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import ray
 
 from tensorhub import Location, sync
 from tensorhub.integrations import ray as tensorhub_ray
@@ -64,7 +65,5 @@ def _elements(array: npt.NDArray[np.float32]) -> list[float]:
 
 def started(actor: Any, within_s: float = 200) -> Any:
     """The actor, which is then up."""
-    import ray
-
     ray.get(actor.__ray_ready__.remote(), timeout=within_s)
     return actor

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tensorhub import CoordinatorUnavailable, InvalidValue, StateError, VersionConflict, sync
+from tensorhub import CoordinatorUnavailable, InvalidValue, StateError, VersionConflict, VersionUnavailable, sync
 
 ray: Any = pytest.importorskip("ray")
 
@@ -24,8 +24,11 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
+from examples import ray_weights  # noqa: E402
 from tensorhub.integrations import ray as tensorhub_ray  # noqa: E402
+from tensorhub.integrations.ray_transport import register_transport  # noqa: E402
 from tensorhub.types import parse_address  # noqa: E402
+from tests.frameworks.ray_objects import SIZE, Destination, Source  # noqa: E402
 from tests.frameworks.ray_workers import Rollout, Trainer, started  # noqa: E402
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
@@ -45,6 +48,7 @@ def cluster() -> Iterator[Any]:
     token.write_text("a secret that only this cluster has")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_rdt_fetch_fail_timeout_milliseconds", "40000")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("TENSORHUB_TOKEN_FILE", str(token))  # nodes and their workers inherit it
         head = {"num_cpus": 4, "node_ip_address": HEAD, "temp_dir": str(kept), "resources": {"head": 100}}
@@ -229,3 +233,41 @@ def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callab
     with pytest.raises(StateError, match="this process is in none"):
         tensorhub_ray.location(racks)
     remove_placement_group(bundles)
+
+
+def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coordinator: Callable[..., str]) -> None:
+    coordinator()
+    source = started(ray.remote(Source).options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1).remote())
+    destination = ray.remote(num_cpus=0.1, enable_tensor_transport=True)(Destination)
+    destinations = [destination.remote() for _ in range(2)]
+
+    def filled(value: float) -> list[tuple[list[int], str, list[float]]]:
+        dtypes = "torch.float32", "torch.bfloat16", "torch.float32"
+        return [(shape, dtype, [value]) for shape, dtype in zip(([SIZE], [4, 3], []), dtypes, strict=True)]
+
+    tensors = source.tensors.remote(1)
+    assert ray.get([each.take.remote(tensors) for each in destinations], timeout=DEADLINE_S) == 2 * [filled(1)]
+    assert ray.get(destinations[0].take_in_place.remote([tensors]), timeout=DEADLINE_S) == filled(1)
+    assert [each.unique().item() for each in ray.get(tensors, timeout=DEADLINE_S)] == 3 * [1]  # in the driver
+    assert ray.get(source.published.remote(), timeout=DEADLINE_S) == 1
+    del tensors
+    eventually(lambda: ray.get(source.published.remote(), timeout=DEADLINE_S) == 0)
+
+    tensors = source.tensors.remote(2)
+    assert ray.get(destinations[0].take.remote(tensors), timeout=DEADLINE_S) == filled(2)
+    ray.kill(source, no_restart=False)
+    with pytest.raises(VersionUnavailable, match="has lost its last source"):  # and no actor is killed for that
+        ray.get(destinations[1].take.remote(tensors), timeout=DEADLINE_S)
+    assert ray.get(destinations[1].take.remote(source.tensors.remote(3)), timeout=DEADLINE_S) == filled(3)
+
+
+def test_another_release_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "__version__", "2.61.0")
+    with pytest.raises(StateError, match=r"ray 2.61.0: the tensor transport is for ray 2.60"):
+        register_transport()
+
+
+@pytest.mark.usefixtures("coordinator")  # to end the one that it starts
+def test_the_example_runs(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    ray_weights.run(str(cluster.state_dir))
+    assert capsys.readouterr().out.splitlines() == [f"version {n}: [{n}.0, {n}.0]" for n in (1, 2, 3)]

@@ -1,9 +1,11 @@
 """Ray Direct Transport over TensorHub: what an actor's method returns, or `ray.put` takes, is fetched by TensorHub.
 
-    register_transport()  # in the driver, before actors are made; again in `__init__` of an actor that Ray may restart
+    register_transport()  # in the module of the class, before it: so in each process that has the class
 
-    @ray.method(tensor_transport="tensorhub")
-    def weights(self): return list(self.model.parameters())
+    @ray.remote(enable_tensor_transport=True)  # those that get such tensors, too
+    class Trainer:
+        @ray.method(tensor_transport="tensorhub")
+        def weights(self): return list(self.model.parameters())
 
 The tensors of each object are a version: published when the object is made, in place, and closed when Ray frees the object.
 Its metadata carry model and number; each destination fetches them, verified, from the best source. The coordinator is
@@ -26,6 +28,7 @@ from typing import Any, Final
 
 import ray
 import torch
+from ray._private.ray_constants import RDT_FETCH_FAIL_TIMEOUT_SECONDS
 from ray.experimental.rdt.tensor_transport_manager import (
     CommunicatorMetadata,
     FetchRequest,
@@ -41,14 +44,17 @@ from tensorhub.logs import get_logger
 NAME: Final = "TENSORHUB"
 SUPPORTED: Final = ("2.60",)  # releases: Ray's interface for transports is alpha
 
+FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS  # Ray gives up after all of it, and cannot say why
+
 log = get_logger("tensorhub.ray")
 
 
 def register_transport() -> None:
     """Let Ray move tensors by `tensor_transport="tensorhub"`. Once in a process; more often does nothing.
 
-    Ray takes it to the actors that are made in this process afterwards, but not to one that it restarts: such an actor calls
-    this in its `__init__`. Raises StateError for a release of Ray that this was not made for.
+    Ray takes it to the actors that are made in this process afterwards, but not to one that it restarts. There it is called
+    again by the module of the actor's class, or, where that class is of the driver's own script, in `__init__`.
+    Raises StateError for a release of Ray that this was not made for.
     """
     if not any(ray.__version__.startswith(f"{each}.") for each in SUPPORTED):
         raise StateError(f"ray {ray.__version__}: the tensor transport is for ray {', '.join(SUPPORTED)}")
@@ -134,11 +140,11 @@ class TensorHubTransport(TensorTransportManager):
         with self._lock:
             hub = self._hub()
         if target_buffers is None:
-            fetched = hub.fetch(of.model, of.version, device=of.tensor_device)
+            fetched = hub.fetch(of.model, of.version, device=of.tensor_device, timeout=FETCH_S)
             return [fetched[name] for name in names]
         weights = hub.register(of.model, dict(zip(names, target_buffers, strict=True)), spot=True)
         try:
-            weights.replicate(of.version)
+            weights.replicate(of.version, timeout=FETCH_S)
         finally:
             with contextlib.suppress(TensorHubError):  # closed in any case, or the error above says more
                 weights.close(abandon=True)
