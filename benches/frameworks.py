@@ -195,7 +195,67 @@ def _nowhere(actors: int, rollouts: int, metadata: Any) -> Any:
     return {"rank": [0] * actors}, {"rank": [0] * rollouts}
 
 
-FRAMEWORKS = {"verl": verl}
+def vllm(mib: int, rounds: int) -> None:
+    """vLLM's offline `LLM` and a trainer in one process; every layer is written in place, so that no copy is forced."""
+    import os
+    import tempfile
+    from pathlib import Path
+
+    from tests.frameworks import vllm_cpu
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    layer_mib = 32
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+    vllm_cpu.LLAMA.update(sizes, head_dim=64, num_hidden_layers=max(1, mib // layer_mib))
+    path = vllm_cpu.prepare(Path(tempfile.mkdtemp()))
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from tensorhub import sync
+    from tensorhub.integrations.vllm import OfflineClient, TrainerInit
+
+    llm = LLM(model=path, weight_transfer_config=WeightTransferConfig(backend="tensorhub"), **vllm_cpu.ENGINE)
+    model = LlamaForCausalLM(LlamaConfig(**vllm_cpu.LLAMA)).to(torch.bfloat16)
+    (engine,) = llm.collective_rpc(lambda worker: worker.weight_transfer_engine)
+    receive, get_ready = engine.receive_weights, engine.init_transfer_engine
+    with sync.serve() as coordinator, sync.connect(coordinator.address) as hub, sync.connect(coordinator.address) as readers:
+        init = TrainerInit(address=coordinator.address, rank=0)
+        trainer = WeightTransferTrainerFactory.trainer_init(init, client=OfflineClient(llm), source=model)
+        published, reader = hub.register("bare", model), None
+        through, bare, nothing = [], [], []
+        for version in range(rounds + 1):  # the first round records and registers
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            began = time.perf_counter()
+            trainer.send_weights()
+            through.append(time.perf_counter() - began)
+            if reader is None:
+                memory = {name: torch.zeros_like(tensor) for name, tensor in engine._live.items()}
+                reader = readers.register("bare", memory, sources=engine._plan.recording.sources, partial=True)
+            published.publish(version)
+            bare.append(reader.update(version).seconds)
+            published.unpublish()
+            engine.receive_weights = engine.init_transfer_engine = lambda info: None
+            engine._is_updated = True
+            finish, engine.finish_weight_update = engine.finish_weight_update, lambda: None
+            began = time.perf_counter()
+            trainer.client.init_weight_transfer_engine(trainer._engine_init(version))
+            trainer.client.pause_generation(mode="abort", clear_cache=True)
+            trainer.client.start_weight_update()
+            trainer.client.update_weights({"version": version})
+            trainer.client.finish_weight_update(f"{version}")
+            nothing.append(time.perf_counter() - began)
+            engine.receive_weights, engine.init_transfer_engine = receive, get_ready
+            engine.finish_weight_update = finish
+        nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20
+        report(nbytes, through[1:], {"bare update": bare[1:], "vLLM with an engine that moves nothing": nothing[1:]})
+        trainer.shutdown()
+
+
+FRAMEWORKS = {"verl": verl, "vllm": vllm}
 
 
 def main() -> None:

@@ -42,6 +42,6 @@ RECIPES = {
             "-r tests/frameworks/vllm-requirements.txt mistral_common",
             "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
         ),
-        ("test_vllm.py",),
+        ("test_vllm.py", "test_vllm_server.py"),
     ),
 }

@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
 from tensorhub import shared_empty_like, sync
-from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, StateError, shown, some
+from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, shown, some
+from tensorhub.integrations.releases import check_release
 from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def register(release: str = VLLM_VERSION) -> None:
 
     Raises StateError: this release of vLLM is not supported.
     """
-    if ".".join(release.split(".")[:2]) not in SUPPORTED:
-        text = f"vLLM {release} is not supported: its hooks may be others"
-        raise StateError(f"{text}. Supported are {' and '.join(SUPPORTED)}")
+    check_release("vLLM", release, SUPPORTED)
     for factory, module, name in (
         (WeightTransferEngineFactory, "tensorhub.integrations.vllm_engine", "Engine"),
         (WeightTransferTrainerFactory, __name__, "Trainer"),
@@ -103,8 +102,8 @@ class OfflineClient:
 class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-arg, unused-ignore]
     """One rank of a trainer. Made by `WeightTransferTrainerFactory.trainer_init`, on every rank.
 
-    `source`: the module that is trained, whose tensors (local parts of DTensors included) are published where they are; or
-    one of vLLM's `WeightSource`s, whose tensors rank 0 copies into buffers of its own at each update.
+    `source`: the module that is trained, or its tensors by name, which are published where they are (of a DTensor this
+    rank's part); or one of vLLM's `WeightSource`s, whose tensors rank 0 copies into buffers of its own at each update.
     """
 
     init_info_cls = TrainerInit
@@ -132,7 +131,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
 
     def _register(self, source: Any) -> sync.Weights | None:
         asked: dict[str, Any] = {"sources": self._init.sources, "group": "trainer"}
-        if isinstance(source, nn.Module):
+        if isinstance(source, nn.Module | Mapping):
             asked.update(rank=self.rank, world_size=self._init.world_size)
             return self._hub.register(self._init.model, source, **asked)
         metadata = getattr(source, "metadata", None)
@@ -176,12 +175,12 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
 
     def _copy(self) -> None:
         """Of a `WeightSource`: run through it, as every rank has to, and keep what it yields."""
-        if isinstance(self.source, nn.Module):
+        if isinstance(self.source, nn.Module | Mapping):
             return
         buffers = {} if self._buffers is None else self._buffers
         left, unknown = dict.fromkeys(buffers), []
         with torch.no_grad():
-            for name, tensor in getattr(self.source, "iter_full", self.source.__iter__)():
+            for name, tensor in (getattr(self.source, "iter_full", None) or self.source.__iter__)():
                 if self._buffers is not None and left.pop(name, name) is None:
                     buffers[name].copy_(tensor)
                 elif self._buffers is not None:

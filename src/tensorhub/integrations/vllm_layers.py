@@ -101,10 +101,13 @@ def _alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 
 def _pattern(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Random numbers, so that no two halves are equal; small ones, so that arithmetic with them raises nothing."""
+    """Random numbers, so that no two halves are equal; small ones, so that arithmetic with them raises nothing. They are
+    not taken from those that sampling uses.
+    """
+    generator = torch.Generator(device).manual_seed(0)
     if like.dtype.is_floating_point:
-        return torch.rand(like.shape, device=device).to(like.dtype)
-    return torch.randint(0, 2, like.shape, device=device).to(like.dtype)
+        return torch.rand(like.shape, generator=generator, device=device).to(like.dtype)
+    return torch.randint(0, 2, like.shape, generator=generator, device=device).to(like.dtype)
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,223 @@
+"""`tensorhub.integrations.vllm` against vLLM's HTTP server: three processes, and a trainer that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub import sync
+from tests.frameworks import vllm_cpu
+from tests.frameworks.test_vllm import actor, train
+
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(900)]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_S = 540  # until the server answers, on a machine that does other things
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """vLLM's workers load the shim as a plug-in, beside TensorHub's."""
+    distribution = directory / "cpu_shim-1.0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-shim\nVersion: 1.0\n")
+    (distribution / "entry_points.txt").write_text("[vllm.general_plugins]\ncpu_shim = tests.frameworks.vllm_cpu:shim\n")
+    paths = [str(directory), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    python_path = os.pathsep.join(filter(None, paths))
+    shim = {"VLLM_PLUGINS": "tensorhub,cpu_shim", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path}
+    return {**os.environ, **vllm_cpu.ENVIRONMENT, **shim}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("llama")
+    (directory / "config.json").write_text(json.dumps(vllm_cpu.LLAMA))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[str]:
+    import requests
+
+    directory = tmp_path_factory.mktemp("server")
+    port = _free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path, "--port", f"{port}"]
+    command += ["--host", "127.0.0.1", "--weight-transfer-config", '{"backend": "tensorhub"}', "--load-format", "dummy"]
+    command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "64"]
+    log = directory / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=environment(directory), stdout=out, stderr=out, start_new_session=True)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while True:
+            assert process.poll() is None, log.read_text()[-5000:]
+            assert time.monotonic() < deadline, log.read_text()[-5000:]
+            try:
+                if requests.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except requests.RequestException:
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    import requests
+
+    answer = requests.post(f"{url}/{path}", json=body, timeout=60)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def get(url: str, path: str) -> Any:
+    import requests
+
+    return requests.get(f"{url}/{path}", timeout=60).json()
+
+
+def trainer_of(url: str, address: str, model: torch.nn.Module, **settings: Any) -> Any:
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from tensorhub.integrations.vllm import TrainerInit, register
+
+    register()
+    init = TrainerInit(address=address, rank=0, timeout_s=60.0, **settings)
+    return WeightTransferTrainerFactory.trainer_init(init, client=HTTPVLLMWeightSyncClient(url, 120), source=model)
+
+
+def expected(model: torch.nn.Module) -> dict[str, str]:
+    """vLLM's digests of the tensors that a Llama of one worker has, made of the trainer's by hand."""
+    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for fused, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+        for name in [name for name in tensors if f".{parts[0]}_proj" in name]:
+            rows = [tensors.pop(name.replace(f"{parts[0]}_proj", f"{part}_proj")) for part in parts]
+            tensors[name.replace(f"{parts[0]}_proj", f"{fused}_proj")] = torch.cat(rows)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat([tensors[name], tensors[name].new_zeros(28, tensors[name].shape[1])])
+    made = torch.nn.Module()
+    for name, tensor in tensors.items():
+        owner = made
+        *path, last = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    return dict(compute_tensor_digests(made))
+
+
+def served(url: str) -> dict[str, str]:
+    found = post(url, "weight_checker", action="checksum")["checksums"]
+    return {name.partition("tp0:")[2]: digest for name, digest in found.items()}
+
+
+def check(url: str, model: torch.nn.Module) -> None:
+    has, should = served(url), expected(model)
+    assert {name for name, digest in should.items() if has[name] != digest} == set()
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_three_updates(server: str, host_memory_bytes: int) -> None:
+    with sync.serve() as coordinator:
+        model = actor(host_memory_bytes)
+        trainer = trainer_of(server, coordinator.address, model, host_memory_bytes=host_memory_bytes)
+        for version in range(3):
+            train(model)
+            trainer.send_weights()
+            assert get(server, "weight_info") == {"weight_version": f"{version}"}
+            assert get(server, "is_paused") == {"is_paused": False}
+            check(server, model)
+        trainer.shutdown()
+
+
+def test_an_update_that_fails_leaves_the_old_weights_and_resumes(server: str) -> None:
+    import requests
+
+    with sync.serve() as coordinator:
+        model = actor(11)
+        trainer = trainer_of(server, coordinator.address, model)
+        trainer.send_weights()
+        before = served(server)
+        update = trainer.client.update_weights
+        trainer.client.update_weights = lambda info: update({**info, "version": 99})
+        with pytest.raises(requests.HTTPError) as caught:
+            trainer.send_weights()
+        assert "the engine's weights are intact" in caught.value.response.text
+        assert get(server, "is_paused") == {"is_paused": False}
+        assert served(server) == before
+        trainer.client.update_weights = update
+        train(model)
+        trainer.send_weights()
+        check(server, model)
+        trainer.shutdown()
+
+
+KILLED = """
+    import sys, time
+    from tests.frameworks.test_vllm import actor
+    from tests.frameworks.test_vllm_server import trainer_of
+
+    url, address, after = sys.argv[1:]
+    trainer = trainer_of(url, address, actor(12), pause=None)
+    trainer._weights.publish(0)
+    trainer.client.start_weight_update()
+    if after == "update":
+        trainer.client.update_weights({"version": 0})
+    print("now", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("after", ["start", "update"])
+def test_a_trainer_that_is_killed_before_it_has_finished(server: str, after: str, tmp_path: Path) -> None:
+    with sync.serve() as coordinator:
+        script = tmp_path / "killed.py"
+        script.write_text(textwrap.dedent(KILLED))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
+        command = [sys.executable, str(script), server, coordinator.address, after]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+            assert process.stdout is not None
+            while "now" not in (line := process.stdout.readline()):
+                assert line, "the trainer has ended"
+            process.kill()
+        model = actor(13)
+        trainer = trainer_of(server, coordinator.address, model)
+        trainer.send_weights()
+        check(server, model)
+        assert get(server, "is_paused") == {"is_paused": False}
+        trainer.shutdown()
+
+
+def test_the_example(server: str, model_path: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(REPOSITORY / "examples" / "vllm_server.py"), server, model_path]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith("the server")]
+    assert said == [f"the server has version {version}" for version in range(3)]
