@@ -11,6 +11,7 @@ framework's interface forces, at memory's speed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -54,6 +55,9 @@ def verl(mib: int, rounds: int) -> None:
 
     everyone = register(dispatch_mode=Dispatch.ONE_TO_ALL)
 
+    def nowhere(actors: int, rollouts: int, metadata: Any) -> Any:
+        return {"rank": [0] * actors}, {"rank": [0] * rollouts}
+
     def engine(name: str, is_master: bool = False) -> Any:
         """By value, as Ray's workers do not import this module under its name."""
         import tensorhub.integrations.verl  # noqa: F401
@@ -65,7 +69,7 @@ def verl(mib: int, rounds: int) -> None:
             def prepare(self) -> dict[str, Any]:
                 return {}
 
-            build_topology = staticmethod(_nowhere)
+            build_topology = staticmethod(nowhere)
 
             def init_process_group(self, rank: int) -> None: ...
 
@@ -166,7 +170,7 @@ def verl(mib: int, rounds: int) -> None:
         rollout = RolloutConfig(name="vllm", checkpoint_engine=config["tensorhub"])
         rollouts = group("rollouts", Rollout, server_adapter=Engine(), rollout_config=rollout, model_config=None)
         replicas = [Replica(worker) for worker in rollouts.workers]
-        CheckpointEngineRegistry.register("nothing")(type("Nothing", (), {"build_topology": staticmethod(_nowhere)}))
+        CheckpointEngineRegistry.register("nothing")(type("Nothing", (), {"build_topology": staticmethod(nowhere)}))
         managers = {name: CheckpointEngineManager(config[name], actors, replicas) for name in config}
         for workers in (actors, rollouts):
             workers.join(coordinator.address, options)
@@ -191,8 +195,50 @@ def verl(mib: int, rounds: int) -> None:
     ray.shutdown()
 
 
-def _nowhere(actors: int, rollouts: int, metadata: Any) -> Any:
-    return {"rank": [0] * actors}, {"rank": [0] * rollouts}
+def trl(mib: int, rounds: int) -> None:
+    """TRL's calls of a weight transfer, and a rollout in the same process; an engine that moves nothing iterates."""
+    from tensorhub import sync
+    from tensorhub.integrations.trl import RolloutWeights, WeightTransfer
+
+    def parameters() -> torch.nn.ParameterList:
+        return torch.nn.ParameterList([torch.nn.Parameter(each) for each in tensors(mib).values()])
+
+    trained, policy, bare_policy, target = (parameters() for _ in range(4))
+    transfer = WeightTransfer()
+    transfer.init_weight_transfer()
+    rollout = RolloutWeights(policy, transfer.rollout_settings)
+    found: list[list[float]] = []
+    with (
+        sync.serve(token="") as coordinator,
+        sync.connect(coordinator.address, token="") as sender,
+        sync.connect(coordinator.address, token="") as receiver,
+        torch.no_grad(),
+    ):
+        published, updated = sender.register("bare", trained), receiver.register("bare", bare_policy)
+        for version in range(1, rounds + 2):
+            with published.mutate(version):
+                for each in trained:
+                    each.fill_(version)
+            bare_s = updated.update(version).seconds
+            moments = [time.perf_counter()]
+            for to, each in zip(target, trained, strict=True):
+                to.copy_(each)
+            moments.append(time.perf_counter())
+            for _ in trained.named_parameters():
+                pass
+            moments.append(time.perf_counter())
+            transfer.pause()
+            transfer.send_weights(trained.named_parameters())
+            transfer.resume()
+            rollout.update_model_version(version)
+            assert rollout.refresh() == version
+            moments.append(time.perf_counter())
+            copy_s, nothing_s, through_s = (b - a for a, b in itertools.pairwise(moments))
+            found.append([through_s, bare_s, nothing_s, copy_s])
+    rollout.close()
+    transfer.destroy()
+    through, bare, nothing, copies = map(list, zip(*found[1:], strict=True))
+    report(mib, through, {"bare update": bare, "an engine that moves nothing": nothing, "the sender's copy": copies})
 
 
 def vllm(mib: int, rounds: int) -> None:
@@ -255,7 +301,7 @@ def vllm(mib: int, rounds: int) -> None:
         trainer.shutdown()
 
 
-FRAMEWORKS = {"verl": verl, "vllm": vllm}
+FRAMEWORKS = {"trl": trl, "verl": verl, "vllm": vllm}
 
 
 def main() -> None:
