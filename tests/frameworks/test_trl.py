@@ -19,7 +19,7 @@ import torch
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(600)]
 
-pytest.importorskip("trl")
+pytest.importorskip("trl", reason="trl is not installed here; `make frameworks FRAMEWORKS=trl` installs it, and runs this")
 
 from datasets import Dataset  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
