@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from unittest.mock import patch
 
 import pytest
 
 from tensorhub.testing import GuaranteeBroken, run_seed
 from tensorhub.testing.sim import layouts
-from tests.testing.bugs import BUGS, Bug, replaced
+from tests.testing.bugs import BUGS, Bug
 
 for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged"):
     importlib.import_module(f"tests.testing.bugs.{_module}")
@@ -29,7 +30,7 @@ def test_what_it_breaks_is_still_there(planted: Bug) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("found", BUGS.values(), ids=lambda found: found.name)
 def test_the_simulator_finds(found: Bug) -> None:
-    with replaced(layouts, "LAYOUTS_DRAWN", 1.0 if found.layouts else layouts.LAYOUTS_DRAWN):
+    with patch.dict(vars(layouts), found.draws):
         seed = first_failing(found)
         assert seed is not None, f"{found.name} survived {found.seeds_max} seeds: {found.breaks}"
         run_seed(seed, faults=found.faults)  # it is the bug that was found

@@ -9,9 +9,9 @@ to carry out), and `bridged` (readers of another layout).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -29,11 +29,11 @@ class Bug:
     enter: Callable[[], AbstractContextManager[None]]
     faults: tuple[Fault, ...] | None = None  # that a seed may draw; None: all
     seeds_max: int = 200
-    layouts: bool = False  # in each seed groups have several layouts, and not only in some
+    draws: Mapping[str, object] = field(default_factory=dict)  # how `sim.layouts` draws instead; {}: as everywhere
 
 
 def bug(
-    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200, layouts: bool = False
+    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200, **draws: object
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], AbstractContextManager[None]]]:
     """Register a generator function, whose body before its `yield` breaks something, as a bug of its name."""
 
@@ -41,7 +41,7 @@ def bug(
         entered = contextmanager(make)
         name = make.__name__
         assert name not in BUGS, f"two bugs are called {name}"
-        BUGS[name] = Bug(name, breaks, entered, faults, seeds_max, layouts)
+        BUGS[name] = Bug(name, breaks, entered, faults, seeds_max, draws)
         return entered
 
     return register

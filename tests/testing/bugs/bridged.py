@@ -22,7 +22,7 @@ from tensorhub.worker.router import Router
 from tests.testing.bugs import bug as any_bug, replaced
 from tests.testing.bugs.inside import around
 
-bug = partial(any_bug, layouts=True)
+bug = partial(any_bug, LAYOUTS_DRAWN=1.0)  # in each seed groups have several layouts, and not only in some
 
 
 @bug("R7: a rank overwrites what it holds once there is a source for any class of shards that it needs")
@@ -96,7 +96,7 @@ def one_grid_for_all_origins() -> Iterator[None]:
         yield
 
 
-@bug("R8: votes count without the roots of selections", faults=(Fault.LIE, Fault.CRASH, Fault.RESTART), seeds_max=500)
+@bug("R8: votes count without the roots of selections", faults=(Fault.LIE,), COUNTS=(2,), LEFT_OUT_DRAWN=0.0)
 def roots_of_selections_forgotten() -> Iterator[None]:
     def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
         return self._agree(part, need) if need is not None else before(self, part, need, root)
@@ -124,7 +124,8 @@ def nothing_encloses() -> Iterator[None]:
 @bug(
     "R8: who has read a version in another layout is believed what he says of selections of it",
     faults=(Fault.LIE, Fault.CRASH, Fault.RESTART),
-    seeds_max=500,
+    COUNTS=(3,),
+    LEFT_OUT_DRAWN=0.0,
 )
 def other_layouts_are_believed() -> Iterator[None]:
     def must_enclose(before: Callable[..., bool], part: RankPart, need: Any) -> bool:

@@ -26,6 +26,7 @@ from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 
 AND, OF = " + ", "@"  # between the pieces of a cell, and between a published cell's tag and which of its bytes they are
 LAYOUTS_DRAWN = 0.25  # of all seeds
+COUNTS = (2, 2, 3)  # how many of them a seed may have
 LEFT_OUT_DRAWN = 0.4  # of these; some group may read less than all of a version, or wants to, and is refused
 
 
@@ -74,7 +75,7 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
         return []
     rows = chunks + 3
     kinds = [Layout(rows, ranks) for ranks in (1, 2, 3, 4)] + [Layout(rows, 2, by_columns=True)]
-    drawn = random.sample(kinds, random.choice((2, 2, 3)))
+    drawn = random.sample(kinds, random.choice(COUNTS))
     if random.random() < LEFT_OUT_DRAWN:
         left_out = min(random.choice((1, 2)), rows - drawn[-1].ranks)  # each rank reads something
         drawn[-1] = replace(drawn[-1], left_out=left_out, partial=random.random() < 0.5)
