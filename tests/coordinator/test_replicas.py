@@ -6,11 +6,13 @@ import pytest
 
 from tensorhub.coordinator import replicas
 from tensorhub.errors import IntegrityError
-from tensorhub.messages import AddSource, Digests, Outcome, Retain, Revoked, TellDigests
+from tensorhub.manifest import id_of
+from tensorhub.messages import AddSource, Digests, Outcome, Register, Retain, Revoked, Start, TellDigests
 from tensorhub.testing import CHUNKS
+from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling
-from tests.coordinator.test_layouts_over_time import acknowledge, asks_to_leave, is_refused
+from tests.coordinator.test_layouts_over_time import acknowledge, asks_to_leave, back, held_by, is_refused
 
 
 def hsdp(manifest: bytes = MANIFEST) -> tuple[World, list[Rank]]:
@@ -67,6 +69,39 @@ def test_what_another_rank_has_of_a_lost_one_is_kept(lost: tuple[int, ...]) -> N
     is_gone = lost == (0, 2)
     assert [asks_to_leave(world, trainer) for trainer in staying] == [is_gone] * len(staying)
     assert is_gone or all(is_refused(world, trainer) for trainer in staying[:1])
+
+
+def copy_of(world: World, shard: int) -> Rank:
+    """A copy in host memory that is to keep that shard, and has called."""
+    copy = world.arrive(f"copy of {shard}", registers=False)
+    where = ("m", copy.group, 0, shard, 1, True, False, Medium.HOST, Purpose.RETENTION, "", 1, CHUNKS)
+    world.say(copy, Register(3, copy.name, *where, MANIFEST, None, id_of(MANIFEST)))
+    world.fill([copy], 1)
+    return copy
+
+
+def test_a_copy_of_a_shard_is_filled_though_its_group_has_lost_another_one() -> None:
+    world, trainers = hsdp()
+    world.say(trainers[0], Retain(1, "m", 1))
+    world.lose(trainers[0])
+    (start,) = copy_of(world, 2).take(Start)
+    assert [grant.source for grant in start.grants] == ["t2"]
+    assert not copy_of(world, 0).take(Start)
+
+
+def test_a_copy_of_a_shard_begins_once_that_one_is_there() -> None:
+    """After a restart, of which the rank that has another shard does not come back."""
+    world, trainers = hsdp()
+    world.say(trainers[0], Retain(1, "m", 1))
+    info = world.version.info
+    world = world.restarted()
+    for trainer in (trainers[1], trainers[3]):
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    copy = copy_of(world, 2)
+    assert not copy.take(Start)
+    back(world, trainers[2], held_by(trainers[2], info, is_publisher=True))
+    (start,) = copy.take(Start)
+    assert [grant.source for grant in start.grants] == ["t2"]
 
 
 def test_those_that_differ_are_named_with_their_tensors_and_nobody_is_quarantined() -> None:

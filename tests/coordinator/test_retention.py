@@ -670,6 +670,32 @@ def test_a_rank_counts_once_all_ranks_of_its_group_know_that_they_stay() -> None
     assert all(map(is_reliable, holdings))
 
 
+def test_a_rank_does_not_count_while_another_one_has_yet_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All first ranks are told before all second ones; and these may leave unasked as long as they are not told."""
+    monkeypatch.setattr(limits, "NOTICES_PER_STEP", 1)
+    cluster = StepwiseCluster()
+    ranks, mates, user = cluster.group("writers", 2), cluster.group("others", 2), cluster.handle("user")
+    cluster.run()
+    for rank in ranks:
+        rank.publish(1)
+    cluster.run()
+    for mate in mates:
+        mate.replicate()
+    cluster.run()
+    user.worker.asks.retain(1)
+    run_but(cluster, *(("down", rank.worker.name) for rank in (*mates, ranks[1])))
+    members, is_reliable = cluster.coordinator.cluster.members, cluster.coordinator._retentions.is_reliable
+    first, second = (members[rank.id].holding for rank in ranks)
+    assert first is not None
+    assert second is not None
+    assert (first.told, first.kept, second.told) == (True, True, False)
+    assert not is_reliable(first)
+    cluster.run()
+    cluster.step(Tick())
+    cluster.run()
+    assert is_reliable(first)
+
+
 def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
     """Told to keep it, not to, and to keep it again: its first answer comes when it has yet to hear the last word."""
     cluster, trainer, (user,) = retained(0, "user")

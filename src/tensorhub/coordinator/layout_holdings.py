@@ -90,8 +90,9 @@ class LayoutHoldings(Shards[H]):
 
     def is_left(self) -> bool:
         """Whether of each shard somebody has something; or, where readers of other layouts can be told, of each class."""
-        of_classes = self.classes.values() if self.is_described else ()
-        return all(self.values()) or (bool(of_classes) and all(any(self[shard] for shard in each) for each in of_classes))
+        if all(self.values()):
+            return True
+        return self.is_described and all(any(self[shard] for shard in shards) for shards in self.classes.values())
 
     def is_class_whole(self, first: int) -> bool:
         """Whether somebody holds all of a shard of that class, committed or not."""

@@ -83,10 +83,12 @@ class Retentions:
 
         Without that it may be given up yet: after a restart, what was only voted for is announced as held, too.
         """
-        group, unaware = holding.member.group, holding.member.group.model.unaware
+        group = holding.member.group
         if not (holding.told and holding.kept and self.may_count(holding)):
             return False
-        return not (unaware and any(mate.registration in unaware for mate in group.members.values()))
+        is_news = bool(group.model.unaware or group.model.notices)  # else everybody knows
+        mates = [mate.holding for mate in group.members.values()] if is_news else []
+        return all(mate is None or (mate.told and mate.kept) for mate in mates)
 
     def may_count(self, holding: Holding) -> bool:
         """Whether it is a source that stays, and whose worker knows that it is counted on."""
