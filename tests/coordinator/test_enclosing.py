@@ -212,9 +212,9 @@ def left_over() -> tuple[World, Rank]:
     return world, readers[0]
 
 
-def reads(world: World, name: str = "c") -> tuple[Rank, Start]:
+def reads(world: World, name: str = "c", *, site: str = "here") -> tuple[Rank, Start]:
     """A group of a third layout that has begun to."""
-    reader = world.arrive(name, 0, 1, "own/c", ())
+    reader = world.arrive(name, 0, 1, "own/c", (), site=site)
     world.answer_questions(reader)
     world.fill([reader])
     (start,) = reader.take(Start)
@@ -244,6 +244,15 @@ def test_what_somebody_has_read_encloses_selections_of_it() -> None:
     world.vote(late, root(OF_R, b"b"))
     (compare,) = late.take(Compare)
     assert (compare.digests, compare.enclose) == (list_of(OF_R.chunks), False)
+
+
+def test_a_publisher_that_is_left_is_no_source_of_what_another_layout_has() -> None:
+    """Its shard has the same number as the one that is read."""
+    world, trainers = published()
+    finish(world, filling(world), trainers)
+    world.lose(trainers[1])
+    reader, _ = reads(world)
+    assert [(grant.source, bool(grant.root)) for grant in granted(reader)] == [("r0", True)]
 
 
 def test_what_was_read_of_a_copy_encloses_as_well() -> None:
@@ -296,6 +305,48 @@ def test_after_a_restart_nobody_can_vouch_for_it_and_holders_are_believed(others
     assert reader.take(TellDigests) or holder.take(TellDigests)
 
 
+def test_who_was_believed_vouches_for_nobody() -> None:
+    """It may have said itself what decided about what it has read: that makes it no better than any other source."""
+    world, holder = left_over()
+    info = world.version.info
+    world = world.restarted()
+    holder = back(world, holder, held_by(holder, info))
+    its = replace(OF_R, selection="for those who lie as it does")
+    (follower,) = filling(world, "follower", needs=[its])
+    world.vote(follower, root(its))
+    world.tell(follower, its)
+    world.tell(holder, its)
+    assert follower.take(Outcome)[0].committed
+    world.lose(holder)
+    reader, start = reads(world)
+    (grant,) = granted(reader)
+    assert (grant.source, grant.root, start.origin) == (follower.name, b"", follower.publication)
+
+
+def test_who_was_believed_is_no_origin_beside_one_that_lies_alike_and_is_vouched_for() -> None:
+    """Nobody would be believed who has read there, however near it is."""
+    world, trainers = published()
+    readers = filling(world)
+    finish(world, readers, trainers)
+    info = world.version.info
+    world = world.restarted()
+    holder = back(world, readers[0], held_by(readers[0], info))
+    (follower,) = filling(world, "follower", needs=[OF_R], site="there")
+    world.vote(follower, root(OF_R))
+    world.tell(follower, OF_R)
+    world.tell(holder, OF_R)
+    assert follower.take(Outcome)[0].committed
+    trainers = [back(world, each, held_by(each, info, is_publisher=True)) for each in trainers]
+    for each in trainers:
+        world.answer_questions(each, held_by(each, info, is_publisher=True))
+    (again,) = filling(world, "again")
+    finish(world, [again], trainers)
+    world.lose(*trainers)
+    reader, start = reads(world, site="there")
+    assert start.origin == again.publication != follower.publication
+    assert granted(reader)[0].source in (holder.name, again.name)
+
+
 def test_after_a_restart_it_is_vouched_for_again_once_its_layout_was_read_of_its_publisher() -> None:
     world, trainers = published()
     readers = filling(world)
@@ -310,3 +361,28 @@ def test_after_a_restart_it_is_vouched_for_again_once_its_layout_was_read_of_its
     world.lose(*trainers)
     _, start = reads(world)
     assert start.origin == again.publication
+
+
+def test_after_a_restart_who_has_begun_already_can_enclose_as_soon_as_it_is_vouched_for_again() -> None:
+    """It was told what its source has read before anybody could vouch for that: it would take the source for a liar."""
+    world, trainers = published()
+    readers = filling(world, site="there")
+    finish(world, readers, trainers)
+    info = world.version.info
+    world = world.restarted()
+    trainers = [back(world, each, held_by(each, info, is_publisher=True)) for each in trainers]
+    holder = back(world, readers[0], held_by(readers[0], info))
+    for each in trainers:
+        world.answer_questions(each, held_by(each, info, is_publisher=True))
+    reader, start = reads(world, site="there")
+    (grant,) = granted(reader)
+    assert (grant.source, grant.root, start.origin) == (holder.name, b"", holder.publication)
+    (again,) = filling(world, "again")
+    finish(world, [again], trainers)
+    world.vote(reader, root(OF_R))
+    for asked in reader.take(TellDigests):
+        world.say(reader, Digests(reader.name, reader.generation, 0, (), b"", True, asked.selection, asked.shard))
+    (compare,) = reader.take(Compare)
+    assert compare.enclose
+    world.say(reader, Compared(world.operation(reader).key, 0, 4, (), True, OF_R.selection, 0))
+    assert [(added.grant.source, bool(added.grant.root)) for added in reader.take(AddSource)] == [(holder.name, True)]

@@ -53,7 +53,7 @@ def held_by(rank: Rank, info: VersionInfo, *, is_publisher: bool = False) -> Hel
 
 def back(world: World, rank: Rank, held: Held | None) -> Rank:
     """The same rank at the next coordinator."""
-    same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, registers=False)
+    same = world.arrive(rank.group, rank.rank, rank.world_size, rank.layout_id, rank.parts, site=rank.site, registers=False)
     same.generation, same.description = rank.generation, rank.description
     world.register(same, held, parts=(*rank.parts, *lies_of(rank), rank.description))
     return same

@@ -493,7 +493,9 @@ def test_chunks_of_those_who_have_read_it_are_planned_anew_where_they_may_enclos
 
     plain = reader_of_copies("")
     assert plain.answer() == 1 + len(copies.part_ids)
-    assert plain.plan().find_grid is None
+    find_none = plain.plan().find_grid  # nobody has said what they have read, which is not what was published
+    assert find_none is not None
+    assert find_none(holders[0].grid_id, (0, 1)) is None
     reader = reader_of_copies(published.publication_id, plain.parts)
     assert reader.answer() > 0
     find = reader.plan().find_grid

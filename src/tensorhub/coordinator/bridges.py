@@ -45,12 +45,13 @@ def must_enclose(part: RankPart, need: Need) -> bool:
 
 
 def is_vouched_for(version: Version, origin: LayoutHoldings[Holding], first: int) -> bool:
-    """Whether the digests of the own chunks of that class' shards are known, and from what these chunks follow. Then nobody
-    is believed who has made digests of a selection of what he holds. (Those of what was published are told sooner or later.)
+    """Whether the digests of the own chunks of that class' shards are known, and so also from what these chunks follow. Then
+    nobody is believed who has made digests of a selection of what he holds. (Those of what was published are told sooner or
+    later.)
     """
     if not origin.origin_id:
         return True
-    shards = origin.classes.get(first, ()) if version.described_as(origin.origin_id) else ()
+    shards = origin.classes.get(first, ())
     return bool(shards) and all(grid_root(version, origin, shard) for shard in shards)
 
 

@@ -336,7 +336,7 @@ class Fills:
         root = self._testimonies.root_for(part)
         part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
         publication = "" if part.origin is None else part.origin.described_as
-        origin = "" if part.origin is None or not bridges.may_enclose(version, part.origin) else part.origin.origin_id
+        origin = "" if part.origin is None or not version.described_as(part.origin.origin_id) else part.origin.origin_id
         what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication, origin)
         start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)

@@ -20,10 +20,12 @@ from tensorhub.layouts.resharded import ReshardedManifest
 
 @dataclass(frozen=True)
 class OriginGrids:
-    """`ranks[i]`: what rank i of the origin holds. `of`: what these have read, whose parts are among `parts`, by id."""
+    """`ranks[i]`: what rank i of the origin holds. `of`: what these have read, whose parts are among `parts`, by id; None:
+    the coordinator did not know it.
+    """
 
     ranks: Sequence[Coordinates]
-    of: Published
+    of: Published | None
     parts: Mapping[str, bytes]
     _found: dict[str, ReshardedManifest] = field(default_factory=dict)  # by grid
 
@@ -31,10 +33,13 @@ class OriginGrids:
         """That one of these ranks' grids, without tensors and regions; None: none of them has it. It takes up to seconds.
         ProtocolError, ManifestMismatch: what they have read is no publication, or not all of what they hold.
         """
+        of = self.of
+        if of is None:
+            return None
         for rank in ranks:
             lies = self.ranks[rank]
-            if grid not in self._found and grid_id(self.of.publication_id, lies.coordinates_id, rank) == grid:
-                publication = publication_of(self.of, self.parts)
-                reading = reading_of(publication, lies, chunk_bytes=self.of.chunk_bytes, turn=rank)
-                self._found[grid] = ReshardedManifest((), (), self.of.chunk_bytes, self.of.digest, "", b"", reading, grid)
+            if grid not in self._found and grid_id(of.publication_id, lies.coordinates_id, rank) == grid:
+                publication = publication_of(of, self.parts)
+                reading = reading_of(publication, lies, chunk_bytes=of.chunk_bytes, turn=rank)
+                self._found[grid] = ReshardedManifest((), (), of.chunk_bytes, of.digest, "", b"", reading, grid)
         return self._found.get(grid)

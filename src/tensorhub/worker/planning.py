@@ -45,7 +45,7 @@ def plan(action: PlanReading) -> Planned | TensorHubError:
             reading = reading_of_copy(action.published, publication, base, action.copies)
         else:
             reading = reading_for(action.published, publication, base, action.declared)
-        if action.origin is not None:
+        if action.published.is_copy:
             reading = replace(reading, find_grid=OriginGrids(publication.ranks, action.origin, action.parts).find)
         return Planned(publication, reading, base)
     except TensorHubError as error:

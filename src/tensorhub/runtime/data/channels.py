@@ -283,7 +283,7 @@ def _vouched(grant: Grant, part: Part, find_grid: FindGrid | None) -> Vouched:
     except TensorHubError as error:
         raise ReadFailure("refused", f"the source's own chunks cannot be told: {error}") from error
     if found is None:
-        raise ReadFailure("refused", "the source has other chunks than follow from what it has read")
+        raise ReadFailure("refused", "no such chunks of the source follow from what is known of what it has read")
     return Vouched(grant.grid, grant.root, found)
 
 
