@@ -109,7 +109,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
     init_info_cls = TrainerInit
 
     def __init__(self, init_info: TrainerInit, client: Any, source: Any) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank  # vLLM 0.32 takes none
         self._init = init_info
         self._pausing = _pausing(client) if self.is_sender and init_info.pause is not None else None
         self._buffers: dict[str, torch.Tensor] | None = None
