@@ -88,7 +88,7 @@ def coordinator(cluster: Any) -> Iterator[Callable[..., str]]:
     """Starts the coordinator, which is ended with the test."""
 
     def start(**options: Any) -> str:
-        return tensorhub_ray.start_coordinator(state_dir=cluster.state_dir, **options)
+        return tensorhub_ray.start_coordinator(state_dir=cluster.state_dir, timeout=DEADLINE_S, **options)
 
     yield start
     if any(named["name"] == "tensorhub" for named in ray.util.list_named_actors(all_namespaces=True)):
@@ -175,6 +175,29 @@ def test_calls_go_on_and_versions_stay_when_the_coordinator_is_killed(cluster: A
         ray.get(trainer.publish.remote(4), timeout=DEADLINE_S)
     ray.get(trainer.publish.remote(6), timeout=DEADLINE_S)
     assert ray.get(waits, timeout=DEADLINE_S) == (6, [6.0])
+
+
+def test_a_coordinator_does_not_begin_anew_where_its_state_is_missing(cluster: Any, coordinator: Callable[..., str]) -> None:
+    with sync.connect(coordinator()) as hub:
+        hub.retain("kept", latest=1)
+        elsewhere = cluster.state_dir.rename(cluster.state_dir.with_name("elsewhere"))
+        ray.kill(the_actor(), no_restart=False)
+        eventually(lambda: "offline" in repr(hub))
+        with pytest.raises(CoordinatorUnavailable, match="does not answer"):
+            tensorhub_ray.look_up("tensorhub")
+        assert not cluster.state_dir.exists()
+        elsewhere.rename(cluster.state_dir)
+        found()
+        eventually(lambda: "online" in repr(hub))
+        assert [each.model for each in hub.describe()] == ["kept"]
+
+
+def test_a_coordinator_that_has_ended_in_an_actor_that_lives_is_restarted(coordinator: Callable[..., str]) -> None:
+    with sync.connect(coordinator()) as hub:
+        ray.get(the_actor().__ray_call__.remote(lambda actor: actor._coordinator.close()), timeout=DEADLINE_S)
+        eventually(lambda: "offline" in repr(hub))
+        found()
+        eventually(lambda: "online" in repr(hub))
 
 
 def test_the_coordinator_of_a_dead_node_comes_back_on_another_one(node: Any, coordinator: Callable[..., str]) -> None:

@@ -14,6 +14,7 @@ Responsible for the coordinator's actor, for looking it up, and for locations. N
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ NAMESPACE: Final = "tensorhub"  # of Ray: the coordinator's name is the same for
 RACK_LABELS: Final = ("tensorhub/rack", "ray.io/gpu-domain")  # of a node, the first that it has
 SITE_LABELS: Final = ("tensorhub/site", "ray.io/availability-zone", "ray.io/availability-region")
 ANSWER_S: Final = 10.0  # how long a lookup waits for the actor, which may be restarting
+THREAD: Final = "tensorhub-coordinator"  # in which an embedded coordinator runs
 RETRY_S: Final = 0.5
 OPEN_S: Final = 30.0  # for how long a restarted actor tries to open its state before Ray may try another node
 
@@ -150,9 +152,9 @@ class CoordinatorActor:
                     self._problem = error
 
     def _open(self, is_restarted: bool) -> sync.Coordinator:
-        if is_restarted and not Path(self._state_dir).is_dir():
+        if is_restarted and not any(Path(self._state_dir).glob("*")):
             # To make it would be to begin a new cluster, on storage that the other nodes do not see.
-            raise StateError(f"there is no {self._state_dir} here, where the coordinator's state was: mount it on this node")
+            raise StateError(f"nothing is in {self._state_dir} here, where the coordinator's state was: is it mounted?")
         return sync.serve(ray.util.get_node_ip_address(), state_dir=self._state_dir, options=self._options)
 
     def opened(self) -> tuple[TensorHubError | None, str]:
@@ -163,6 +165,9 @@ class CoordinatorActor:
         """Where it listens now."""
         if self._coordinator is None:
             raise self._problem or StateError("the coordinator is not open")
+        if not any(thread.name == THREAD for thread in threading.enumerate()):
+            log.error("coordinator_has_ended", state_dir=self._state_dir)
+            os._exit(1)  # Ray restarts the actor, as it does when the whole process ends
         return self._coordinator.address
 
 
