@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +36,89 @@ def report(mib: int, through: list[float], parts: dict[str, list[float]]) -> Non
         print(f"{name:40} {1000 * medians[name]:9.1f} ms   ({1000 * min(found):.1f} to {1000 * max(found):.1f})")
     whole = sum(medians[name] for name in parts)
     print(f"{mib} MiB: the adapter's update takes {medians['through the adapter'] / whole:.2f} times the sum of the others")
+
+
+def ray(mib: int, rounds: int) -> None:
+    """Two actors on a local Ray: weights that are updated in place, and an object that Ray Direct Transport moves."""
+    import secrets
+    import tempfile
+
+    import ray
+    from ray.experimental.rdt.util import get_tensor_transport_manager
+
+    from tensorhub import sync
+    from tensorhub.integrations.ray import location, look_up, start_coordinator
+    from tensorhub.integrations.ray_transport import register_transport
+
+    register_transport()
+
+    class Worker:
+        def __init__(self, address: str, tcp: str) -> None:
+            register_transport()
+            self.memory = {name: tensors(mib) for name in ("actor", "bare", "object")}
+            self.hubs = {"actor": sync.connect(address, location=location()), "bare": sync.connect(tcp)}
+            self.weights = {name: hub.register(name, self.memory[name]) for name, hub in self.hubs.items()}
+
+        def step(self, version: int) -> None:
+            for name, weights in self.weights.items():
+                with weights.mutate(version):
+                    for each in self.memory[name].values():
+                        each.fill_(version)
+            for each in self.memory["object"].values():
+                each.fill_(version)
+
+        def update(self, version: int) -> None:
+            self.weights["actor"].update(version)
+
+        def bare(self, version: int) -> float:
+            began = time.perf_counter()
+            self.weights["bare"].update(version)
+            return time.perf_counter() - began
+
+        def allocate_and_copy(self) -> float:
+            began = time.perf_counter()
+            self.copied = [each.clone() for each in self.memory["object"].values()]
+            took = time.perf_counter() - began
+            del self.copied
+            return took
+
+        @ray.method(tensor_transport="tensorhub")
+        def tensors(self) -> list[torch.Tensor]:
+            return list(self.memory["object"].values())
+
+        def pending(self) -> int:
+            return len(get_tensor_transport_manager("TENSORHUB")._published)
+
+        def nothing(self, *given: object) -> None: ...
+
+    os.environ["TENSORHUB_TOKEN"] = secrets.token_hex()
+    with tempfile.TemporaryDirectory() as state_dir:
+        ray.init("local", num_cpus=8, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+        address = start_coordinator(state_dir=state_dir)
+        remote = ray.remote(enable_tensor_transport=True)(Worker)
+        trainer, rollout = [remote.remote(address, look_up("tensorhub")) for _ in range(2)]
+        found: dict[str, list[float]] = {name: [] for name in ("update", "object", "bare", "call", "two calls", "copy")}
+
+        def timed(name: str, calls: Callable[[], Any]) -> None:
+            began = time.perf_counter()
+            ray.get(calls())
+            found[name].append(time.perf_counter() - began)
+
+        for version in range(1, rounds + 2):
+            ray.get(trainer.step.remote(version))
+            found["bare"].append(ray.get(rollout.bare.remote(version)))
+            timed("update", partial(rollout.update.remote, version))
+            timed("call", rollout.nothing.remote)
+            timed("object", lambda: rollout.nothing.remote(trainer.tensors.remote()))
+            timed("two calls", lambda: rollout.nothing.remote(trainer.nothing.remote()))
+            found["copy"].append(ray.get(rollout.allocate_and_copy.remote()))
+            while ray.get(trainer.pending.remote()):
+                time.sleep(0.01)
+        after = {name: times[1:] for name, times in found.items()}  # the first round allocates, and connects
+        report(mib, after["update"], {"bare update": after["bare"], "a call of Ray that moves nothing": after["call"]})
+        parts = {"bare update": after["bare"], "the calls of Ray, moving nothing": after["two calls"]}
+        report(mib, after["object"], {**parts, "new tensors at the destination": after["copy"]})
+        ray.shutdown()
 
 
 def verl(mib: int, rounds: int) -> None:
@@ -243,7 +328,6 @@ def trl(mib: int, rounds: int) -> None:
 
 def vllm(mib: int, rounds: int) -> None:
     """vLLM's offline `LLM` and a trainer in one process; every layer is written in place, so that no copy is forced."""
-    import os
     import tempfile
     from pathlib import Path
 
@@ -307,7 +391,7 @@ def vllm(mib: int, rounds: int) -> None:
         trainer.shutdown()
 
 
-FRAMEWORKS = {"trl": trl, "verl": verl, "vllm": vllm}
+FRAMEWORKS = {"ray": ray, "trl": trl, "verl": verl, "vllm": vllm}
 
 
 def main() -> None:

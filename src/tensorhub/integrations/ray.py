@@ -16,13 +16,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
 from tensorhub import CoordinatorUnavailable, InvalidValue, Location, Options, StateError, TensorHubError, sync
@@ -135,9 +135,9 @@ class CoordinatorActor:
         self._options = options
         self._problem: TensorHubError | None = None  # with which it could not be opened at first
         self._coordinator: sync.Coordinator | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own: it asks itself for something deprecated
-            is_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        # Ray remembers it for as long as the actor. That the actor was restarted does not say that it had opened before.
+        opened = f"tensorhub/opened/{ray.get_runtime_context().get_actor_id()}".encode()
+        is_restarted = _internal_kv_exists(opened)
         until = time.monotonic() + OPEN_S
         while self._coordinator is None and self._problem is None:
             try:
@@ -150,6 +150,8 @@ class CoordinatorActor:
                     os._exit(1)  # Ray restarts it, perhaps on a node that can
                 else:
                     self._problem = error
+        if self._problem is None:
+            _internal_kv_put(opened, b"")
 
     def _open(self, is_restarted: bool) -> sync.Coordinator:
         if is_restarted and not any(Path(self._state_dir).glob("*")):
