@@ -16,6 +16,7 @@ from tensorhub.messages import (
     Compared,
     DigestAgain,
     Digests,
+    Fill,
     Grant,
     Need,
     Outcome,
@@ -23,7 +24,9 @@ from tensorhub.messages import (
     TellDigests,
     Write,
 )
+from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
+from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
@@ -347,18 +350,23 @@ def test_who_was_believed_is_no_origin_beside_one_that_lies_alike_and_is_vouched
     assert granted(reader)[0].source in (holder.name, again.name)
 
 
-def test_after_a_restart_it_is_vouched_for_again_once_its_layout_was_read_of_its_publisher() -> None:
-    world, trainers = published()
-    readers = filling(world)
-    finish(world, readers, trainers)
-    info = world.version.info
-    world = world.restarted()
+def vouched_for_again(world: World, trainers: list[Rank], info: VersionInfo) -> Rank:
+    """After a restart the publishers are back, and are read in the same layout. By whom."""
     trainers = [back(world, each, held_by(each, info, is_publisher=True)) for each in trainers]
     for each in trainers:
         world.answer_questions(each, held_by(each, info, is_publisher=True))
     (again,) = filling(world, "again")
     finish(world, [again], trainers)
     world.lose(*trainers)
+    return again
+
+
+def test_after_a_restart_it_is_vouched_for_again_once_its_layout_was_read_of_its_publisher() -> None:
+    world, trainers = published()
+    finish(world, filling(world), trainers)
+    info = world.version.info
+    world = world.restarted()
+    again = vouched_for_again(world, trainers, info)
     _, start = reads(world)
     assert start.origin == again.publication
 
@@ -386,3 +394,44 @@ def test_after_a_restart_who_has_begun_already_can_enclose_as_soon_as_it_is_vouc
     assert compare.enclose
     world.say(reader, Compared(world.operation(reader).key, 0, 4, (), True, OF_R.selection, 0))
     assert [(added.grant.source, bool(added.grant.root)) for added in reader.take(AddSource)] == [(holder.name, True)]
+
+
+def test_who_has_planned_before_its_source_was_vouched_for_cannot_enclose_and_calls_again() -> None:
+    world, trainers = published()
+    readers = filling(world)
+    finish(world, readers, trainers)
+    info = world.version.info
+    world = world.restarted()
+    back(world, readers[0], held_by(readers[0], info))
+    reader, start = reads(world)
+    assert start.origin == ""
+    again = vouched_for_again(world, trainers, info)
+    world.lose_source(reader, world.lease(reader, "r0"))
+    assert [(added.grant.source, added.grant.root) for added in reader.take(AddSource)] == [("again0", b"")]
+    world.vote(reader, root(OF_R))
+    world.say(reader, Digests(reader.name, reader.generation, 0, (), b"", True, OF_R.selection, OF_R.shard))
+    assert not reader.take(Compare)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert (outcome.error.kind, outcome.error.retryable) == ("StateError", True)
+    world.fill([reader])
+    assert [said.origin for said in reader.take(Start)] == [again.publication]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_who_goes_on_after_a_restart_encloses_if_it_has_planned_so(is_told: bool) -> None:
+    world, trainers = published()
+    finish(world, filling(world), trainers)
+    info = world.version.info
+    world = world.restarted()
+    vouched_for_again(world, trainers, info)
+    _, start = reads(world)
+    late = world.arrive("late", 0, 1, "own/c", (), site="there")
+    world.answer_questions(late)
+    key, origin = world.key(late), start.origin if is_told else ""
+    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, start.publication, origin)
+    call = (OpKind.UPDATE, "latest", None, 1, False, False, 1000.0, (key,), begun)
+    world.say(late, Fill(key, 0, late.name, *call))
+    assert [said.origin for said in late.take(Start)] == [origin]
+    world.ready(late, OF_R)
+    assert [bool(grant.root) for grant in granted(late)] == [is_told]

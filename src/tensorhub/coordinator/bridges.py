@@ -44,6 +44,11 @@ def must_enclose(part: RankPart, need: Need) -> bool:
     return is_open and origin is not None and is_vouched_for(version, origin, need.shard)
 
 
+def can_enclose(part: RankPart) -> bool:
+    """Whether it can plan its source's own chunks. It plans once, and its source may be vouched for only since then."""
+    return part.origin is not None and part.planned_of == part.origin.origin_id
+
+
 def is_vouched_for(version: Version, origin: LayoutHoldings[Holding], first: int) -> bool:
     """Whether the digests of the own chunks of that class' shards are known, and so also from what these chunks follow. Then
     nobody is believed who has made digests of a selection of what he holds. (Those of what was published are told sooner or
@@ -88,7 +93,9 @@ def enclosing_root(part: RankPart, need: Need, holding: Holding) -> bytes:
     """
     publishers = publishers_of(part, need)
     is_first_hand = any(lease.need == need for each in publishers for lease in each.readers.values())
-    if holding in publishers or is_first_hand or not holding.complete or not must_enclose(part, need):
+    if holding in publishers or is_first_hand or not holding.complete:
+        return b""
+    if not must_enclose(part, need) or not can_enclose(part):
         return b""
     return grid_root(holding.version, holding.layout, holding.shard)
 

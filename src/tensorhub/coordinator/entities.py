@@ -526,6 +526,7 @@ class RankPart:
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
     origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
+    planned_of: str = ""  # what its origin was read from, if it was told that: then it can plan its origin's own chunks
     needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
     checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
     ready: bool = False  # its ReadyToWrite has come, or is not waited for

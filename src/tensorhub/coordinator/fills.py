@@ -262,6 +262,10 @@ class Fills:
         for rank, part in operation.parts.items():
             part.moved_at = self._cluster.now
             part.in_layout, part.origin = layout, origin
+            if part.begun is not None:
+                part.planned_of = part.begun.origin
+            elif origin is not None and version.described_as(origin.origin_id):
+                part.planned_of = origin.origin_id
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or (part.has_written and origin is None)
@@ -336,8 +340,7 @@ class Fills:
         root = self._testimonies.root_for(part)
         part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
         publication = "" if part.origin is None else part.origin.described_as
-        origin = "" if part.origin is None or not version.described_as(part.origin.origin_id) else part.origin.origin_id
-        what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication, origin)
+        what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication, part.planned_of)
         start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)
 

@@ -143,6 +143,8 @@ class Testimonies:
             self._tellers.ask(testimony)
             is_awaited = part.page is not None or self._tellers.is_anybody_awaited(testimony)
             if need is not None and not is_awaited and bridges.must_enclose(part, need):
+                if not bridges.can_enclose(part):
+                    return Blame(_unplanned(part), part.rank)
                 if part.comparisons >= COMPARISONS_MAX:
                     return Blame(_unlike(part.operation, part), part.rank)
                 self._enclose(part, testimony, need)
@@ -421,6 +423,15 @@ def _no_room(testimony: Testimony) -> StateError:
     return StateError(
         f"version {info.version} of {info.model!r}: the coordinator has no room for its publisher's digests "
         f"(DIGEST_BYTES_MAX), without which nothing is committed: publish with a larger chunk_bytes",
+        retryable=True,
+    )
+
+
+def _unplanned(part: RankPart) -> StateError:
+    operation = part.operation
+    return StateError(
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: rank {part.rank} has begun "
+        "before it was known what its source was read from, and nothing vouches for what it has read; call again",
         retryable=True,
     )
 

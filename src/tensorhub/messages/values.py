@@ -176,7 +176,7 @@ class Begun:
 
     `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
     serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
-    byte of it has changed yet. `publication`: from which the grid follows, as in Start.
+    byte of it has changed yet. `publication`, `origin`: as the rank has planned with them (Start).
     """
 
     key: OpKey
@@ -185,3 +185,4 @@ class Begun:
     manifest_id: Id
     written: bool
     publication: Id = ""
+    origin: Id = ""
