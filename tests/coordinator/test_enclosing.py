@@ -275,6 +275,28 @@ def test_what_was_read_of_a_copy_encloses_as_well() -> None:
     assert grant.grid == grid_id(start.publication, id_of(lies_of(reader)[-1]), 0)
 
 
+def test_a_selection_may_be_what_was_read_and_what_others_read() -> None:
+    """Its name is that of what it is of, and a group may have the layout of its origin's origin."""
+    world, holder = left_over()
+    reader, start = reads(world)
+    world.vote(reader, root(OF_R))
+    world.tell(reader, OF_R)
+    world.lose(holder)
+    same = world.arrive("d", 0, 1, holder.layout_id, ())
+    world.answer_questions(same)
+    world.fill([same])
+    world.ready(same, OF_R)
+    late = world.arrive("late", 0, 1, "own/late", ())
+    world.answer_questions(late)
+    world.fill([late])  # it looks for origins, so that each is described
+    layout = world.part(same).layout
+    assert (layout.described_as, layout.origin_id != start.publication) == (start.publication, True)
+    world.vote(same, root(OF_R))
+    world.tell(same, OF_R)
+    (outcome,) = same.take(Outcome)
+    assert outcome.committed
+
+
 def test_a_source_that_has_another_grid_or_other_digests_is_left_and_its_word_does_not_count() -> None:
     world, holder = left_over()
     reader, _ = reads(world)

@@ -85,7 +85,7 @@ class CorruptionChecks:
         """The source's bytes have the digest that it sends with them. Do they have the published one?"""
         version, need = holding.version, inquiry.need
         if need is not None:
-            testimony = version.selection(holding.layout, holding.shard, need.selection, need.shard)
+            testimony = next(iter(version.selections_of(holding.layout, holding.shard, need.selection, need.shard)), None)
         else:
             testimony = None if holding.bridges else version.testimonies.get(holding.shard)
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""

@@ -282,13 +282,13 @@ class Version(_Moving[VersionState]):
         """Those whose shards are what that description says. None: nobody who is there has said that."""
         return [layout for layout in self.layouts if layout.described_as == origin_id] if origin_id else []
 
-    def selection(self, layout: LayoutHoldings[Holding], shard: int, selection: str, of: int) -> Testimony | None:
+    def selections_of(self, layout: LayoutHoldings[Holding], shard: int, selection: str, of: int) -> list[Testimony]:
         """What is known of a selection that others read of that shard of a layout, or by which the shard was read itself, of
-        the class `of` of its origin. None: nobody needs that.
+        the class `of` of its origin. It may be both: equal names mean equal bytes. None: nobody needs that.
         """
         keys = [(layout.described_as, layout.class_of(shard), selection)] if layout.described_as else []
         keys.append((layout.origin_id, of, selection))
-        return next((self.selections[key] for key in keys if key in self.selections), None)
+        return [self.selections[key] for key in keys if key in self.selections]
 
     def lay_out(self, layout_id: str) -> None:
         """Every rank has published: from now on its shards are held."""

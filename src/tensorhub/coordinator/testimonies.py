@@ -288,7 +288,9 @@ class Testimonies:
         """What these digests are of; None: nobody needs that."""
         if not message.selection:
             return None if layout.origin_id else self.of(version, member.shard, member.manifest)
-        return version.selection(layout, member.shard, message.selection, message.shard)
+        found = version.selections_of(layout, member.shard, message.selection, message.shard)
+        asked = (each for each in found if member.registration in each.asked)
+        return next(asked, next(iter(found), None))
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
         """Enter them. Whether all are known now."""
