@@ -97,6 +97,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         self._init: Init | None = None
         self._hub: sync.Hub | None = None
         self._plan: _Plan | None = None
+        self._ready_for: int | None = None  # the version that `_plan` was compared with last
         self._weights: sync.Weights | None = None
         self._live: dict[str, torch.Tensor] = {}  # what is written in place
         self._staged: dict[str, torch.Tensor] = {}  # all of the shard, in host memory
@@ -116,6 +117,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
             self._is_abandoned = self._is_open  # by a trainer that is gone
         if init_info.version is not None:
             self._prepare(self._hub, init_info.version)
+            self._ready_for = init_info.version
 
     def start_weight_update(self) -> None:
         if self._hub is None:
@@ -139,7 +141,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     def shutdown(self) -> None:
         weights, hub = self._weights, self._hub
-        self._weights = self._hub = self._plan = self._init = None
+        self._weights = self._hub = self._plan = self._init = self._ready_for = None
         self._staged = self._live = {}
         for each in (weights, hub):
             if each is not None:
@@ -157,7 +159,8 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
             if update.version < served.version and update.version != newest:
                 text = f"version {update.version} is older than the one that the engine serves, {served.version}"
                 raise VersionConflict(f"{text}; to go back, call hub.rollback({self._name!r}, to=...) and publish anew")
-        plan = self._prepare(hub, update.version)
+        plan = self._plan if self._plan is not None and self._ready_for == update.version else None
+        plan, self._ready_for = plan or self._prepare(hub, update.version), None
         loaded: Mapping[str, torch.Tensor] = {}
         if plan.loaded:
             loaded = hub.fetch(self._name, update.version, rank=None, names=plan.loaded, timeout=self._timeout_s)
