@@ -457,3 +457,17 @@ def test_who_goes_on_after_a_restart_encloses_if_it_has_planned_so(is_told: bool
     assert [said.origin for said in late.take(Start)] == [origin]
     world.ready(late, OF_R)
     assert [bool(grant.root) for grant in granted(late)] == [is_told]
+
+
+def test_who_loses_the_origin_that_he_was_bound_to_hears_that_others_hold_the_version() -> None:
+    """A fill never changes its origin. What it was bound to near it is gone, and what was published is still there."""
+    world, trainers = published()
+    near = filling(world, "near", site="there")
+    finish(world, near, trainers)
+    (reader,) = world.group("o", [("own/o", ())], site="there")
+    world.fill([reader], "available")
+    assert reader.take(Start)[0].publication != near[0].publication  # what near has, and not what was published
+    world.lose(*near)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert "others hold it in another layout; call again" in outcome.error.message

@@ -23,6 +23,7 @@ from tensorhub.messages import ChunksThere, TellChunks
 
 HELD_TOLD_MAX = 3  # versions that an error names
 NOBODY = "and 'available' waits for nobody"
+ELSEWHERE = "who was read here holds it no more, and others hold it in another layout; call again"
 GONE = "nobody holds all of it any more, and 'available' does not wait for a lost holder"
 
 
@@ -79,7 +80,9 @@ class Availability:
             or self._held(version, operation) is not HowHeld.NOT
         ):
             return None
-        return VersionUnavailable(f"version {version.number} of {model.name!r}: {GONE}; {held_text(model)}")
+        is_elsewhere = any(layout.copies() or layout.can_each_class_be_read() for layout in version.layouts if layout)
+        why = ELSEWHERE if is_elsewhere else GONE
+        return VersionUnavailable(f"version {version.number} of {model.name!r}: {why}; {held_text(model)}")
 
     @staticmethod
     def _nothing(model: Model, least: int, held: int | None) -> str:
