@@ -211,17 +211,24 @@ def verl(mib: int, rounds: int) -> None:
 
         @everyone
         def step(self, version: int) -> float:
-            """Other bytes; the bare publication of them; and how long one copy of them takes."""
+            """Other bytes, and how long one copy of them takes."""
             for each in self.present.values():
                 each.fill_(version)
-            if self.is_master:
-                with self.bare.weights.mutate(version):
-                    for each in self.bare.memory.values():
-                        each.fill_(version)
             began = time.perf_counter()
             for name, each in self.present.items():
                 self.target[name].copy_(each)
             return time.perf_counter() - began
+
+        @everyone
+        def publish(self, version: int) -> float:
+            """When a bare publication began; its readers wait for it already, as those of the adapter do."""
+            if not self.is_master:
+                return 0.0
+            with self.bare.weights.mutate(version):
+                for each in self.bare.memory.values():
+                    each.fill_(version)
+                began = time.time()
+            return began
 
     class Rollout(CheckpointEngineWorker):
         @everyone
@@ -235,10 +242,12 @@ def verl(mib: int, rounds: int) -> None:
             self.bare = Bare()
             self.bare.join(address, options)
 
-        @everyone
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
         def bare_update(self, version: int) -> float:
-            seconds: float = self.bare.weights.update(version).seconds
-            return seconds
+            """When it was complete."""
+            self.bare.hub.wait_for("bare", at_least=version)
+            self.bare.weights.update(version)
+            return time.time()
 
     config = {
         name: CheckpointEngineConfig(
@@ -262,7 +271,9 @@ def verl(mib: int, rounds: int) -> None:
         through, bare, nothing, copies = [], [], [], []
         for version in range(1, rounds + 2):  # the first round allocates and registers
             copied = max(actors.step(version))
-            updated = max(rollouts.bare_update(version))
+            updating = rollouts.bare_update(version)
+            began_at = max(actors.publish(version))
+            updated = max(ray.get(updating)) - began_at
             seconds = {}
             for name, manager in managers.items():
                 for workers in (actors, rollouts):
