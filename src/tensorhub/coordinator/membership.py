@@ -24,7 +24,7 @@ from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
-from tensorhub.manifest import id_of
+from tensorhub.layouts.identity import layout_id_together
 from tensorhub.messages import (
     BegunWith,
     Deregister,
@@ -470,7 +470,7 @@ class Membership:
     def _ranks_changed(self, group: Group) -> None:
         self._retentions.group_changed(group)
         if len(group.members) == group.world_size:
-            group.layout_id = _layout_of(group)
+            group.layout_id = layout_id_together([group.members[rank].layout_id for rank in range(group.world_size)])
             for member in group.members.values():
                 if member.unheard:
                     self._cluster.tell(member, RegisterAgain(member.unheard, whole=False))
@@ -500,12 +500,6 @@ class Membership:
         group.model.groups.pop(group.name, None)
         group.model.serving.pop(group.name, None)
         group.model.steady.pop(group.name, None)
-
-
-def _layout_of(group: Group) -> str:
-    """That of its ranks together, which are all there."""
-    ids = [group.members[rank].layout_id for rank in range(group.world_size)]
-    return ids[0] if len(set(ids)) == 1 else "ranks/" + id_of("\n".join(ids).encode())
 
 
 def _unannounced(worker: Worker) -> Iterator[Member]:

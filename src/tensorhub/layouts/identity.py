@@ -10,6 +10,7 @@ Responsible for that form, which is the same in every process.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tensorhub.layouts.boxes import whole
@@ -34,6 +35,11 @@ def layout_id_of(manifest: Manifest, declared: Declaration) -> str:
     tensors.sort(key=lambda each: each[0])  # type: ignore[arg-type, return-value]  # names, of which no two are equal
     form = [1, declared.rank, declared.world_size, declared.partial, tensors]
     return f"own/{id_of(json.dumps(form, separators=(',', ':')).encode())}"
+
+
+def layout_id_together(ids: Sequence[str]) -> str:
+    """That of a group's ranks together. `ids`: of each, in their order."""
+    return ids[0] if len(set(ids)) == 1 else "ranks/" + id_of("\n".join(ids).encode())
 
 
 def _said(tensor: TensorSpec, declared: Declaration) -> list[Any]:

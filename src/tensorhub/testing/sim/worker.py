@@ -11,6 +11,7 @@ from typing import Protocol, assert_never
 
 from tensorhub import messages
 from tensorhub.errors import GroupAborted
+from tensorhub.layouts.identity import layout_id_together
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Manifest
@@ -22,7 +23,7 @@ from tensorhub.testing.sim.memory import written
 from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.questions import SimQuestions
-from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector, VersionInfo
+from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector, VersionInfo, host_group
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.heartbeats import Heartbeats
@@ -221,7 +222,10 @@ class SimWorker:
             manifest, declared, coordinates = described(cut, rank)
             its = replace(shard, manifest=manifest, declared=declared, coordinates=coordinates)
             shard = replace(its, layout_id=manifest.layout_id)
-        return self.take(shard)
+        handle = self.take(shard)
+        if cut is not None:
+            handle.layout_id = layout_id_together([described(cut, each)[0].layout_id for each in range(world_size)])
+        return handle
 
     def fetcher(self, shard: int | None = 0, *, model: str = "actor") -> SimHandle:
         """What can fetch once: that shard, or (None) the whole model."""
@@ -233,6 +237,8 @@ class SimWorker:
         """What registers that memory, of any kind."""
         handle = self._new_handle(self.cluster, self, shard)
         self.add(handle)
+        its = (each.layout_id for each in self.handles if host_group(each.shard.group) == shard.group)
+        handle.layout_id = next(its, handle.layout_id)
         return handle
 
     def add(self, handle: SimHandle) -> None:

@@ -70,6 +70,7 @@ class JudgedHandle(Protocol):
     name: str
     id: RegistrationId
     shard: Shard
+    layout_id: str  # its group's; of a copy of one shard that of the group that has read it
     member: Member
     todo: deque[Action]
     cells: Cells

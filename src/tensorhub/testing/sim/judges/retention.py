@@ -22,8 +22,8 @@ from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.registration_session import LEASE_MARGIN
 
-Layout = tuple[str, int]  # what was read, and by how many ranks: their copies alone belong together
-AS_PUBLISHED: Layout = ("", 0)
+Layout = tuple[str, str, int]  # what was read, in which layout, and by how many ranks: their copies alone belong together
+AS_PUBLISHED: Layout = ("", "", 0)
 
 
 class RetentionJudge:
@@ -184,8 +184,8 @@ class RetentionJudge:
 
     def _is_whole(self, handle: JudgedHandle, record: JudgedCall, content_id: str) -> bool:
         """Whether, in the layout in which this handle holds it, every shard of it surely has a reliable holder."""
-        layout = _layout_of(handle)
-        holders = (h for h in self._world.all_handles() if h.shard.serves and _layout_of(h) == layout)
+        layout = layout_of(handle)
+        holders = (h for h in self._world.all_handles() if h.shard.serves and layout_of(h) == layout)
         holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, record.began, handle))
         holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
         return not self._missing(content_id, layout, filter(self._is_reliable, holders))
@@ -195,19 +195,19 @@ class RetentionJudge:
         another one. `elsewhere`: in another process.
         """
         assert handle.member.content is not None
-        content_id, mine = handle.member.content.version.content_id, _layout_of(handle)
+        content_id, mine = handle.member.content.version.content_id, layout_of(handle)
         found: dict[Layout, list[JudgedHandle]] = {mine: []}
         for h in self._world.all_handles():
             is_other = h.shard.group != handle.shard.group and not (elsewhere and h.worker is handle.worker)
             if is_other and h.shard.serves and self._is_reliable(h) and self._seems_to_hold(h, content_id, record.began):
-                found.setdefault(_layout_of(h), []).append(h)
+                found.setdefault(layout_of(h), []).append(h)
         lacks = {layout: self._missing(content_id, layout, holders) for layout, holders in found.items()}
         return lacks[mine] if all(lacks.values()) else []
 
     def _missing(self, content_id: str, layout: Layout, holders: Iterable[JudgedHandle]) -> list[int]:
         """Which shards of that layout none of these holds; all, where they leave out some of what was published."""
         there = {h.shard.number: h for h in holders}
-        of, ranks = layout
+        of, _, ranks = layout
         shards = [*self._contents.truth[content_id]] if not of else [*range(ranks)]
         lacks = [shard for shard in shards if shard not in there]
         return shards if of and not lacks and not self._contents.is_all(content_id, there.values()) else lacks
@@ -322,7 +322,7 @@ class RetentionJudge:
                     demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
 
 
-def _layout_of(handle: JudgedHandle) -> Layout:
+def layout_of(handle: JudgedHandle) -> Layout:
     """In which layout it holds what it holds, or held last."""
     content, staged = handle.member.content, handle.member.staged
     manifest = content.manifest if content is not None else staged.manifest if staged is not None else handle.grid
@@ -330,7 +330,7 @@ def _layout_of(handle: JudgedHandle) -> Layout:
     if of is None:
         return AS_PUBLISHED
     is_one = handle.shard.purpose is Purpose.RETENTION
-    return of.publication_id, len(of.shards) if is_one else handle.shard.world_size
+    return of.publication_id, handle.layout_id, len(of.shards) if is_one else handle.shard.world_size
 
 
 def _asks_to_leave(handle: JudgedHandle) -> bool:
