@@ -121,14 +121,12 @@ class Readers:
 
     def _bridge(self, part: RankPart, version: Version) -> list[Grant]:
         """The same for a reader that bridges: what it lacks of each class, and of its own layout."""
-        fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
-        lacking = [] if None in fed else [need for need in supply.lacking(part) if need not in fed]
+        lacking, own, origin = _unfed(part), part.layout.of(part.shard), part.origin
         grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
-        own, origin = part.layout.of(part.shard), part.origin
-        if origin is None or grants or part.is_abandoned or supply.can_be_whole(part) or not supply.needs_source(part):
+        if origin is None or part.is_abandoned or supply.can_be_whole(part) or not supply.needs_source(part):
             return grants
         grants += [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, version, own)]
-        for need in lacking if not origin.origin_id else ():
+        for need in _unfed(part) if not origin.origin_id else ():
             if not origin.is_class_whole(need.shard):
                 for shard in origin.classes[need.shard]:
                     patches = self._choice.partial_holdings(part, version, origin[shard], need)
@@ -314,3 +312,9 @@ class Readers:
             self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
+
+
+def _unfed(part: RankPart) -> list[Need]:
+    """What a reader that bridges lacks, and nobody of whom it reads already is fed with."""
+    fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
+    return [] if None in fed else [need for need in supply.lacking(part) if need not in fed]

@@ -71,8 +71,10 @@ def bridge_is_not_mended() -> Iterator[None]:
 
 @bug(
     "R8: a replica makes digests of a selection of whatever its memory holds by now",
-    faults=(Fault.OVERWRITE, Fault.CRASH, Fault.RESTART),
+    faults=(Fault.OVERWRITE,),
     seeds_max=500,
+    COUNTS=(2,),
+    LEFT_OUT_DRAWN=0.0,
 )
 def replicas_vouch_unseen() -> Iterator[None]:
     with replaced(Owner, "vouched_by", lambda self, access: {}):

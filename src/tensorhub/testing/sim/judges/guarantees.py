@@ -252,7 +252,7 @@ class Guarantees:
     @staticmethod
     def _keeps(handle: JudgedHandle, content: Content, call: Call) -> bool:
         """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
-        if content.version.world_size > 1 or isinstance(call, CloseCall):
+        if handle.shard.world_size > 1 or isinstance(call, CloseCall):
             return False
         copies = (h.member for h in handle.worker.handles if h.shard.purpose is Purpose.RETENTION)
         held = [copy.content for copy in copies if copy.state in HOLDING]
