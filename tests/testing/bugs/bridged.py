@@ -71,9 +71,8 @@ def bridge_is_not_mended() -> Iterator[None]:
 
 @bug(
     "R8: a replica makes digests of a selection of whatever its memory holds by now",
-    faults=(Fault.OVERWRITE,),
-    seeds_max=500,
-    COUNTS=(2,),
+    faults=(Fault.OVERWRITE, Fault.COORDINATOR),
+    COUNTS=(3,),
     LEFT_OUT_DRAWN=0.0,
 )
 def replicas_vouch_unseen() -> Iterator[None]:
