@@ -239,10 +239,12 @@ class _GatedTransport(Transport):
     """Another transport behind a gate, with one thread to a source."""
 
     lanes = 1
-    batch_bytes = CHUNK_BYTES  # what is asked for before the gate lies in sockets' buffers, even when its source is dead
 
     def __init__(self, inner: Transport, gate: Gate, heeds_cuts: bool) -> None:
         self.name, self.strides = inner.name, inner.strides
+        # Where bytes come over sockets, what is asked for before the gate lies in their buffers, even when its source is
+        # dead. A one-sided reader asks where bytes lie, and then needs nobody.
+        self.batch_bytes = CHUNK_BYTES if inner.name == "tcp" else inner.batch_bytes
         self._inner = inner
         self._gate = gate
         self._heeds_cuts = heeds_cuts
