@@ -580,6 +580,20 @@ def test_what_cannot_be_made_is_refused() -> None:
     assert world.refused["four"] == "this worker closes"
 
 
+def test_a_copy_that_is_ordered_out_twice_ends_once() -> None:
+    """The coordinator says it again to a worker that it has taken for lost."""
+    world = World()
+    world.handle(content=1)
+    world.order("c", source="a")
+    world.settle()
+    world.drop("c")
+    world.drop("c")
+    world.drop("c")
+    world.settle()
+    assert [call for name, call in world.begun if name == "c" and isinstance(call, CloseCall)] == [CloseCall()]
+    assert list(world.members) == ["a"]
+
+
 def test_a_copy_that_is_not_needed_while_it_is_made() -> None:
     world = World()
     world.order("c")

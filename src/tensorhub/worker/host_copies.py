@@ -371,6 +371,11 @@ class HostCopies:
             raise VersionUnavailable(f"version {info.version} of {info.model!r} is another one by now")
 
     def _end_ordered(self, copy: Copy) -> Steps[None]:
+        """A call that runs on it has its time: mostly it is this same one, ordered before its worker was taken for lost."""
+        while copy.ident in self._pool.calls:
+            yield lambda: copy.ident not in self._pool.calls
+        if self._pool.is_closed(copy.ident):
+            return
         try:
             yield from self._pool.call(copy.ident, CloseCall(), self._pool.op_timeout_s)
         except TensorHubError as error:
