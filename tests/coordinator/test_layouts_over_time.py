@@ -17,6 +17,7 @@ from tensorhub.messages import (
     Description,
     Fill,
     GetPart,
+    Heartbeat,
     Held,
     LeaveGranted,
     LeaveRequest,
@@ -57,6 +58,43 @@ def back(world: World, rank: Rank, held: Held | None) -> Rank:
     same.generation, same.description = rank.generation, rank.description
     world.register(same, held, parts=(*rank.parts, *lies_of(rank), rank.description))
     return same
+
+
+def test_who_comes_back_at_the_last_moment_is_heard_out() -> None:
+    """What it holds would be lost otherwise, and with it what the others hold."""
+    world, trainers = published()
+    info = world.version.info
+    world = world.restarted()
+    first = back(world, trainers[0], held_by(trainers[0], info, is_publisher=True))
+    world.pass_time(LEASE_S - 0.1)
+    assert world.core.cluster.is_recovering
+    last = world.arrive("t", 1, 2, *cut(1), registers=False)
+    world.pass_time(0.2, silent=[last])
+    assert world.core.cluster.is_recovering
+    last.generation = trainers[1].generation
+    world.register(last, held_by(trainers[1], info, is_publisher=True), parts=cut(1)[1])
+    assert world.core.cluster.is_recovering
+    assert all(rank.take(Registered) for rank in (first, last))
+    assert world.version.holdings.have_sources()
+    world.pass_time(0.1)
+    assert not world.core.cluster.is_recovering
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_who_comes_back_and_says_nothing_has_one_lease_more(says: bool) -> None:
+    """And whoever comes back after the first lease prolongs nothing."""
+    world = published()[0].restarted()
+    world.pass_time(LEASE_S - 0.1)
+    dumb = world.arrive("t", 1, 2, *cut(1), registers=False)
+    world.pass_time(LEASE_S / 2, silent=[dumb])
+    assert world.core.cluster.is_recovering
+    late = world.arrive("t", 0, 2, *cut(0), registers=False)
+    if says:
+        world.say(dumb, Heartbeat(1, world.now))
+        world.step_to_rest()
+        assert not world.core.cluster.is_recovering
+    world.pass_time(LEASE_S / 2 + 0.2, silent=[dumb, late])
+    assert not world.core.cluster.is_recovering
 
 
 def test_after_a_restart_holders_of_each_layout_count_again() -> None:

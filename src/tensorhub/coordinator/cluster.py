@@ -74,6 +74,7 @@ class Cluster:
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
         self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
+        self.arriving: dict[str, None] = {}  # who has come back in recovery, and has not said all that they hold yet
         self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
@@ -462,7 +463,7 @@ class Cluster:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the first lease after a restart still runs: holders of a former coordinator may come back."""
+        """Whether the first lease after a restart still runs, or whoever came back within it still says what it holds."""
         return ("recovery", "") in self.timers
 
     def operations(self) -> Iterator[Operation]:

@@ -264,7 +264,7 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _recovery_over(self) -> None:
         """Whoever has not come back within the first lease after a restart is lost."""
-        over_at = self.cluster.listens_since + self.cluster.options.lease_s
+        over_at = self._membership.recovery_ends_at
         if self.cluster.now < over_at:
             self.cluster.timers.set("recovery", "", over_at)
             return
@@ -334,6 +334,8 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.Heartbeat() if session.role == "worker" and session.worker is None:
                 self.cluster.close_session(session.number, "Heartbeat before Join")
             case messages.Heartbeat():
+                if session.worker is not None:
+                    self._membership.arrived(session.worker)
                 self.cluster.send(session.number, messages.HeartbeatAck(message.sequence, self.cluster.now))
             case messages.Join() if session.role == "worker" and session.worker is None:
                 self._membership.join(session, message)

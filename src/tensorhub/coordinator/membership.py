@@ -98,6 +98,8 @@ class Membership:
             if worker.host_bytes:
                 cluster.hosts[worker.incarnation] = worker
                 self._handovers.room_changed()
+            if cluster.is_recovering and cluster.now < self.recovered_at and not worker.read_only:
+                cluster.arriving[worker.incarnation] = None
         elif worker.session is not None and worker.session != session.number:
             cluster.close_session(worker.session, "the same worker has connected again")
             cluster.sessions[worker.session].worker = None
@@ -148,6 +150,14 @@ class Membership:
             self._touch_models(worker)
             if worker.host_bytes:
                 self._handovers.room_changed()
+
+    def arrived(self, worker: Worker) -> None:
+        """It has said all that it holds: a worker does so before its first heartbeat. Or it is gone."""
+        if worker.incarnation not in self._cluster.arriving:
+            return
+        del self._cluster.arriving[worker.incarnation]
+        if not self._cluster.arriving:
+            self._cluster.timers.hasten("recovery", "", self._cluster.now)
 
     def disconnected(self, session: Session) -> None:
         """Its connection has ended, or is about to, and nothing more that comes over it counts. The worker has a lease from
@@ -280,6 +290,7 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        self.arrived(worker)
         cluster.guests.away.pop(worker, None)
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
@@ -401,11 +412,22 @@ class Membership:
         answer = Registered(request, member.registration, group.epoch, group.sequence, keep, retained)
         self._cluster.tell(member, answer)
 
+    @property
+    def recovered_at(self) -> float:
+        """Whoever has not come back by then is lost."""
+        return self._cluster.listens_since + self._cluster.options.lease_s
+
+    @property
+    def recovery_ends_at(self) -> float:
+        """Who has come back at the last moment has another lease to say what it holds: else that would be lost with it."""
+        return self.recovered_at + (self._cluster.options.lease_s if self._cluster.arriving else 0.0)
+
     def recovery_over(self) -> None:
         """Whose mates are not back is waited for no longer. What such a rank holds counts once they are."""
         for member in self._cluster.members.values():
             if member.unheard:
                 self._confirm(member, member.unheard)
+        self._cluster.arriving.clear()
 
     def begun_with(self, worker: Worker, message: BegunWith) -> None:
         """Keep the manifest of what this memory is filled with. If there is no room, the Fill that names it will fail."""

@@ -61,7 +61,7 @@ class OperationState(StrEnum):
 class CoordinatorState(StrEnum):
     """How far a coordinator knows its cluster."""
 
-    RECOVERING = "recovering"  # the first lease after a restart: workers announce what they hold, and nothing counts as lost
+    RECOVERING = "recovering"  # the first lease after a restart: workers say what they hold, and who comes last is heard out
     SERVING = "serving"  # what nobody holds or has announced is lost
 
 
