@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
-from tensorhub.coordinator.entities import Holding
+from tensorhub.coordinator.entities import Holding, Member
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.layouts.resharded import publication_in
 from tensorhub.messages import Done
@@ -89,11 +89,18 @@ class RetentionJudge:
         if content is not None and record is not None and self.has_left(handle, content.version.content_id) is None:
             key = handle.shard.group, content.version.content_id
             self._leaving[key] = handle, record.granted_at
-            # A replica that a new coordinator has not put together again serves piece by piece, as one that is being filled.
             members = self._world.coordinator.cluster.members
-            books = {mate: members[mate.id].holding for mate in self._world.mates(handle) if mate.id in members}
-            states = {mate: held.replica.state for mate, held in books.items() if held is not None}
-            self._stayed[key] = {mate for mate, state in states.items() if state is ReplicaState.FILLING}
+            mates = {mate: members[mate.id] for mate in self._world.mates(handle) if mate.id in members}
+            self._stayed[key] = {mate for mate, known in mates.items() if self._serves_alone(known, content.version.content_id)}
+
+    @staticmethod
+    def _serves_alone(known: Member, content_id: str) -> bool:
+        """Whether it serves that without its mates. A replica that a new coordinator has not put together again serves piece
+        by piece, as one that is being filled. And who fills that now is in another replica once the fill is decided.
+        """
+        bound = known.part.operation.version if known.part is not None else None
+        fills = bound is not None and bound.info.content_id == content_id
+        return fills or (known.holding is not None and known.holding.replica.state is ReplicaState.FILLING)
 
     def has_left(self, handle: JudgedHandle, content_id: str) -> JudgedHandle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
@@ -230,6 +237,9 @@ class RetentionJudge:
         sure = worker.unsure_at < since and worker.incarnation in self._world.coordinator.cluster.workers
         if _asks_to_leave(handle) and handle.last_call is not None and handle.last_call.began < leaver.worker.known_since:
             return False  # while `leaver` was lost that was anybody's to give up: it goes, and may not have heard so yet
+        leave = self._world.coordinator.cluster.models[handle.shard.model].withdrawals.get(handle.id)
+        if self._is_let_go(handle, content_id) or (leave is not None and leave.begun):
+            return False  # it goes, and is judged itself
         return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
 
     def _holds(self, handle: JudgedHandle, content_id: str, leaver: JudgedHandle | None = None) -> bool:
