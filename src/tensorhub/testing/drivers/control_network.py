@@ -119,20 +119,25 @@ class ControlNetwork:
         self._world.step(Received(link.session, message))
 
     def looked_for(self, session: int) -> None:
-        """The coordinator asks what of this session lies unread. If nothing does, it is told so, after all of now."""
-        timeline = self._timeline
+        """The coordinator asks what of this session lies unread. If nothing does, it is told so, after all of now, and if
+        nothing has come meanwhile.
+        """
+        if self._has_nothing_unread(session):
+            self._timeline.at(self._timeline.now, self._timeline.coordinator, self._looked, session)
+
+    def _has_nothing_unread(self, session: int) -> bool:
+        if session == DOOR:
+            return not any(map(self._waits_at_door, self._world.workers.values()))
         _, link = self._world.links.get(session, (None, None))
-        if session == DOOR and any(map(self._waits_at_door, self._world.workers.values())):
-            return
-        if link is None or not link.unread:
-            timeline.at(timeline.now, timeline.coordinator, self._looked, session)
+        return link is None or not link.unread
 
     def _waits_at_door(self, worker: SimWorker) -> bool:
         link = worker.link
         return link is not None and link.unread > 0 and self._world.session_of(worker.incarnation) != link.session
 
     def _looked(self, session: int) -> None:
-        self._world.step(Silent((session,)))
+        if self._has_nothing_unread(session):
+            self._world.step(Silent((session,)))
 
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         """The worker's end is gone: the coordinator will notice, after what is on its way; if it can."""
