@@ -83,7 +83,7 @@ def connect(
     for the handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
 
-    Raises CoordinatorUnavailable, AuthenticationFailed (another secret, a token file that cannot be used), ProtocolError
+    Raises CoordinatorUnavailable, AuthenticationFailed (another token, a token file that cannot be used), ProtocolError
     (not a TensorHub coordinator, or of another version), TransportUnavailable, StateError (an address that is none,
     `prefetch` without host memory).
     """

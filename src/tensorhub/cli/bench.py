@@ -13,14 +13,16 @@ MIB_MIN = 2
 
 
 def bench(
-    rounds: Annotated[int, common.whole_option(1, help="Visits of each backend; every other round goes backwards.")] = 3,
-    copies: Annotated[int, common.whole_option(1, help="Timed copies of each visit.")] = 3,
+    rounds: Annotated[
+        int, common.whole_option(1, help="How often each backend is visited; every second round goes in reverse order.")
+    ] = 3,
+    copies: Annotated[int, common.whole_option(1, help="Timed copies in each visit.")] = 3,
     mib: Annotated[int, common.whole_option(MIB_MIN, help="Bytes of the weights, in MiB; every process holds them.")] = 1024,
     receivers: Annotated[str, typer.Option(metavar="N,M", help="To how many receivers at once.")] = "1,4",
     only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these backends; see --list.")] = None,
     skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these backends.")] = None,
     timeout: Annotated[
-        float, common.seconds_option(1, 1e9, help="Seconds for each step of a visit; then it is ended.")
+        float, common.seconds_option(1, 1e9, help="Seconds for each step of a visit, which is ended after that.")
     ] = 60.0,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every figure here, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture here, as SVG.")] = None,
@@ -28,7 +30,9 @@ def bench(
         Path | None,
         typer.Option("--environments", metavar="DIR", help="Where the peers are; default: ~/.cache/tensorhub/bench."),
     ] = None,
-    install: Annotated[bool, typer.Option("--install", help="First install the peers there, from PyPI.")] = False,
+    install: Annotated[
+        bool, typer.Option("--install", help="First install the peers, from PyPI, into --environments.")
+    ] = False,
     list_backends: Annotated[bool, typer.Option("--list", help="Name the backends, and end.")] = False,
     quiet: common.QuietOption = False,
 ) -> None:

@@ -1,6 +1,6 @@
 """What all commands share: exit codes, error lines, signals, options, tables and bars.
 
-Exit codes: 0 it worked; 1 the operation failed; 2 what was given cannot be used; 128 + n signal n ended it (130 is
+Exit codes: 0 it worked; 1 the operation failed; 2 the arguments or files cannot be used; 128 + n signal n ended it (130 is
 Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`. Only results go to stdout.
 """
 
@@ -55,7 +55,7 @@ _PREFIXES = "kMGTP"
 _SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
 
 EXIT_CODES = """\
-Exit codes: 0 it worked, 1 the operation failed, 2 what was given cannot be used, 130 Ctrl-C, 143 SIGTERM."""
+Exit codes: 0 it worked, 1 the operation failed, 2 the arguments or files cannot be used, 130 Ctrl-C, 143 SIGTERM."""
 
 AddressOption = Annotated[
     str | None,
@@ -65,7 +65,7 @@ TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="A file with the cluster's secret, instead of TENSORHUB_TOKEN in the environment; read again when it changes.",
+        help="A file with the cluster's token, instead of TENSORHUB_TOKEN in the environment; read again when it changes.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]

@@ -53,12 +53,16 @@ class Settings:
 def demo(
     versions: Annotated[int, common.whole_option(1, 10_000, help="Optimizer steps to publish.")] = 5,
     rollouts: Annotated[int, common.whole_option(1, 64, help="Rollout processes.")] = 4,
-    weights: Annotated[Path | None, typer.Option(metavar="FILE", help="A safetensors file, not all-MiniLM-L6-v2.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A safetensors file, instead of all-MiniLM-L6-v2.")
+    ] = None,
     pace: Annotated[
         Pace, typer.Option(help="wait: each step waits until every rollout has the version before; free: it does not.")
     ] = Pace.WAIT,
-    seed: Annotated[int, typer.Option(help="Of the training's randomness.")] = 0,
-    timeout_s: Annotated[float, common.seconds_option(1, 86_400, help="Give up after so long without news.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="The seed of the training's randomness.")] = 0,
+    timeout_s: Annotated[
+        float, common.seconds_option(1, 86_400, help="Give up after so many seconds without news.")
+    ] = 120.0,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:

@@ -19,7 +19,7 @@ from tensorhub.types import Incarnation, Options
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Say which transports work on this machine, best first, and why the others do not, and what to do.
+    """List the transports that work on this machine, best first; of the others, why they do not and what to do.
 
     Two workers use the best one that both have and that reaches from one to the other; a fetch's report names it
     (`report.sources`). See docs/transports.md. The last line says for how many workers `tensorhub serve` has room here.

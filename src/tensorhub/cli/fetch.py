@@ -27,11 +27,14 @@ def fetch(
         list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated.")
     ] = None,
     version: Annotated[
-        str, typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available: the newest held now.")
+        str,
+        typer.Option(
+            metavar="SELECTOR", help="A number, latest, latest-1, or available (the newest that can be fetched now)."
+        ),
     ] = "latest",
     rank: Annotated[
         int | None,
-        common.whole_option(0, 2**20 - 1, help="Only this shard of a version of several ranks; default: the whole model."),
+        common.whole_option(0, 2**20 - 1, help="Only this rank's shard; default: the whole model."),
     ] = None,
     timeout: Annotated[
         float | None,

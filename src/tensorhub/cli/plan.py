@@ -32,13 +32,16 @@ def plan(
         typer.Option("--reader", metavar="FILE.py:FUNCTION", help="Whose layout: see below; default: the whole model."),
     ] = None,
     world_size: Annotated[int, common.whole_option(1, RANKS_MAX, help="Ranks of the reading group.")] = 1,
-    rank: Annotated[int | None, common.whole_option(0, RANKS_MAX - 1, help="Only this rank; default: each.")] = None,
+    rank: Annotated[int | None, common.whole_option(0, RANKS_MAX - 1, help="Only this rank; default: every rank.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="The group may leave published bytes unread.")] = False,
     names: Annotated[
         list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors of the whole model.")
     ] = None,
     version: Annotated[
-        str, typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available: the newest held now.")
+        str,
+        typer.Option(
+            metavar="SELECTOR", help="A number, latest, latest-1, or available (the newest that can be fetched now)."
+        ),
     ] = "latest",
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
@@ -50,7 +53,7 @@ def plan(
     tensors (on torch's meta device they take no memory), or a pair of these and their sources=, as Hub.register takes
     them. FILE.py may be the name of a module, too. It is run here, with your rights.
 
-    Of all ranks it is checked whether they read everything together. For each rank a table: which published shard, who
+    It is checked whether all ranks together read everything. For each rank a table: which published shard, who
     holds it, how many chunks, cells and runs, how many bytes, and what part of the shard that is. With --json: a list of
     plans, one for each rank, on one line.
     """

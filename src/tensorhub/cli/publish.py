@@ -28,7 +28,7 @@ def publish(
     ],
     model: Annotated[str, typer.Option("--model", "-m", help="The name to publish under.")],
     version: Annotated[
-        int | None, common.whole_option(0, VERSION_MAX, help="Default: one above the last; 0 at first.")
+        int | None, common.whole_option(0, VERSION_MAX, help="Default: the newest number plus 1; 0 for a new model.")
     ] = None,
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
@@ -37,7 +37,7 @@ def publish(
 ) -> None:
     """Publish safetensors files, and serve them where they are until Ctrl-C or SIGTERM.
 
-    Nothing is copied, so the files must stay as they are meanwhile. If one is written, the command ends with exit code 1;
+    Nothing is copied, so the files must not change while it runs. If one is written, the command ends with exit code 1;
     its readers fail, and never get other bytes. When the version is visible, one line goes to stdout ({"model", "version",
     "content_id", "bytes", "tensors", "files"} with --json). From then on SIGTERM is the ordinary way to stop it: exit
     code 0. Files that cannot be published are exit code 2.

@@ -20,13 +20,16 @@ _DEFAULTS: Final = Options()
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a token.")] = "127.0.0.1",
     port: Annotated[int, common.whole_option(0, 65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
+        Path | None,
+        typer.Option(file_okay=False, help="A directory for what must outlive a restart: publications, retention, pins."),
     ] = None,
     token_file: common.TokenFileOption = None,
-    lease_s: Annotated[float, typer.Option(help="A worker that is silent for this long is lost.")] = _DEFAULTS.lease_s,
+    lease_s: Annotated[
+        float, typer.Option(help="A worker that is silent for so many seconds is taken for lost.")
+    ] = _DEFAULTS.lease_s,
     drain_grace_s: Annotated[
         float, typer.Option(help="How long a leaving source waits for its readers.")
     ] = _DEFAULTS.drain_grace_s,
@@ -35,7 +38,7 @@ def serve(
 ) -> None:
     """Run a coordinator until Ctrl-C or SIGTERM.
 
-    Its address is the first line on stdout ({"address": ...} with --json). The secret comes from TENSORHUB_TOKEN or
+    Its address is the first line on stdout ({"address": ...} with --json). The token comes from TENSORHUB_TOKEN or
     --token-file; without one, access is open, and only on loopback. Its log is on stderr; docs/operating.md explains
     the log, and what many workers need. SIGTERM is the ordinary way to stop it: exit code 0.
     """

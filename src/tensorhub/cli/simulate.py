@@ -57,7 +57,7 @@ def simulate(
     seed: Annotated[int | None, common.whole_option(0, SEEDS_END - 1, help="Run this one seed.")] = None,
     jobs: Annotated[int | None, common.whole_option(1, 1024, help="Processes; one for each core, if not given.")] = None,
     faults: Annotated[str | None, typer.Option(metavar="A,B", help="Only these kinds of faults, not all of them.")] = None,
-    events: Annotated[int, common.whole_option(1, help="Events of each seed, before it heals.")] = EVENTS,
+    events: Annotated[int, common.whole_option(1, help="Events of each seed, before its faults end.")] = EVENTS,
     failures_max: Annotated[int, common.whole_option(1, help="Stop after so many seeds that fail.")] = 1,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print what was covered: faults, transitions, recovery paths.")

@@ -48,10 +48,10 @@ def status(
     """Show versions, replicas, running reads and workers, or count them.
 
     On a terminal, more than 40 rows are counted instead: versions with their replicas, the calls that are under way with
-    what they wait for, and the workers that are not heard. --summary and --details choose. A replica is doubtful while its
-    worker is not heard: it may be dead. In a file or a pipe, each row is one plain line. With --json: a list of models on
-    one line; with --watch too, one such line each time. --watch goes on while the coordinator is away, and says so on
-    stderr; in a file or a pipe it begins each answer with the time.
+    what they wait for, and the workers that are not heard. --summary and --details choose. A shard is doubtful while its
+    worker is not heard: that worker may be dead. In a file or a pipe, each row is one plain line. With --json: a list of
+    models on one line; with --watch too, one such line each time. --watch goes on while the coordinator is away, and says so
+    on stderr; in a file or a pipe it begins each answer with the time.
     """
     question = _Question(model, summary, details, version, after, limit)
     question.check()

@@ -45,9 +45,10 @@ def read_only(
         Path | None, typer.Option(metavar="FILE", help="A token file to make, which must not exist, instead of stdout.")
     ] = None,
 ) -> None:
-    """Print the read-only token that belongs to the cluster's token: who has it may fetch and look, and change nothing.
+    """Print the read-only token that belongs to the cluster's token: whoever has it may fetch and look, and change nothing.
 
-    The cluster accepts it without being told, for as long as it accepts that token. It does not reveal that token.
+    The cluster accepts it without being told, as long as it accepts the cluster token. The cluster
+    token cannot be derived from it.
     """
     made = read_only_token(open_keyring(resolve_token(common.check_token_file(token_file)))[0])
     if out is None:

@@ -44,8 +44,8 @@ class WorkerState(StrEnum):
     """Whether the coordinator counts on a worker."""
 
     LIVE = "live"  # its lease is valid, and it is heard
-    SUSPECT = "suspect"  # silent or disconnected, but its lease still runs
-    LOST = "lost"  # its lease is over: it counts no more, and comes back as another incarnation
+    SUSPECT = "suspect"  # silent or disconnected, but its lease still runs: not heard
+    LOST = "lost"  # silent for a lease, with nothing of it unread: it counts no more, and comes back as another incarnation
 
 
 class OperationState(StrEnum):
@@ -61,7 +61,7 @@ class OperationState(StrEnum):
 class CoordinatorState(StrEnum):
     """How far a coordinator knows its cluster."""
 
-    RECOVERING = "recovering"  # the first lease after a restart: workers say what they hold, and who comes last is heard out
+    RECOVERING = "recovering"  # a lease after a restart: workers say what they hold; one more for whoever came back in it
     SERVING = "serving"  # what nobody holds or has announced is lost
 
 

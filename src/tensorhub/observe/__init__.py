@@ -1,6 +1,5 @@
-"""What operators look at: metrics, structured logs, the dashboard.
+"""Reserved, and empty: metrics and a dashboard for operators will be here.
 
-Responsible for turning counters and stories that the library keeps anyway into something to look at.
-
-Not responsible for keeping state: nothing in the library depends on this package.
+It will be responsible for turning counters and stories that the library keeps anyway into something to look at, and not for
+keeping state: nothing in the library will depend on this package. Logs are in `logs`.
 """
