@@ -90,8 +90,8 @@ class RetentionJudge:
             key = handle.shard.group, content.version.content_id
             self._leaving[key] = handle, record.granted_at
             members = self._world.coordinator.cluster.members
-            mates = {mate: members[mate.id] for mate in self._world.mates(handle) if mate.id in members}
-            self._stayed[key] = {mate for mate, known in mates.items() if self._serves_alone(known, content.version.content_id)}
+            mates = [mate for mate in self._world.mates(handle) if mate.id in members]
+            self._stayed[key] = {mate for mate in mates if self._serves_alone(members[mate.id], content.version.content_id)}
 
     @staticmethod
     def _serves_alone(known: Member, content_id: str) -> bool:
