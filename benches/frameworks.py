@@ -402,7 +402,63 @@ def vllm(mib: int, rounds: int) -> None:
         trainer.shutdown()
 
 
-FRAMEWORKS = {"ray": ray, "trl": trl, "verl": verl, "vllm": vllm}
+def sglang(mib: int, rounds: int) -> None:
+    """One rank of SGLang's and a trainer in one process; every layer is written in place, so that no copy is forced."""
+    import tempfile
+    from pathlib import Path
+
+    from tests.frameworks import sglang_cpu, vllm_cpu
+
+    layer_mib = 32
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
+    config = {**sizes, "head_dim": 64, "num_hidden_layers": max(1, mib // layer_mib)}
+    rank = sglang_cpu.Rank(Path(tempfile.mkdtemp()), **config)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tensorhub import sync
+    from tensorhub.integrations.sglang import Trainer
+    from tensorhub.integrations.sglang_engine import Receiver
+
+    model = LlamaForCausalLM(LlamaConfig(**{**vllm_cpu.LLAMA, **config})).to(torch.bfloat16)
+    take = Receiver.take
+    with (
+        sync.serve() as coordinator,
+        sync.connect(coordinator.address) as hub,
+        sync.connect(coordinator.address) as readers,
+        Trainer(model, sglang_cpu.engine(rank), coordinator.address) as trainer,
+    ):
+        published, reader = hub.register("bare", model), None
+        through, bare, nothing = [], [], []
+        for version in range(rounds + 1):  # the first round probes, records and registers
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            order = ("adapter", "bare")  # in turns: who comes second finds the trainer's memory in caches
+            for name in order if version % 2 == 0 else reversed(order):
+                if name == "adapter":
+                    began = time.perf_counter()
+                    trainer.send_weights()
+                    through.append(time.perf_counter() - began)
+                    continue
+                if reader is None:
+                    plan = rank.model._modules["tensorhub"].receiver._plan
+                    memory = {name: torch.zeros_like(tensor) for name, tensor in plan.in_place.items()}
+                    reader = readers.register("bare", memory, sources=plan.recording.sources, partial=True)
+                info = published.publish(version)
+                began = time.perf_counter()
+                reader.update(version)
+                bare.append(time.perf_counter() - began)
+                published.unpublish()
+            Receiver.take = lambda self, named_tensors: None  # type: ignore[method-assign]
+            began = time.perf_counter()
+            trainer._update_all(info)
+            nothing.append(time.perf_counter() - began)
+            Receiver.take = take  # type: ignore[method-assign]
+        nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20
+        report(nbytes, through[1:], {"bare update": bare[1:], "SGLang with a loader that moves nothing": nothing[1:]})
+
+
+FRAMEWORKS = {"ray": ray, "sglang": sglang, "trl": trl, "verl": verl, "vllm": vllm}
 
 
 def main() -> None:

@@ -23,6 +23,6 @@ def statements(path: Path) -> int:
     return len(lines)
 
 
-@pytest.mark.parametrize("name", ["ray_weights", "trl_async_grpo", "verl_update", "vllm_server"])
+@pytest.mark.parametrize("name", ["ray_weights", "sglang_server", "trl_async_grpo", "verl_update", "vllm_server"])
 def test_an_example_is_short(name: str) -> None:
     assert statements(EXAMPLES / f"{name}.py") <= LINES_MAX

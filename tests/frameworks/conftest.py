@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.frameworks.recipes import RECIPES
 
 HERE = Path(__file__).parent
 
@@ -14,7 +15,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("framework"):
-            name = os.environ.get("TENSORHUB_FRAMEWORK") or item.path.stem.removeprefix("test_")
+            name = next(each for each, recipe in RECIPES.items() if item.path.name in recipe.tests)
             if find_spec(name) is None:
                 reason = f"{name} is not installed here; `make frameworks FRAMEWORKS={name}` installs it, and runs this"
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -29,7 +29,7 @@ RECIPES = {
             "-r tests/frameworks/sglang-requirements.txt",
             "--no-deps triton torchvision==0.28.0 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 outlines==0.1.11 timm==1.0.25",
         ),
-        ("test_sglang.py",),
+        ("test_sglang.py", "test_sglang_ranks.py"),
     ),
     "trl": Recipe(("trl==1.16.0 requests",), ("test_trl.py",)),
     "verl": Recipe(

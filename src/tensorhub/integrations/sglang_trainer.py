@@ -1,0 +1,269 @@
+"""SGLang: the trainer's side, which publishes weights and has engines take them.
+
+Responsible for the order of calls of an update, and for what becomes of generation when one fails. Not responsible for what
+an engine's ranks do (`sglang_engine`). SGLang need not be installed here.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import InvalidType, TensorHubError, shown, text_of
+from tensorhub.integrations.sglang_session import LOADER, PREFIX, Order, Outcome, check_sglang
+from tensorhub.types import Options, VersionInfo
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tensorhub.layouts.entries import Sources
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
+MARGIN_S = 30.0  # an engine answers so much later than its own deadline, at most
+
+
+class Engine(Protocol):
+    """What `Trainer` needs of an engine: SGLang's control calls, by the names that SGLang has for them."""
+
+    ranks: int
+
+    def call(self, name: str, **fields: Any) -> tuple[bool, str]:
+        """Whether SGLang has done it, and what it says."""
+
+    def serialized(self, tensors: Tensors) -> list[Any]:
+        """The tensors, once for each rank."""
+
+
+class Server:
+    """An SGLang server, by HTTP."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
+        import requests
+
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s + MARGIN_S
+        self._http = requests.Session()
+        if api_key is not None:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
+        answer = self._http.get(f"{self._url}/server_info", timeout=self._timeout_s)
+        answer.raise_for_status()
+        info = answer.json()
+        check_sglang(info["version"])
+        self.ranks = int(info["tp_size"])
+
+    def __repr__(self) -> str:
+        return f"Server({self._url!r})"
+
+    def call(self, name: str, **fields: Any) -> tuple[bool, str]:
+        answer = self._http.post(f"{self._url}/{name}", json=fields, timeout=self._timeout_s)
+        if answer.status_code != 400:
+            answer.raise_for_status()
+        try:
+            said = answer.json()
+        except ValueError:
+            said = {}
+        return answer.ok, f"{said.get('message', answer.text)}"
+
+    def serialized(self, tensors: Tensors) -> list[str]:
+        return [base64.b64encode(pickle.dumps(list(tensors))).decode()] * self.ranks
+
+
+class Offline:
+    """An `sglang.Engine` of this process."""
+
+    def __init__(self, engine: Any) -> None:
+        from sglang import __version__
+
+        check_sglang(__version__)
+        self._engine = engine
+        self.ranks = int(engine.server_args.tp_size)
+
+    def call(self, name: str, **fields: Any) -> tuple[bool, str]:
+        from sglang.srt.managers import io_struct
+
+        kind = "".join(part.capitalize() for part in name.split("_")) + "ReqInput"
+        call = getattr(self._engine.tokenizer_manager, name)(getattr(io_struct, kind)(**fields))
+        return self._engine.loop.run_until_complete(call) or (True, "")
+
+    def serialized(self, tensors: Tensors) -> list[bytes]:
+        return [pickle.dumps(list(tensors))] * self.ranks
+
+
+class Trainer:
+    """One rank of a trainer. `send_weights` publishes its weights, where they are, and has every engine take them.
+
+    `source`: the module that is trained, or its tensors by name, under the names that the engine's model loads (of a
+    DTensor this rank's part). `engines`: a server's URL, an `sglang.Engine`, or several; only rank 0 uses them. `pause`:
+    what becomes of requests in an update, "abort", "retract" (they are computed anew with the new weights) or "in_place"
+    (they go on with the cache that they have); None: engines are not paused here. `clear_cache`: forget what was cached
+    with the old weights; not with "in_place". `host_memory_bytes`: of each rank of an engine; with enough for its shard, a
+    failed update leaves the old weights whole. `unused`: names of published tensors, with `*`, that the engine's model
+    leaves alone. `api_key`: of the servers. `sources`, `options`: as `Hub.register` and `tensorhub.connect` take them.
+
+    Raises StateError: this release of SGLang, or a server's, is not supported; as `tensorhub.connect` and `Hub.register`.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module | Mapping[str, torch.Tensor],
+        engines: object,
+        address: str | list[str],
+        *,
+        model: str = "actor",
+        rank: int = 0,
+        world_size: int = 1,
+        pause: Literal["abort", "retract", "in_place"] | None = "abort",
+        clear_cache: bool = True,
+        host_memory_bytes: int = 0,
+        unused: Sequence[str] = (),
+        timeout_s: float = 300.0,
+        api_key: str | None = None,
+        sources: Sources | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self._pause, self._flush, self._timeout_s = pause, clear_cache and pause != "in_place", timeout_s
+        self._world_size = world_size
+        self._engines: list[tuple[Engine, Order]] = []
+        self._hub = sync.connect(address, options=options)
+        try:
+            mark = next((each.mark for each in self._hub.describe() if each.model == model), None)
+            self.version = -1 if mark is None else mark
+            asked: dict[str, Any] = {"sources": sources, "group": "trainer", "rank": rank, "world_size": world_size}
+            self._weights = self._hub.register(model, source, **asked)
+            for engine in _list(engines) if rank == 0 else []:
+                order = Order(
+                    [address] if isinstance(address, str) else list(address),
+                    model,
+                    f"sglang-{secrets.token_hex(8)}",
+                    self.version,
+                    host_memory_bytes=host_memory_bytes,
+                    timeout_s=timeout_s,
+                    unused=tuple(unused),
+                )
+                self._engines.append((_engine(engine, api_key, timeout_s), order))
+        except BaseException:
+            self._hub.close()
+            raise
+
+    def send_weights(self, version: int | None = None) -> int:
+        """Publish the present weights, and have the engines take them; called on every rank. When it returns, or raises, the
+        weights may be written again. Returns the version, which is `weight_version` at SGLang. `version`: above every number
+        before; None: the next one.
+
+        Raises what an engine's ranks have met; of several engines, the first one's error, with a note for each other one.
+        An engine is resumed, unless its weights are torn, or may be: then it stays paused, and the next update that succeeds
+        resumes it.
+        """
+        info = self._weights.publish(self.version + 1 if version is None else version, self._timeout_s)
+        self.version = info.version
+        try:
+            self._update_all(info)
+        finally:
+            if self._world_size > 1:
+                self._weights.update(info.version, timeout=self._timeout_s)  # all ranks wait for each other, nothing is read
+            self._weights.unpublish(self._timeout_s)
+        return info.version
+
+    def _update_all(self, info: VersionInfo) -> None:
+        if len(self._engines) == 1:
+            self._update(*self._engines[0], info)
+            return
+        errors: list[Exception] = []
+
+        def update(pair: tuple[Engine, Order]) -> None:
+            try:
+                self._update(*pair, info)
+            except Exception as error:
+                errors.append(error)
+
+        with ThreadPoolExecutor(max(1, len(self._engines)), thread_name_prefix="tensorhub-sglang") as threads:
+            list(threads.map(update, self._engines))
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another engine: {text_of(other)}")
+            raise errors[0]
+
+    def _update(self, engine: Engine, order: Order, info: VersionInfo) -> None:
+        """One session of SGLang's."""
+        if self._pause is not None:
+            _done(engine.call("pause_generation", mode=self._pause))
+        resumes = self._pause is not None
+        try:
+            self._begin(engine)
+            try:
+                self._load(engine, order, info)
+            except Exception as error:
+                if not isinstance(error, TensorHubError) or error.memory != "intact":
+                    error.add_note("generation stays paused: the engine's weights may be torn; the next update resumes it")
+                    resumes = False
+                with suppress(Exception):  # the first error is the one to tell
+                    engine.call("end_weight_update")
+                raise
+            try:
+                _done(engine.call("end_weight_update"))
+            except BaseException:
+                resumes = False
+                raise
+        finally:
+            if resumes:
+                _done(engine.call("continue_generation"))
+
+    @staticmethod
+    def _begin(engine: Engine) -> None:
+        done, said = engine.call("begin_weight_update", selector="target")
+        if not done and "already open" in said:  # by a trainer that is gone
+            _done(engine.call("end_weight_update"))
+            done, said = engine.call("begin_weight_update", selector="target")
+        _done((done, said))
+
+    def _load(self, engine: Engine, order: Order, info: VersionInfo) -> None:
+        def update(tensors: Tensors, **fields: Any) -> tuple[bool, str]:
+            given = engine.serialized(tensors)
+            asked = {"load_format": LOADER, "selector": "target", **fields}
+            return engine.call("update_weights_from_tensor", serialized_named_tensors=given, **asked)
+
+        tensors = replace(order, version=info.version, content_id=info.content_id).tensors()
+        done, said = update(tensors, flush_cache=False)
+        if not done and said.startswith(PREFIX):  # what a trainer that is gone has not asked for
+            done, said = update(tensors, flush_cache=False)
+        _done((done, said))
+        _done(update([], flush_cache=self._flush, weight_version=f"{info.version}"))
+
+    def close(self) -> None:
+        """Leave the cluster. The engines keep what they serve."""
+        self._hub.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _done(answer: tuple[bool, str]) -> None:
+    done, said = answer
+    if not done:
+        raise Outcome.error(said)
+
+
+def _list(engines: object) -> list[object]:
+    return list(engines) if isinstance(engines, list | tuple) else [engines]
+
+
+def _engine(engine: object, api_key: str | None, timeout_s: float) -> Engine:
+    if isinstance(engine, str):
+        return Server(engine, api_key=api_key, timeout_s=timeout_s)
+    if hasattr(engine, "tokenizer_manager"):
+        return Offline(engine)
+    if hasattr(engine, "call") and hasattr(engine, "serialized"):
+        return engine  # type: ignore[return-value]
+    raise InvalidType(f"engines={shown(engine)}: give the URL of an SGLang server, an sglang.Engine, or a list of them")

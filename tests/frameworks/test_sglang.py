@@ -1,0 +1,376 @@
+"""`tensorhub.integrations.sglang` against SGLang itself: one rank in this process, with a real Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub import source as tensor, sync
+from tensorhub.errors import (
+    InvalidType,
+    ManifestMismatch,
+    RegistrationError,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tests.frameworks import sglang_cpu
+from tests.frameworks.test_vllm import actor, train
+
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> sglang_cpu.Rank:
+    return sglang_cpu.Rank(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def engine(rank: sglang_cpu.Rank) -> Iterator[Any]:
+    made = sglang_cpu.engine(rank)
+    yield made
+    assert made.tokenizer_manager.died_of is None
+    made.loop.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[sync.Coordinator]:
+    with sync.serve() as serving:
+        yield serving
+
+
+@pytest.fixture
+def trainers(engine: Any, rank: sglang_cpu.Rank, coordinator: sync.Coordinator) -> Iterator[Any]:
+    """Makes trainers of this engine."""
+    from tensorhub.integrations.sglang import Trainer
+
+    made = []
+
+    def make(source: Any, engines: Any = engine, **settings: Any) -> Any:
+        made.append(Trainer(source, engines, coordinator.address, **{"timeout_s": 30.0, **settings}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    if "tensorhub" in rank.model._modules:
+        receiver(rank).close()
+        del rank.model._modules["tensorhub"]
+
+
+def receiver(rank: sglang_cpu.Rank) -> Any:
+    return rank.model._modules["tensorhub"].receiver
+
+
+def check(rank: sglang_cpu.Rank, model: torch.nn.Module) -> None:
+    """The engine has these weights: SGLang's checksums are the same after it has loaded them by its default loader."""
+    ours = rank.checksums()
+    weights = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    theirs = rank.loaded_by_sglang(weights)
+    assert {name for name in ours if ours[name] != theirs[name]} == set()
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_three_updates(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch, host_memory_bytes: int
+) -> None:
+    staged, update = [], sync.Weights.update
+
+    def noted(self: sync.Weights, *given: Any, **named: Any) -> Any:
+        staged.append(named["staged"])
+        return update(self, *given, **named)
+
+    monkeypatch.setattr(sync.Weights, "update", noted)
+    model = actor()
+    trainer = trainers(model, host_memory_bytes=host_memory_bytes)
+    for version in range(3):
+        train(model)
+        before, flushed = rank.checksums(), rank.flushed
+        engine.tokenizer_manager.calls.clear()
+        assert trainer.send_weights() == version
+        assert engine.tokenizer_manager.config_value("weight_version") == f"{version}" == rank.versions[-1]
+        assert engine.tokenizer_manager.calls == ["abort", "ContinueGenerationReqInput"]
+        assert not engine.tokenizer_manager.is_pause
+        assert rank.flushed == flushed + 1
+        assert all(before[name] != digest for name, digest in rank.checksums().items())
+        check(rank, model)
+    assert staged == [bool(host_memory_bytes)] * 3
+    plan = receiver(rank)._plan
+    assert len(plan.in_place) == 15
+    assert not plan.loaded
+
+
+def test_the_loader_by_sglangs_weight_updater(rank: sglang_cpu.Rank, coordinator: sync.Coordinator) -> None:
+    """Without the trainer's side: what SGLang calls, and what it answers."""
+    from tensorhub.integrations.sglang import LOADER
+    from tensorhub.integrations.sglang_session import Order
+
+    model = actor(1)
+    with sync.connect(coordinator.address) as hub:
+        info = hub.register("actor", model).publish(4)
+        order = Order([coordinator.address], "actor", "by hand", info.version, info.content_id, timeout_s=30.0)
+        rank.updater.begin_weight_update()
+        assert rank.updater.update_weights_from_tensor(order.tensors(), load_format=LOADER) == (True, "Success")
+        assert rank.updater.update_weights_from_tensor([], load_format=LOADER) == (True, "Success")
+        check(rank, model)
+        given = [("model.norm.weight", torch.zeros(64))]
+        assert rank.updater.update_weights_from_tensor(given, load_format=LOADER)[0]
+        done, said = rank.updater.update_weights_from_tensor([], load_format=LOADER)
+        assert not done
+        assert "was given tensors of its own, ['model.norm.weight']" in said
+        assert rank.updater.update_weights_from_tensor([], load_format=LOADER) == (True, "Success")
+        rank.updater.end_weight_update(run_post_load=False)
+        receiver(rank).close()
+
+
+def test_sessions_are_mandatory(engine: Any, trainers: Any) -> None:
+    from tensorhub.integrations.sglang import LOADER, Offline
+
+    client = Offline(engine)
+    given = {"serialized_named_tensors": client.serialized([]), "load_format": LOADER}
+    done, said = client.call("update_weights_from_tensor", **given)
+    assert (done, "must run between begin_weight_update() and" in said) == (False, True)
+    done, said = client.call("end_weight_update")
+    assert (done, "no weight-update session is open" in said) == (False, True)
+    # A trainer that is gone has left one open. The next one goes on.
+    assert client.call("begin_weight_update", selector="target")[0]
+    trainers(actor()).send_weights()
+
+
+def test_what_the_loader_casts_is_loaded_by_it(rank: sglang_cpu.Rank, trainers: Any) -> None:
+    model = actor(2)
+    model.model.norm.float()
+    model.model.layers[1].self_attn.k_proj.float()
+    trainer = trainers(model)
+    for _ in range(2):
+        train(model)
+        trainer.send_weights()
+        check(rank, model)
+    names = [f"model.layers.1.self_attn.{each}_proj.weight" for each in "qkv"]
+    assert receiver(rank)._plan.loaded == (*names, "model.norm.weight")
+
+
+def test_a_trainer_of_two_ranks(rank: sglang_cpu.Rank, trainers: Any) -> None:
+    """Each has half of the rows of each tensor, and says so."""
+    model = actor(11)
+    wholes = model.state_dict()
+
+    def part(number: int) -> Any:
+        cut = {name: slice(number * len(each) // 2, (number + 1) * len(each) // 2) for name, each in wholes.items()}
+        sources = {name: tensor(name, shape=tuple(each.shape))[cut[name]] for name, each in wholes.items()}
+        return trainers({name: each[cut[name]] for name, each in wholes.items()}, rank=number, world_size=2, sources=sources)
+
+    both = [part(number) for number in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for version in range(2):
+            train(model)
+            assert [done.result() for done in [threads.submit(each.send_weights) for each in both]] == [version, version]
+            check(rank, model)
+
+
+def test_missing_and_unexpected_names_are_all_listed(rank: sglang_cpu.Rank, engine: Any, trainers: Any) -> None:
+    before, model = rank.checksums(), actor(3)
+    given = {name: each for name, each in model.state_dict().items() if "gate_proj" not in name}
+    trainer = trainers(given)
+    with pytest.raises(ManifestMismatch, match=r"2 parameter\(s\) of the engine are not in what is published") as missing:
+        trainer.send_weights()
+    assert [each.split("'")[1] for each in missing.value.differences] == [
+        f"model.layers.{number}.mlp.gate_up_proj.weight" for number in range(2)
+    ]
+    assert missing.value.memory == "intact"
+    assert "the engine's weights are intact" in f"{missing.value}"
+    assert not engine.tokenizer_manager.is_pause
+    trainer.close()
+    extra = {"model.layers.0.new.weight": torch.zeros(2), "value_head.weight": torch.zeros(2)}
+    trainer = trainers({**model.state_dict(), **extra})
+    with pytest.raises(ManifestMismatch, match="has no place for 2 published") as unexpected:
+        trainer.send_weights()
+    assert [each.split("'")[1] for each in unexpected.value.differences] == list(extra)
+    assert rank.checksums() == before
+    trainer.close()
+    trainers({**model.state_dict(), **extra}, unused=["value_*", "*.new.weight"]).send_weights()
+    check(rank, model)
+
+
+def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.model_loader import loader
+
+    model = actor(4)
+    trainer = trainers(model)
+    trainer.send_weights()
+    versions = len(rank.versions)
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("the post-load step has failed")
+
+    train(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "post_load_weights", fail)
+        with pytest.raises(StateError, match=r"post-load step has failed \[the engine's weights are torn") as caught:
+            trainer.send_weights()
+    assert caught.value.memory == "torn"
+    assert "stays paused" in caught.value.__notes__[0]
+    assert engine.tokenizer_manager.is_pause
+    assert len(rank.versions) == versions
+    with pytest.raises(ManifestMismatch, match="weights are torn"):  # it stays so, whatever fails next
+        trainers({"other": torch.zeros(2)}, model="other").send_weights()
+    trainer.send_weights()
+    assert not engine.tokenizer_manager.is_pause
+    check(rank, model)
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_an_update_that_fails_before_it_writes_leaves_the_old_weights(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any, host_memory_bytes: int
+) -> None:
+    model = actor(5)
+    trainer = trainers(model, host_memory_bytes=host_memory_bytes)
+    trainer.send_weights()
+    before = rank.checksums()
+    train(model)
+    info = replace(trainer._weights.publish(1), version=7, content_id="7")
+    with pytest.raises(VersionUnavailable, match="the engine's weights are intact"):
+        trainer._update_all(info)
+    assert rank.checksums() == before
+    assert not engine.tokenizer_manager.is_pause
+
+
+def process(change: Any) -> Any:
+    """A post-processing of linear layers that changes `down_proj` alone."""
+
+    def processed(self: Any, layer: Any) -> None:
+        if layer.weight.shape == (64, 128):
+            change(layer)
+
+    return processed
+
+
+def transpose(layer: Any) -> None:
+    layer.weight = torch.nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+
+def swap_halves(layer: Any) -> None:
+    layer.weight.data.copy_(layer.weight.data.roll(32, 0))
+
+
+@pytest.mark.parametrize("change", [transpose, swap_halves])
+def test_layers_that_post_processing_has_changed_are_refused_with_advice(
+    rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    """Halves that are swapped where they lie leave pointer, shape and strides equal."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    layers = [layer for layer in rank.model.modules() if getattr(getattr(layer, "weight", None), "shape", None) == (64, 128)]
+    kept = [layer.weight for layer in layers]
+    trainer = trainers(actor())
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(change))
+    with pytest.raises(RegistrationError, match=r"2 parameter\(s\).*does not restore.*serve with a backend") as refused:
+        trainer.send_weights()
+    for number in range(2):
+        assert f"'model.layers.{number}.mlp.down_proj.weight'" in f"{refused.value}"
+    assert refused.value.memory == "torn", "SGLang's end of the session has processed them once more"
+    monkeypatch.undo()
+    for layer, weight in zip(layers, kept, strict=True):
+        layer.weight = weight
+    trainer.send_weights()
+
+
+def test_layers_that_sglang_restores_are_loaded_by_it(
+    rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    model = actor(8)
+    trainer = trainers(model)
+    trainer.send_weights()
+    trainer.close()
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(swap_halves))
+    monkeypatch.setattr(UnquantizedLinearMethod, "restore_weights_before_loading", process(swap_halves))
+    rank.updater.end_weight_update(run_post_load=True)  # as when the model was loaded
+    trainer = trainers(model)
+    receiver(rank)._restored = None  # as in a new process
+    for _ in range(2):
+        train(model)
+        trainer.send_weights()
+        check(rank, model)
+    assert receiver(rank)._plan.loaded == tuple(f"model.layers.{number}.mlp.down_proj.weight" for number in range(2))
+    monkeypatch.undo()
+    train(model)
+    trainer.send_weights()
+
+
+def test_a_parameter_that_was_replaced_is_refused_by_name(rank: sglang_cpu.Rank, trainers: Any) -> None:
+    model = actor(9)
+    trainer = trainers(model)
+    trainer.send_weights()
+    norm = rank.model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
+    train(model)
+    before = rank.checksums()
+    with pytest.raises(RegistrationError, match=r"1 parameter\(s\) .* were replaced .*'model.norm.weight'") as refused:
+        trainer.send_weights()
+    assert refused.value.memory == "intact"
+    assert rank.checksums() == before
+    trainer.send_weights()  # registered anew
+    check(rank, model)
+
+
+def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, trainers: Any) -> None:
+    model = actor(7)
+    trainer = trainers(model)
+    for _ in range(2):
+        train(model)
+        trainer.send_weights()
+    before = rank.checksums()
+    info = replace(trainer._weights.publish(2), version=0, content_id="0")
+    with pytest.raises(VersionConflict, match="version 0 is older than the one that the engine serves, 1"):
+        trainer._update(*trainer._engines[0], info)
+    assert rank.checksums() == before
+    trainer._weights.unpublish()
+    trainer._hub.rollback("actor", to=0)
+    train(model)
+    trainer.send_weights(1)  # another version 1
+    check(rank, model)
+
+
+def test_the_version_that_is_served_once_more(rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainers(actor(10))
+    info = trainer._weights.publish(0)
+    trainer._update_all(info)
+    monkeypatch.setattr(receiver(rank), "_fill", None)
+    trainer._update_all(info)
+
+
+def test_two_trainers(trainers: Any) -> None:
+    trainers(actor())
+    with pytest.raises(RegistrationError, match="trainer"):
+        trainers(actor())
+
+
+def test_what_is_no_engine(trainers: Any) -> None:
+    with pytest.raises(InvalidType, match="give the URL of an SGLang server"):
+        trainers(actor(), object())
+
+
+def test_an_unsupported_release_is_refused(rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang
+
+    from tensorhub.integrations import sglang_engine
+
+    trainer = trainers(actor(), pause=None)
+    before = rank.checksums()
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_engine, "SGLANG_VERSION", "0.5.22")
+        with pytest.raises(StateError, match=r"SGLang 0\.5\.22 is installed.*made for 0\.5\.23:"):
+            trainer.send_weights()
+        patch.setattr(sglang, "__version__", "0.6.0")
+        with pytest.raises(StateError, match=r"SGLang 0\.6\.0 is installed"):
+            trainers(actor(), model="other")
+    assert rank.checksums() == before

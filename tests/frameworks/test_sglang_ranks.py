@@ -1,0 +1,227 @@
+"""`tensorhub.integrations.sglang` against SGLang itself: two tensor-parallel ranks in two processes, with fused and padded
+parameters, behind SGLang's HTTP routes; a trainer and a rank that are killed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
+from tests.frameworks import sglang_cpu
+from tests.frameworks.test_vllm import actor, train
+
+pytestmark = [pytest.mark.framework, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sglang_cpu.Ranks]:
+    made = sglang_cpu.Ranks(tmp_path_factory.mktemp("ranks"), 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[sync.Coordinator]:
+    with sync.serve() as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def engine(ranks: sglang_cpu.Ranks) -> Iterator[Any]:
+    made = sglang_cpu.engine(ranks)
+    yield made
+    made.loop.close()
+
+
+@pytest.fixture(scope="module")
+def server(engine: Any) -> Iterator[str]:
+    """SGLang's HTTP routes in this process, before ranks in others."""
+    with sglang_cpu.served(engine) as url:
+        yield url
+
+
+def check(ranks: sglang_cpu.Ranks, model: torch.nn.Module) -> None:
+    """Each rank has these weights: SGLang's checksums are the same after it has loaded them by its default loader."""
+    ours = ranks.call("checksums")
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    theirs = ranks.call("loaded_by_sglang", weights)
+    assert ours == theirs
+    for name, digest in ours[0].items():  # norms are whole on each rank, the others are halves
+        assert (digest == ours[1][name]) == ("norm" in name), name
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_three_updates(
+    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator, host_memory_bytes: int
+) -> None:
+    from tensorhub.integrations.sglang import Trainer
+
+    model = actor(host_memory_bytes)
+    with Trainer(model, server, coordinator.address, host_memory_bytes=host_memory_bytes, timeout_s=60.0) as trainer:
+        for version in range(3):
+            train(model)
+            assert trainer.send_weights() == version
+            assert engine.tokenizer_manager.config_value("weight_version") == f"{version}"
+            check(ranks, model)
+        for in_place, loaded in ranks.call("ways"):
+            assert len(in_place) == 15
+            assert "model.layers.0.self_attn.qkv_proj.weight" in in_place
+            assert "model.layers.0.mlp.gate_up_proj.weight" in in_place
+            assert not loaded
+
+
+def test_what_the_loader_casts_is_loaded_on_each_rank(
+    ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator
+) -> None:
+    from tensorhub.integrations.sglang import Trainer
+
+    model = actor(2)
+    model.model.layers[1].self_attn.k_proj.float()
+    with Trainer(model, server, coordinator.address, timeout_s=60.0) as trainer:
+        trainer.send_weights()
+        check(ranks, model)
+    assert len(ranks.call("ways")[1][1]) == 3
+
+
+def test_one_outcome_for_all_ranks(ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator) -> None:
+    from tensorhub.integrations.sglang import Trainer
+
+    model = actor(3)
+    with Trainer(model, server, coordinator.address, timeout_s=60.0) as trainer:
+        trainer.send_weights()
+        train(model)
+        ranks.call_on(1, "fail", "only rank 1 has failed")
+        with pytest.raises(StateError, match=r"only rank 1 has failed \[the engine's weights are torn"):
+            trainer.send_weights()
+        assert engine.tokenizer_manager.is_pause
+        assert engine.tokenizer_manager.config_value("weight_version") == "0"
+        ranks.call_on(1, "fail", None)
+        trainer.send_weights()
+        assert not engine.tokenizer_manager.is_pause
+        check(ranks, model)
+        before = ranks.call("checksums")
+    given = {**model.state_dict(), "new": torch.zeros(2)}
+    with Trainer(given, server, coordinator.address, timeout_s=60.0) as trainer:
+        with pytest.raises(ManifestMismatch, match="no place for 1 published tensor"):
+            trainer.send_weights()
+        assert ranks.call("checksums") == before
+        assert not engine.tokenizer_manager.is_pause
+
+
+def test_several_engines(ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator, tmp_path: Path) -> None:
+    """An engine of two ranks and one of one rank; what fails at one of them is no matter of the other."""
+    from tensorhub.integrations.sglang import Trainer
+
+    other = sglang_cpu.Ranks(tmp_path, 1)
+    engine = sglang_cpu.engine(other)
+    try:
+        model = actor(4)
+        with Trainer(model, [server, engine], coordinator.address, timeout_s=60.0) as trainer:
+            trainer.send_weights()
+            check(ranks, model)
+            assert other.call("checksums") == other.call("loaded_by_sglang", dict(model.state_dict()))
+            train(model)
+            other.call_on(0, "fail", "only the second engine has failed")
+            with pytest.raises(StateError, match="only the second engine has failed"):
+                trainer.send_weights()
+            assert engine.tokenizer_manager.is_pause
+            check(ranks, model)
+    finally:
+        other.close()
+        engine.loop.close()
+
+
+KILLED = """
+    import sys, time
+    from dataclasses import replace
+    from tensorhub.integrations.sglang import LOADER, Trainer
+    from tests.frameworks.sglang_cpu import shim
+    from tests.frameworks.test_vllm import actor
+
+    shim()
+    url, address, after = sys.argv[1:]
+    trainer = Trainer(actor(12), url, address)
+    info = trainer._weights.publish(0)
+    (engine, order), = trainer._engines
+    engine.call("pause_generation", mode="abort")
+    print(engine.call("begin_weight_update", selector="target"), flush=True)
+    if after == "update":
+        trainer._load(engine, order, info)
+    elif after != "begin":  # it does not ask how that went: there is no version -1
+        asked = replace(order, version=0) if after == "order" else order
+        tensors = engine.serialized(asked.tensors())
+        engine.call("update_weights_from_tensor", serialized_named_tensors=tensors, load_format=LOADER, selector="target")
+    print("now", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("after", ["begin", "order", "order that fails", "update"])
+def test_a_trainer_that_is_killed_between_begin_and_end(
+    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator, after: str, tmp_path: Path
+) -> None:
+    from tensorhub.integrations.sglang import Trainer
+
+    script = tmp_path / "killed.py"
+    script.write_text(textwrap.dedent(KILLED))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
+    command = [sys.executable, str(script), server, coordinator.address, after]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        while "now" not in (line := process.stdout.readline()):
+            assert line, "the trainer has ended"
+        process.kill()
+    assert engine.tokenizer_manager.is_pause, "nothing is generated with what it has left"
+    model = actor(13)
+    with Trainer(model, server, coordinator.address, timeout_s=60.0) as trainer:
+        trainer.send_weights()
+        check(ranks, model)
+    assert not engine.tokenizer_manager.is_pause
+
+
+SHIMMED = """
+import runpy, sys
+from tests.frameworks.sglang_cpu import shim
+shim()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_example(ranks: sglang_cpu.Ranks, server: str) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
+    example = str(REPOSITORY / "examples" / "sglang_server.py")
+    command = [sys.executable, "-c", SHIMMED, example, server, ranks.settings.model_path]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True)
+    said = [line for line in done.stdout.splitlines() if line.startswith("the server")]
+    assert said == [f"the server has version {version}" for version in range(3)]
+    in_place, _ = ranks.call("ways")[1]
+    assert len(in_place) == 15
+
+
+def test_a_rank_that_is_killed_in_an_update(ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator) -> None:
+    """SGLang ends an engine of which a rank has died. The trainer hears of it, and has its memory back."""
+    import requests
+
+    from tensorhub.integrations.sglang import Trainer
+
+    model = actor(14)
+    with Trainer(model, server, coordinator.address, timeout_s=60.0) as trainer:
+        trainer.send_weights()
+        ranks.call_on(1, "die_in_the_next_update")
+        with pytest.raises((requests.RequestException, TensorHubError)) as caught:
+            trainer.send_weights()
+        assert any("stays paused" in note for note in caught.value.__notes__)
+        assert trainer._weights.version is None

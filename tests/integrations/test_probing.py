@@ -1,0 +1,93 @@
+"""What a layer's post-processing does is found out on a copy, and the layer stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tensorhub.integrations.probing import leaves_bytes, own_tensors
+
+SHAPE = (4, 6)
+
+
+class Method:
+    """What frameworks hang at a layer: a method that is called once the layer is loaded."""
+
+    def __init__(self, process: Callable[[Any], object]) -> None:
+        self.process_weights_after_loading = process
+
+
+class Layer(nn.Module):
+    def __init__(self, process: Callable[[Any], object], dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SHAPE).to(dtype), requires_grad=False)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.quant_method = Method(process)
+
+
+def swap_halves(layer: Any) -> None:
+    layer.weight.data.copy_(layer.weight.data.roll(SHAPE[0] // 2, 0))
+
+
+def transpose(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+
+def derive(layer: Any) -> None:
+    layer.derived = layer.weight.data.float()
+
+
+def add(layer: Any) -> None:
+    layer.register_parameter("other", nn.Parameter(torch.ones(2)))
+
+
+def scale(layer: Any) -> None:
+    layer.scale.mul_(2)
+
+
+def note(layer: Any) -> None:
+    layer.is_processed = True
+    layer.quant_method.kernel = "plain"
+
+
+def process(layer: Any) -> None:
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("change", [swap_halves, transpose, add, scale, derive])
+def test_what_is_changed_is_found_and_the_layer_is_untouched(change: Callable[[Any], object]) -> None:
+    layer = Layer(change)
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in own_tensors(layer).items()}
+    attributes = set(layer.__dict__)
+    assert not leaves_bytes(layer, own_tensors(layer), process)
+    assert set(layer.__dict__) == attributes
+    assert {name: id(tensor) for name, tensor in own_tensors(layer).items()} == {n: each[0] for n, each in before.items()}
+    assert all(torch.equal(tensor, before[name][1]) for name, tensor in own_tensors(layer).items())
+
+
+@pytest.mark.parametrize("change", [note, lambda layer: None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_what_stays_as_it_is(change: Callable[[Any], object], dtype: torch.dtype) -> None:
+    layer = Layer(change, dtype)
+    assert leaves_bytes(layer, own_tensors(layer), process)
+    assert not hasattr(layer, "is_processed")
+    assert not hasattr(layer.quant_method, "kernel")
+
+
+def test_what_is_undone() -> None:
+    layer = Layer(swap_halves)
+
+    def twice(tried: Any) -> None:
+        process(tried)
+        process(tried)
+
+    assert leaves_bytes(layer, own_tensors(layer), twice, is_exact=False)
+
+
+def test_own_tensors_are_parameters_and_persistent_buffers() -> None:
+    assert sorted(own_tensors(Layer(note))) == ["scale", "weight"]
