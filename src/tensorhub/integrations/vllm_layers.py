@@ -11,8 +11,6 @@ names.
 from __future__ import annotations
 
 import contextlib
-import copy
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,14 +28,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_on_meta
 
 from tensorhub.errors import StateError
+from tensorhub.integrations.probing import leaves_bytes, own_tensors
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-def own_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers that are a layer's own."""
-    buffers = {name: each for name, each in layer._buffers.items() if name not in layer._non_persistent_buffers_set}
-    return {name: each for name, each in (*layer._parameters.items(), *buffers.items()) if each is not None}
+__all__ = ["allocate", "finish", "is_unprocessed", "load", "load_format", "own_tensors", "process"]
 
 
 @contextlib.contextmanager
@@ -73,54 +66,15 @@ def is_unprocessed(layer: nn.Module) -> bool:
         return True
     if not type(method).__name__.startswith("Unquantized"):
         return False
-    trial, trial_method = copy.copy(layer), copy.copy(method)
-    for each in (trial, trial_method):
-        if isinstance(each, nn.Module):
-            own = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-            each.__dict__.update({name: copy.copy(each.__dict__[name]) for name in own})
-    trial.quant_method = trial_method
-    patterns = {name: _pattern(loaded[name], live[name].device) for name in names}
-    for name, pattern in patterns.items():
-        given = pattern.clone()
-        trial.__dict__["_parameters" if name in trial._parameters else "_buffers"][name] = given
-        given.__class__, given.__dict__ = loaded[name].__class__, {**loaded[name].__dict__}
-    before = [(each, {**each.__dict__}) for each in (trial, trial_method)]
-    trial_method.process_weights_after_loading(trial)
-    after = own_tensors(trial)
-    if set(after) != set(live) or any(not _same_bytes(after[name], pattern) for name, pattern in patterns.items()):
-        return False
-    return all(
-        each.__dict__[name] is was.get(name) or name.startswith("_") or _is_plain(each.__dict__[name])
-        for each, was in before
-        for name in each.__dict__
+    return leaves_bytes(
+        layer,
+        {name: loaded[name] for name in names},
+        lambda trial: trial.quant_method.process_weights_after_loading(trial),
     )
 
 
 def _alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
     return (live.shape, live.dtype, live.stride()) == (loaded.shape, loaded.dtype, loaded.stride()) and live.is_contiguous()
-
-
-def _pattern(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Random numbers, so that no two halves are equal; small ones, so that arithmetic with them raises nothing. They are
-    not taken from those that sampling uses.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    if like.dtype.is_floating_point:
-        return torch.rand(like.shape, generator=generator, device=device).to(like.dtype)
-    return torch.randint(0, 2, like.shape, generator=generator, device=device).to(like.dtype)
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype, one.stride()) != (other.shape, other.dtype, other.stride()):
-        return False
-    return torch.equal(one.data.reshape(-1).view(torch.uint8), other.data.reshape(-1).view(torch.uint8))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it can hold nothing that was derived from a tensor."""
-    if isinstance(value, types.FunctionType):
-        return not value.__closure__ and not value.__defaults__
-    return isinstance(value, (*_PLAIN, types.BuiltinFunctionType))
 
 
 def allocate(layer: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
