@@ -1,0 +1,252 @@
+"""The real coordinator in simulated time, and the processes that talk to it.
+
+What is said arrives half a round trip later. The coordinator takes one message at a time, and as long for each as was
+measured (docs/benchmarks.md), so that a thousand calls at once wait for one another. Every worker is heard of in time:
+heartbeats are said at once, and cost nothing.
+
+Responsible for delivering. Not responsible for what is said (`thin`), nor for who wants what when (`tensorhub_system`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
+from tensorhub.coordinator.core import Coordinator
+from tensorhub.coordinator.events import Connected, Disconnected, Event, Persisted, Received, Silent, Tick
+from tensorhub.machine import InvariantBroken
+from tensorhub.messages import (
+    Announce,
+    Fill,
+    FromCoordinator,
+    FromWorker,
+    Grant,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    LeaveGranted,
+    Prepared,
+    Publish,
+    ReadyToWrite,
+    Refused,
+    Register,
+    RegisterAgain,
+    Watch,
+    Welcome,
+)
+from tensorhub.runtime.worker.fill import PROGRESS_S
+from tensorhub.testing.flow.thin import MODEL, Shard, ThinRank
+from tensorhub.testing.flow.topology import Place
+from tensorhub.testing.flow.transfers import Flow, Memory, Transfers
+from tensorhub.testing.flow.workload import World
+from tensorhub.types import Endpoint, Medium, Options, Purpose, VersionInfo
+from tensorhub.worker.heartbeats import BEATS_PER_LEASE
+
+CALL_S = 100e-6  # of the coordinator's CPU: a call, a readiness, a vote
+REPORT_S = 6e-6  # anything else
+PERSIST_S = 0.002  # until an entry is durable
+REPORTS_MAX = 32  # of one fill; real workers report every `PROGRESS_S`, however long it takes
+BEATS_MAX = 100_000  # of all workers in a run: a longer run has longer leases
+_CALLS = (Fill, Publish, ReadyToWrite, Prepared, Register)
+
+
+class Peer:
+    """One worker process."""
+
+    def __init__(self, hub: Coordinated, number: int, place: Place, host_bytes: int) -> None:
+        self._hub = hub
+        self.session = number
+        self.place = place
+        self.transfers: Transfers = hub.world.transfers
+        self.copy_bytes_per_s = hub.world.topology.capacities[place.copy]
+        self.is_there, self.has_joined = True, False
+        self.newest: VersionInfo | None = None
+        self.announced: Callable[[], None] = lambda: None
+        self._ranks: dict[str, ThinRank] = {}  # by registration
+        self._requests: dict[int, ThinRank] = {}
+        self._beats = count(1)
+        endpoints = [Endpoint("tcp", f"{place.name}:1")]
+        if hub.world.scenario.gpus_per_host > 1:
+            endpoints.append(Endpoint("cuda_ipc", place.location.host))
+        self.say(Join(place.name, place.location, tuple(endpoints), number, host_bytes))
+        self.say(Watch(MODEL))
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.session:032x}"
+
+    def register(
+        self, group: str, rank: int, *, spot: bool = False, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE
+    ) -> ThinRank:
+        hub = self._hub
+        registration = f"{self.session:024x}{len(self._ranks):08x}"
+        made = ThinRank(self, hub.shard, registration, group, rank, hub.world.scenario.ranks, hub.report_s)
+        made.spot, made.medium, made.purpose = spot, medium, purpose
+        self._ranks[registration] = made
+        self.say(made.register(self.request(made)))
+        return made
+
+    def beat(self, now: float) -> Heartbeat:
+        return Heartbeat(next(self._beats), now)
+
+    def end(self) -> None:
+        """The process is gone, at once."""
+        self.is_there = False
+        for rank in self._ranks.values():
+            rank.die()
+        self._hub.ended(self)
+
+    # -- what its ranks need
+
+    def request(self, rank: ThinRank) -> int:
+        number = len(self._requests) + 1
+        self._requests[number] = rank
+        return number
+
+    def say(self, message: FromWorker) -> None:
+        if self.is_there:
+            self._hub.say(self, Received(self.session, message))
+
+    def find(self, grant: Grant) -> tuple[Place, Memory] | None:
+        return self._hub.memories.get((grant.registration, grant.generation))
+
+    def opened(self, rank: ThinRank) -> None:
+        assert rank.memory is not None
+        self._hub.memories[rank.registration, rank.generation] = self.place, rank.memory
+
+    def closed(self, rank: ThinRank) -> None:
+        self._hub.memories.pop((rank.registration, rank.generation), None)
+
+    def read(self, source: tuple[Place, Memory], reader: Memory, broken: Callable[[], None]) -> Flow:
+        topology = self._hub.world.topology
+        place, memory = source
+        path, lag = topology.path(place, self.place), topology.lag(place, self.place)
+        return self.transfers.open(memory, reader, path, lag, topology.opening_s(place, self.place), broken)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._hub.world.timeline.after(seconds, call)
+
+    # -- what it hears
+
+    def hear(self, message: FromCoordinator) -> None:
+        if not self.is_there:
+            return
+        match message:
+            case Welcome():
+                self.has_joined = True
+            case Announce():
+                self.newest = message.newest
+                self.announced()
+            case LeaveGranted() | RegisterAgain():
+                self._requests[message.request].hear(message)
+            case Refused():
+                raise InvariantBroken(f"{self.place.name} was refused: {message.error.message}")
+            case _:
+                for rank in self._concerned(message):
+                    rank.hear(message)
+
+    def _concerned(self, message: FromCoordinator) -> list[ThinRank]:
+        registration, key = getattr(message, "registration", None), getattr(message, "key", None)
+        if registration is not None:
+            return [self._ranks[registration]] if registration in self._ranks else []
+        group = key.group if key is not None else getattr(message, "group", None)
+        number = getattr(message, "rank", None)
+        return [r for r in self._ranks.values() if r.group == group and number in (None, r.rank)]
+
+
+class Coordinated:
+    """The coordinator, in the trainer's site, and all processes."""
+
+    def __init__(self, world: World) -> None:
+        scenario = world.scenario
+        self.world = world
+        self.shard = Shard(scenario.rank_bytes, scenario.chunk_bytes)
+        self.report_s = max(PROGRESS_S, scenario.copy_s / REPORTS_MAX)
+        self.memories: dict[tuple[str, int], tuple[Place, Memory]] = {}  # by registration and generation
+        self.steps = 0
+        workers = len(world.topology.places)
+        options = Options()
+        self.lease_s = max(options.lease_s, workers * scenario.ends_s * BEATS_PER_LEASE / BEATS_MAX)
+        ids = count(1)
+        self.coordinator = Coordinator(
+            cluster="c" * 32,
+            epoch=1,
+            options=Options(sessions_max=max(options.sessions_max, 4 * workers), lease_s=self.lease_s),
+            ids=lambda: f"{next(ids):032x}",
+            now=0.0,
+        )
+        self._site = scenario.sites[0]
+        self._peers: dict[int, Peer] = {}
+        self._sessions = count(1)
+        self._busy_until = 0.0
+        self._tick_at = float("inf")
+        self._beat()
+
+    def peer(self, place: Place, host_bytes: int = 0) -> Peer:
+        number = next(self._sessions)
+        connected = Connected(number, f"{number:032x}", "worker")
+        self._later(place, connected)
+        made = self._peers[number] = Peer(self, number, place, host_bytes)
+        return made
+
+    def ended(self, peer: Peer) -> None:
+        del self._peers[peer.session]
+        self._later(peer.place, Disconnected(peer.session))
+
+    def say(self, peer: Peer, event: Event) -> None:
+        self._later(peer.place, event)
+
+    def way_s(self, place: Place) -> float:
+        return self.world.topology.round_trip_s(place.location.site, self._site) / 2
+
+    def _later(self, place: Place, event: Event) -> None:
+        self.world.timeline.after(self.way_s(place), lambda: self._hear(event))
+
+    def _hear(self, event: Event) -> None:
+        """It has arrived, and is heard in its turn."""
+        timeline = self.world.timeline
+        is_call = isinstance(event, Received) and isinstance(event.message, _CALLS)
+        self._busy_until = max(self._busy_until, timeline.now) + (CALL_S if is_call else REPORT_S)
+        timeline.at(self._busy_until, lambda: self._step(event))
+
+    def _step(self, event: Event) -> None:
+        timeline = self.world.timeline
+        self.steps += 1
+        for action in self.coordinator.step(event, timeline.now):
+            match action:
+                case Send():
+                    peer = self._peers.get(action.session)
+                    if peer is not None and not isinstance(action.message, HeartbeatAck):
+                        self._deliver(peer, action.message)
+                case Persist():
+                    record = action.record
+                    timeline.after(PERSIST_S, lambda record=record: self._step(Persisted(record)))  # type: ignore[misc]
+                case LookFor():
+                    if action.session not in self._peers:
+                        number = action.session
+                        timeline.after(0.0, lambda number=number: self._step(Silent((number,))))  # type: ignore[misc]
+                case CloseSession():
+                    raise InvariantBroken(f"the coordinator has closed session {action.session}: {action.reason}")
+                case _:
+                    pass
+        due = self.coordinator.next_deadline()
+        if due is not None and due < self._tick_at:
+            self._tick_at = due
+            timeline.at(due, self._tick)
+
+    def _tick(self) -> None:
+        if self.world.timeline.now >= self._tick_at:
+            self._tick_at = float("inf")
+            self._step(Tick())
+
+    def _deliver(self, peer: Peer, message: FromCoordinator) -> None:
+        self.world.timeline.after(self.way_s(peer.place), lambda: peer.hear(message))
+
+    def _beat(self) -> None:
+        """All are heard of."""
+        now = self.world.timeline.now
+        for peer in list(self._peers.values()):
+            if peer.has_joined:
+                self._step(Received(peer.session, peer.beat(now)))
+        self.world.timeline.after(self.lease_s / BEATS_PER_LEASE, self._beat)
