@@ -73,6 +73,10 @@ class Peer:
         self.say(Watch(MODEL))
 
     @property
+    def now(self) -> float:
+        return self._hub.world.timeline.now
+
+    @property
     def incarnation(self) -> str:
         return f"{self.session:032x}"
 

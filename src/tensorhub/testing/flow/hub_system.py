@@ -16,6 +16,16 @@ from tensorhub.testing.flow.workload import AGAIN_S, Rollout, Workload, World
 from tensorhub.types import Medium, OpKind, Purpose, VersionInfo, host_group
 
 
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Where the time of one call has gone, of that rank which had its bytes last."""
+
+    asked_s: float  # until it may write: the coordinator, and the old version's fence
+    waited_s: float  # until its first byte came
+    read_s: float
+    voted_s: float  # until all ranks were committed
+
+
 @dataclass(eq=False)
 class _Group:
     """One life of a group of ranks."""
@@ -41,6 +51,7 @@ class TensorHub:
         self._trainer = self._group("trainer-0", "trainer")
         self._groups: dict[Rollout, _Group] = {}
         self._seeds: dict[str, _Group] = {}  # by site
+        self.phases: list[Phases] = []
         self._site_has: dict[str, int] = {}  # the newest version that a site's seed holds
         if seeds:
             number = 0
@@ -184,6 +195,7 @@ class TensorHub:
             if info is None:
                 failed()
             else:
+                self._note(group)
                 group.held = info.version
                 done(info.version)
                 self._announced(rollout)
@@ -196,6 +208,12 @@ class TensorHub:
             begin()
         else:
             group.waiting = begin
+
+    def _note(self, group: _Group) -> None:
+        times = max((rank.times for rank in group.ranks if len(rank.times) == 4), key=lambda t: t[3], default=None)
+        if times is not None:
+            called, wrote, first, full = times
+            self.phases.append(Phases(wrote - called, first - wrote, full - first, self._world.timeline.now - full))
 
 
 def _copied(group: _Group) -> int:

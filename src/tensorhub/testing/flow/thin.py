@@ -46,12 +46,11 @@ from tensorhub.messages import (
     TellDigests,
     Write,
 )
-from tensorhub.messages import Flow as Carried
+from tensorhub.messages import DIGESTS_BYTES_MAX, Flow as Carried
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.testing.flow.topology import Place
 from tensorhub.testing.flow.transfers import Flow, Memory, Transfers
 from tensorhub.types import Medium, OpKey, OpKind, Purpose, VersionInfo
-from tensorhub.worker.chunk_reports import tell
 
 MODEL = "actor"
 TIMEOUT_S = 1e8
@@ -77,6 +76,9 @@ class Shell(Protocol):
     place: Place
     transfers: Transfers
     copy_bytes_per_s: float  # out of its host memory
+
+    @property
+    def now(self) -> float: ...
 
     def request(self, rank: ThinRank) -> int:
         """A number for what this rank asks for next."""
@@ -124,6 +126,8 @@ class ThinRank:
     bound: VersionInfo | None = None  # what it is being filled with
     publishes: bool = False
     lanes: dict[str, Flow | None] = field(default_factory=dict)  # by lease
+    # Of the newest fill: when it was called, might write, had the first byte, and the last.
+    times: list[float] = field(default_factory=list)
 
     # -- calls
 
@@ -161,6 +165,7 @@ class ThinRank:
 
     def fill(self, kind: OpKind, ended: Callable[[VersionInfo | None], None]) -> None:
         self.ended = ended
+        self.times = [self.shell.now]
         hold = kind is OpKind.UPDATE  # the engine is paused by before_write
         call = (self._next_key(), self.rank, self.registration, kind, "latest", None, self.generation + 1)
         self.shell.say(Fill(*call, hold=hold, staged=False, timeout_s=TIMEOUT_S))
@@ -255,6 +260,7 @@ class ThinRank:
             self.shell.say(Fenced(self.registration, self.generation - 1))
         key, memory = self.key, self.memory
         assert memory is not None
+        self.times.append(self.shell.now)
         self._report_later(key)
         beside = self.beside
         if beside is not None and beside.memory is not None and self.bound in (beside.held, beside.bound):
@@ -323,6 +329,8 @@ class ThinRank:
         if self.key is None or self.publishes:
             return
         self._report()
+        began = [flow.began for flow in self.lanes.values() if flow is not None]
+        self.times += [min([*began, self.shell.now]), self.shell.now]
         self._end_lanes()
         self.shell.say(Prepared(self.key, self.rank, self.shard.root))
 
@@ -350,9 +358,11 @@ class ThinRank:
         self.shell.say(Progress(self.key, self.rank, chunks, int(memory.have), flows))
 
     def _tell_digests(self, generation: int) -> None:
-        known = [(chunk, 0) for chunk in range(self.shard.chunks)]
-        for page in tell(self.registration, generation, self.shard.chunks, DIGEST_BYTES, known, last=True):
-            self.shell.say(page)
+        chunks, at_once = self.shard.chunks, DIGESTS_BYTES_MAX // DIGEST_BYTES
+        for first in range(0, chunks, at_once):
+            count = min(at_once, chunks - first)
+            what = (chunks, ((first, count),), bytes(DIGEST_BYTES * count))
+            self.shell.say(Digests(self.registration, generation, *what, last=first + count == chunks))
 
     def _tell_chunks(self, generation: int) -> None:
         memory, there = self.memory, 0

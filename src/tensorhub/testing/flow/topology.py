@@ -92,7 +92,8 @@ class Topology:
 
     def lag(self, source: Place, reader: Place) -> float:
         """How many bytes a reader is behind a source that fills: a chunk, and what comes during a hop."""
-        rate = min(self.capacities[link] for link in self.path(source, reader))
+        links = (source.down, *self.path(source, reader))  # what fills comes over a NIC
+        rate = min(self.capacities[link] for link in links)
         hop_s = HOP_S + self.round_trip_s(source.location.site, reader.location.site) / 2
         return min(self._scenario.chunk_bytes + hop_s * rate, float(self._scenario.rank_bytes))
 

@@ -187,7 +187,7 @@ class Transfers:
             return
         ahead, near = self._ahead(flow), flow.reader.near
         feeds = tuple(each for each in flow.source.inflows if each in self._network)
-        if ahead > near:
+        if ahead > near or flow.source.is_whole:
             self._run(flow, None)
         elif ahead >= -near and feeds:
             self._run(flow, feeds)
