@@ -1,4 +1,7 @@
-"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; what was covered, what was broken."""
+"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; what was covered, what was broken.
+
+With a scenario it is the flow model instead (`simulate_flow`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -52,6 +56,10 @@ class Plan:
 
 
 def simulate(
+    context: typer.Context,
+    scenario: Annotated[
+        str | None, typer.Argument(help="Measure this workload instead: a built-in scenario's name, or a TOML file.")
+    ] = None,
     seeds: Annotated[int, common.whole_option(1, help="How many seeds to run.")] = 100,
     start: Annotated[int, common.whole_option(0, SEEDS_END - 1, help="The first of them.")] = 0,
     seed: Annotated[int | None, common.whole_option(0, SEEDS_END - 1, help="Run this one seed.")] = None,
@@ -62,6 +70,13 @@ def simulate(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print what was covered: faults, transitions, recovery paths.")
     ] = False,
+    gpus: Annotated[int | None, common.whole_option(1, 65_536, help="With a scenario: so many rollout GPUs.")] = None,
+    parameters: Annotated[
+        str | None, typer.Option(metavar="P", help="With --gpus: the model's parameters, as 7B, 70B or 1T.")
+    ] = None,
+    ranks: Annotated[int | None, common.whole_option(1, 65_536, help="With --gpus: ranks of a group.")] = None,
+    systems: Annotated[str | None, typer.Option(metavar="A,B", help="With a scenario: only these systems.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With a scenario: draw it.")] = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -70,12 +85,43 @@ def simulate(
     A seed decides everything that happens. The verdict comes first. Each seed that failed follows, with what was broken,
     the end of its trace and the command that runs it again (stderr gets that command at once). From 1,000 seeds on, every
     fault, transition and recovery path must have occurred.
+
+    With SCENARIO, measure instead: the real coordinator over a model of a network, beside other ways to move weights. Built
+    in are standalone, elastic, cross-datacenter, churn and update.
     """
+    _check_kind(context, of_flow=scenario is not None)
+    if scenario is not None:
+        from tensorhub.cli.simulate_flow import Wanted, simulate_flow
+
+        wanted = Wanted(scenario, gpus, parameters, ranks, systems, seed, plot)
+        simulate_flow(wanted, as_json=as_json, quiet=quiet)
+        return
     search = _search()
     chosen = _chosen_faults(search, faults)
     numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
     plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
     common.run(partial(_simulate, plan, search, as_json, quiet, verbose))
+
+
+_OF_FLOW = ("gpus", "parameters", "ranks", "systems", "plot")
+_OF_SEARCH = ("seeds", "start", "jobs", "faults", "events", "failures_max", "verbose")
+
+
+def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
+    """Options belong to a scenario, or to the search; a usage error if one is given with the other."""
+    for name in _OF_SEARCH if of_flow else _OF_FLOW:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise common.usage(
+                f"{option} belongs to the search for broken guarantees: leave it out, or the scenario"
+                if of_flow
+                else f"{option} belongs to a scenario: give one, as in tensorhub simulate standalone {option} ..."
+            )
+    if of_flow and context.params.get("gpus") is None:
+        for name in ("parameters", "ranks"):
+            if context.params.get(name) is not None:
+                raise common.usage(f"--{name} goes with --gpus: without it, a scenario is as its file says")
 
 
 def _search() -> ModuleType:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tensorhub.testing.flow.scenario import Scenario
 from tensorhub.testing.flow.topology import Topology
+from tensorhub.testing.flow.transfers import Edge
 from tensorhub.testing.flow.workload import Attempt
 
 
@@ -70,7 +71,7 @@ class Row:
     to_floor: float | None
     trainer_s: float
     wan_copies: float
-    depth_most: int
+    depth_most: int  # of the last version's tree
     wall_s: float
     steps: int = 0
     phases: dict[str, float] = field(default_factory=dict)
@@ -131,17 +132,26 @@ def cut_bound(scenario: Scenario) -> tuple[float, str]:
     return max(found)
 
 
-def deepest(edges: Sequence[tuple[str, str, float]]) -> int:
-    """The longest way from reader to source to its source, where each took most of its bytes from one."""
-    parents: dict[str, tuple[float, str]] = {}
-    for source, reader, nbytes in edges:
-        if nbytes > parents.get(reader, (0.0, ""))[0]:
-            parents[reader] = nbytes, source
-    most = 0
-    for name in parents:
-        depth, seen = 0, set[str]()
-        while name in parents and name not in seen:
-            seen.add(name)
-            name, depth = parents[name][1], depth + 1
-        most = max(most, depth)
-    return most
+def parents(edges: Sequence[Edge]) -> dict[str, str]:
+    """From whom each reader had most of its bytes."""
+    most: dict[str, Edge] = {}
+    for edge in edges:
+        if edge.source != edge.reader and (edge.reader not in most or edge.nbytes > most[edge.reader].nbytes):
+            most[edge.reader] = edge
+    return {reader: edge.source for reader, edge in most.items()}
+
+
+def depths(tree: dict[str, str]) -> dict[str, int]:
+    """How many steps each is from one that read from nobody."""
+    found: dict[str, int] = {}
+    for name in tree:
+        way = list[str]()
+        at = name
+        while at in tree and at not in found and at not in way:
+            way.append(at)
+            at = tree[at]
+        depth = found.get(at, 0)
+        for each in reversed(way):
+            depth += 1
+            found[each] = depth
+    return found

@@ -9,8 +9,9 @@ from statistics import fmean
 
 from tensorhub.testing.flow.baselines import Broadcast, Pull
 from tensorhub.testing.flow.hub_system import Phases, TensorHub
-from tensorhub.testing.flow.report import Report, Row, Stalls, deepest
+from tensorhub.testing.flow.report import Report, Row, Stalls, depths, parents
 from tensorhub.testing.flow.scenario import Scenario, ScenarioError
+from tensorhub.testing.flow.transfers import Edge
 from tensorhub.testing.flow.workload import System, Workload, World
 
 FIXED = ("broadcast", "broadcast-poor", "broadcast-pausing", "broadcast-pausing-poor")  # groups, in which nobody comes or goes
@@ -51,6 +52,12 @@ def check(scenario: Scenario, systems: Sequence[str]) -> None:
             raise ScenarioError(f"{why} {name!r}: give some of {', '.join(possible(scenario))}")
 
 
+def last_edges(world: World, workload: Workload) -> list[Edge]:
+    """Who gave the last version to whom."""
+    since = workload.puts[-1][0] if workload.puts else 0.0
+    return [edge for edge in world.transfers.edges if edge.ended_s > since]
+
+
 def run_one(scenario: Scenario, name: str) -> Run:
     began = time.perf_counter()
     world = World.of(scenario)
@@ -76,7 +83,7 @@ def run_one(scenario: Scenario, name: str) -> Run:
         to_floor=updates.mean_s / copy_s if updates.mean_s is not None else None,
         trainer_s=fmean(end - begin for begin, end in workload.puts) if workload.puts else 0.0,
         wan_copies=crossed / scenario.rank_bytes / scenario.ranks / max(1, len(workload.puts)),
-        depth_most=deepest(world.transfers.edges),
+        depth_most=max(depths(parents(last_edges(world, workload))).values(), default=0),
         wall_s=time.perf_counter() - began,
         steps=steps,
         phases=phases,

@@ -70,6 +70,16 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
+class Edge:
+    """A flow that has ended: who has given how much to whom."""
+
+    source: str
+    reader: str
+    nbytes: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Of what goes over one link, for a picture of it."""
 
@@ -88,7 +98,7 @@ class Transfers:
         self._watched = watched
         self.carried = [0.0] * len(capacities)  # over each link, in all
         self.changes: list[Change] = []
-        self.edges: list[tuple[str, str, float]] = []  # source, reader and bytes of each flow that has ended
+        self.edges: list[Edge] = []
 
     # -- what others say
 
@@ -118,7 +128,7 @@ class Transfers:
         flow.is_open = False
         self._touched[flow.reader] = None
         if flow.carried > 0:
-            self.edges.append((flow.source.owner, flow.reader.owner, flow.carried))
+            self.edges.append(Edge(flow.source.owner, flow.reader.owner, flow.carried, self._timeline.now))
 
     def end(self, memory: Memory) -> None:
         """It is overwritten, or lost."""

@@ -1,0 +1,99 @@
+"""`tensorhub simulate SCENARIO`: the flow model, as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from tensorhub.cli import common
+from tensorhub.testing.flow.plots import draw
+from tensorhub.testing.flow.report import Report, Row, cut_bound
+from tensorhub.testing.flow.run import Run, check, possible, run_one
+from tensorhub.testing.flow.scenario import Scenario, at_scale, load
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for. None: as the scenario says."""
+
+    scenario: str
+    gpus: int | None
+    parameters: str | None
+    ranks: int | None
+    systems: str | None
+    seed: int | None
+    plot: Path | None
+
+
+def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
+    """Run it, and print what came of it. What cannot be used is a usage error."""
+    with common.checking():
+        scenario = load(wanted.scenario)
+        if wanted.seed is not None:
+            scenario = replace(scenario, seed=wanted.seed)
+        if wanted.gpus is not None:
+            scenario = at_scale(scenario, wanted.gpus, wanted.parameters, wanted.ranks)
+        names = [name.strip() for name in (wanted.systems or ",".join(possible(scenario))).split(",") if name.strip()]
+        check(scenario, names)
+        if wanted.plot is not None:
+            wanted.plot.open("a").close()  # whether it can be written is known before it takes long
+    if not names:
+        raise common.usage(f"--systems: give some of {', '.join(possible(scenario))}")
+    runs: list[Run] = []
+    for name in names:
+        if not quiet:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+        runs.append(run_one(scenario, name))
+    report = Report(scenario, [each.row for each in runs])
+    if wanted.plot is not None:
+        wanted.plot.write_text(draw(scenario, runs, [_conditions(scenario)]))
+    if as_json:
+        print(json.dumps(report.as_json()), flush=True)
+    else:
+        _print(report)
+
+
+def _conditions(scenario: Scenario) -> str:
+    links, bound = scenario.links, cut_bound(scenario)
+    groups = f"{scenario.count('rollout'):,} rollouts of {scenario.ranks} GPUs" if scenario.ranks > 1 else ""
+    who = groups or f"{scenario.count('rollout'):,} rollouts"
+    size = f"{common.format_bytes(scenario.rank_bytes)} a rank over {links.nic_mbit_per_s / 1000:g} Gbit/s"
+    return f"{who}; {size}: floor {scenario.copy_s:.3f} s; cut bound {bound[0]:.3f} s ({bound[1]}); seed {scenario.seed}"
+
+
+def _print(report: Report) -> None:
+    print(f"{report.scenario.name}: {report.scenario.title}")
+    print(_conditions(report.scenario))
+    table = Table("system", header_style="bold")
+    for name in ("update", "of floor", "times", "median", "p95", "done", "cut short", "trainer", "WAN copies", "deep", "wall"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        table.add_row(*_cells(row, report.rows))
+    common.print_table(table)
+
+
+def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    calls, times = row.calls, row.times(rows[0])
+    return [
+        row.system,
+        _seconds(row.updates.mean_s),
+        "-" if row.to_floor is None else f"{row.to_floor:.3f}",
+        "-" if times is None else f"{times:.2f}",
+        _seconds(calls.median_s),
+        _seconds(calls.p95_s),
+        f"{calls.done:,}",
+        f"{calls.preempted + calls.unfinished:,}",
+        _seconds(row.trainer_s),
+        f"{row.wan_copies:.2f}",
+        f"{row.depth_most}",
+        f"{row.wall_s:.1f} s",
+    ]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f} s"

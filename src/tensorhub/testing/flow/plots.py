@@ -1,0 +1,140 @@
+"""A run as an SVG, written by hand: stall per rollout, what goes over the links, and who gave the last version to whom.
+
+Pure: runs in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from statistics import fmean
+from typing import Final
+
+from tensorhub.testing.flow.report import depths, parents
+from tensorhub.testing.flow.run import Run, last_edges
+from tensorhub.testing.flow.scenario import Scenario
+
+WIDTH: Final = 1100
+LEFT: Final = 220
+RIGHT: Final = 30
+PLOT: Final = WIDTH - LEFT - RIGHT
+COLOURS: Final = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#f0e442", "#000000")
+ROW: Final = 60  # of one system's stalls, and of one kind of links
+TREE: Final = 360
+BINS: Final = 400  # of a timeline
+NODES_NAMED: Final = 40  # a larger tree has dots without names
+
+
+def draw(scenario: Scenario, runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
+    """The picture. Links and tree are those of the first run."""
+    parts, top = [_text(20, 32, f"{scenario.name}: {scenario.title}", size=20)], 60.0
+    for number, panel in enumerate((_stalls(scenario, runs), _links(scenario, runs[0]), _tree(runs[0]))):
+        title, height, lines = panel
+        parts += [_text(20, top + 20, title, size=16), f'<g transform="translate(0 {top + 30:g})">', *lines, "</g>"]
+        top += height + (50 if number < 2 else 40)
+    parts += [_text(20, top + 18 * number, note) for number, note in enumerate(notes)]
+    height = top + 18 * len(notes) + 20
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}"'
+    ground = _box(0, 0, WIDTH, height, "#ffffff")
+    return "\n".join([f'{head} font-family="sans-serif" font-size="13">', ground, *parts, "</svg>\n"])
+
+
+Panel = tuple[str, float, list[str]]
+
+
+def _stalls(scenario: Scenario, runs: Sequence[Run]) -> Panel:
+    """A bar for each rollout: its mean stall of a call; a line at the floor."""
+    means: list[dict[str, float]] = []
+    for run in runs:
+        calls: dict[str, list[float]] = {}
+        for attempt in run.workload.attempts:
+            if attempt.outcome == "done" and not attempt.joins:
+                calls.setdefault(attempt.rollout, []).append(attempt.seconds)
+        means.append({name: fmean(times) for name, times in calls.items()})
+    most = max([scenario.copy_s, *(value for each in means for value in each.values())])
+    lines: list[str] = []
+    for number, (run, each) in enumerate(zip(runs, means, strict=True)):
+        top, wide = number * ROW, PLOT / max(1, len(run.workload.rollouts))
+        colour, bottom = COLOURS[number % len(COLOURS)], top + ROW - 12
+        lines.append(_text(LEFT - 10, top + 30, run.row.system, anchor="end"))
+        for place, rollout in enumerate(run.workload.rollouts):
+            high = (ROW - 16) * each.get(rollout.name, 0.0) / most
+            tip = f"{rollout.name}: {each.get(rollout.name, 0.0):.3f} s"
+            lines.append(_box(LEFT + place * wide, bottom - high, max(0.5, wide * 0.85), high, colour, tip))
+        floor = bottom - (ROW - 16) * scenario.copy_s / most
+        lines.append(f'<path d="M{LEFT} {floor:.1f}h{PLOT}" stroke="#000" stroke-dasharray="3 4"/>')
+        lines.append(f'<path d="M{LEFT} {bottom}h{PLOT}" stroke="#000"/>')
+    title = f"mean stall of an update, by rollout, to {most:.3g} s; dashed: one copy over its NIC, {scenario.copy_s:.3g} s"
+    return title, len(runs) * ROW, lines
+
+
+def _links(scenario: Scenario, run: Run) -> Panel:
+    """What goes over each kind of links, of what they could carry."""
+    world, end = run.world, max(run.world.timeline.now, 1e-9)
+    lines: list[str] = []
+    kinds = world.topology.watched()
+    for number, (name, links) in enumerate(kinds.items()):
+        top = number * ROW
+        bottom, capacity = top + ROW - 12, sum(world.topology.capacities[link] for link in links)
+        path = [f"M{LEFT} {bottom}"]
+        for place, rate in enumerate(_means(run, frozenset(links), end)):
+            high = (ROW - 16) * min(1.0, rate / capacity)
+            path.append(f"L{LEFT + PLOT * place / BINS:.1f} {bottom - high:.1f}H{LEFT + PLOT * (place + 1) / BINS:.1f}")
+        lines.append(_text(LEFT - 10, top + 30, name, anchor="end"))
+        colour = COLOURS[number % len(COLOURS)]
+        lines.append(f'<path d="{"".join(path)}V{bottom}Z" fill="{colour}"><title>{escape(name)}</title></path>')
+        lines.append(f'<path d="M{LEFT} {bottom}h{PLOT}" stroke="#000"/>')
+    for began, _ in run.workload.puts:
+        at = LEFT + PLOT * began / end
+        lines.append(f'<path d="M{at:.1f} 0v{len(kinds) * ROW - 12}" stroke="#555" stroke-dasharray="2 6"/>')
+    title = f"{run.row.system}: use of links over {end:.4g} s, of all that they carry; dotted: a publication begins"
+    return title, len(kinds) * ROW, lines
+
+
+def _means(run: Run, links: frozenset[int], end: float) -> Iterator[float]:
+    """The mean rate in each bin."""
+    wide, rate, at, carried, number = end / BINS, 0.0, 0.0, 0.0, 0
+    changes = [(change.at_s, change.bytes_per_s) for change in run.world.transfers.changes if change.link in links]
+    for when, more in [*changes, (end, 0.0)]:
+        while number < BINS and (number + 1) * wide <= when:
+            yield (carried + rate * ((number + 1) * wide - at)) / wide
+            at, carried, number = (number + 1) * wide, 0.0, number + 1
+        carried += rate * max(0.0, when - at)
+        at, rate = max(at, when), rate + more
+
+
+def _tree(run: Run) -> Panel:
+    """Each worker is a dot, the deeper the farther down; a line leads to whom it had most of the last version from."""
+    tree = parents(last_edges(run.world, run.workload))
+    depth = depths(tree)
+    rows: dict[int, list[str]] = {}
+    for name in [*(source for source in tree.values() if source not in tree), *tree]:
+        there = rows.setdefault(depth.get(name, 0), [])
+        if name not in there[-1:]:
+            there.append(name)
+    rows = {level: list(dict.fromkeys(there)) for level, there in rows.items()}
+    most, places = max(rows, default=0), dict[str, tuple[float, float]]()
+    for level, there in sorted(rows.items()):
+        there.sort(key=lambda name: places.get(tree.get(name, ""), (0.0, 0.0))[0])  # below its source
+        for number, name in enumerate(there):
+            places[name] = 40 + (WIDTH - 80) * (number + 0.5) / len(there), 14 + (TREE - 40) * level / max(1, most)
+    lines: list[str] = []
+    for name, source in tree.items():
+        (x, y), (there_x, there_y) = places[name], places[source]
+        lines.append(f'<path d="M{there_x:.1f} {there_y:.1f}L{x:.1f} {y:.1f}" stroke="#56b4e9" stroke-width="0.8"/>')
+    is_named = len(places) <= NODES_NAMED
+    for name, (x, y) in places.items():
+        colour = COLOURS[4] if name.startswith("trainer") else COLOURS[0]
+        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 if is_named else 2}" fill="{colour}"><title>{name}</title></circle>')
+        if is_named:
+            lines.append(_text(x + 7, y + 4, name))
+    return f"{run.row.system}: who had the last version from whom, {most} deep", TREE, lines
+
+
+def _box(left: float, top: float, width: float, height: float, colour: str, tip: str = "") -> str:
+    place = f'x="{left:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{colour}"' + (f"><title>{escape(tip)}</title></rect>" if tip else "/>")
+
+
+def _text(left: float, top: float, text: str, *, anchor: str = "start", size: int = 13) -> str:
+    return f'<text x="{left:g}" y="{top:g}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
