@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import typer
 from rich.table import Table
 
 from tensorhub.cli import common
@@ -45,10 +46,13 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
     if not names:
         raise common.usage(f"--systems: give some of {', '.join(possible(scenario))}")
     runs: list[Run] = []
-    for name in names:
-        if not quiet:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-        runs.append(run_one(scenario, name))
+    try:
+        for name in names:
+            if not quiet:
+                print(f"{name} ...", file=sys.stderr, flush=True)
+            runs.append(run_one(scenario, name))
+    except KeyboardInterrupt:
+        raise typer.Exit(common.INTERRUPTED) from None
     report = Report(scenario, [each.row for each in runs])
     if wanted.plot is not None:
         wanted.plot.write_text(draw(scenario, runs, [_conditions(scenario)]))
@@ -70,7 +74,19 @@ def _print(report: Report) -> None:
     print(f"{report.scenario.name}: {report.scenario.title}")
     print(_conditions(report.scenario))
     table = Table("system", header_style="bold")
-    for name in ("update", "of floor", "times", "median", "p95", "done", "cut short", "trainer", "WAN copies", "deep", "wall"):
+    for name in (
+        "update",
+        "of floor",
+        "times",
+        "median",
+        "p95",
+        "done",
+        "cut short",
+        "trainer",
+        "WAN copies",
+        "deep",
+        "wall",
+    ):
         table.add_column(name, justify="right")
     for row in report.rows:
         table.add_row(*_cells(row, report.rows))

@@ -1,8 +1,8 @@
 """The other ways to move weights, over the same network: what an RL framework would pick instead.
 
-Each is as good as it can be. A sender keeps a version that is still being read, so that the trainer need not wait for readers,
-and a pull goes on with that version. A pipelined broadcast passes pieces on that are far smaller than our chunks. A paused
-generation goes on where it was.
+Each is as good as it can be. A sender keeps a version that is still being read, so that the trainer need not wait for
+readers, and a pull goes on with that version. A pipelined broadcast passes pieces on that are far smaller than our chunks.
+A paused generation goes on where it was.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Pull:
     def put(self, version: int, done: Ended) -> None:
         """With a store: it is there when it is pushed. The trainer goes on when the push is over."""
         if not self._pushes:
-            self._newest = _Copy(version, [self._wires.memory(each, whole=True) for each in self._wires.places("trainer-0")])
+            trainers = self._wires.places("trainer-0")
+            self._newest = _Copy(version, [self._wires.memory(each, whole=True) for each in trainers])
             self._world.timeline.after(0.0, done)
             self._announce()
             return
@@ -94,9 +95,10 @@ class Pull:
         waiting, self._waiting = self._waiting, {}
         for rollout, (done, failed) in waiting.items():
             self.get(rollout, done, failed)
-        for rollout in self.workload.rollouts if self.workload is not None else ():
+        assert self.workload is not None
+        for rollout in self.workload.rollouts:
             if rollout.is_there:
-                self.workload.announced(rollout) if self.workload is not None else None
+                self.workload.announced(rollout)
 
     def come(self, rollout: Rollout) -> None:
         pass
@@ -148,8 +150,8 @@ class _Round:
 class Broadcast:
     """A collective in a fixed group, which stops together: the trainer and all rollouts.
 
-    It begins when every rollout's generation has ended. `pauses`: it pauses them at once instead. `pipelined`: each passes on
-    pieces; else whole copies go down a binomial tree, from each node to one other at a time.
+    It begins when every rollout's generation has ended. `pauses`: it pauses them at once instead. `pipelined`: each passes
+    on pieces; else whole copies go down a binomial tree, from each node to one other at a time.
     """
 
     def __init__(self, world: World, *, pauses: bool = False, pipelined: bool = True) -> None:

@@ -140,9 +140,7 @@ class TensorHub:
             trainer.waiting = begin
 
     def come(self, rollout: Rollout) -> None:
-        group = self._groups[rollout] = self._group(
-            rollout.name, f"{rollout.name}.{rollout.life}", spot=rollout.hosts.spot
-        )
+        group = self._groups[rollout] = self._group(rollout.name, f"{rollout.name}.{rollout.life}", spot=rollout.hosts.spot)
         if self._prefetches:
             for rank in group.ranks:
                 copy = group.peers[rank.rank].register(

@@ -1,8 +1,8 @@
 """Max-min fair shares: what each flow gets of the links that it crosses.
 
-`max_min` is the definition, by progressive filling: all rates grow alike. A flow stops when one of its links is full, or when
-it has what bounds it: the rate at which that fills whose bytes it passes on. `Network` keeps the shares of flows that come
-and go, and looks again only at flows that share a link with what has changed, and at what follows them.
+`max_min` is the definition, by progressive filling: all rates grow alike. A flow stops when one of its links is full, or
+when it has what bounds it: the rate at which that fills whose bytes it passes on. `Network` keeps the shares of flows that
+come and go, and looks again only at flows that share a link with what has changed, and at what follows them.
 
 Pure. Not responsible for how far a flow is, nor for whom it must follow (`transfers`).
 """

@@ -125,7 +125,9 @@ def _tree(run: Run) -> Panel:
     is_named = len(places) <= NODES_NAMED
     for name, (x, y) in places.items():
         colour = COLOURS[4] if name.startswith("trainer") else COLOURS[0]
-        lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 if is_named else 2}" fill="{colour}"><title>{name}</title></circle>')
+        lines.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{4 if is_named else 2}" fill="{colour}"><title>{name}</title></circle>'
+        )
         if is_named:
             lines.append(_text(x + 7, y + 4, name))
     return f"{run.row.system}: who had the last version from whom, {most} deep", TREE, lines

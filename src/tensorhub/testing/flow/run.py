@@ -14,7 +14,12 @@ from tensorhub.testing.flow.scenario import Scenario, ScenarioError
 from tensorhub.testing.flow.transfers import Edge
 from tensorhub.testing.flow.workload import System, Workload, World
 
-FIXED = ("broadcast", "broadcast-poor", "broadcast-pausing", "broadcast-pausing-poor")  # groups, in which nobody comes or goes
+FIXED = (
+    "broadcast",
+    "broadcast-poor",
+    "broadcast-pausing",
+    "broadcast-pausing-poor",
+)  # groups, in which nobody comes or goes
 SYSTEMS: Mapping[str, Callable[[World], TensorHub | Pull | Broadcast]] = {
     "tensorhub": TensorHub,
     "tensorhub+seeds": lambda world: TensorHub(world, seeds=True),

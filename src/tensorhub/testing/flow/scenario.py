@@ -315,7 +315,8 @@ class _Reading:
         self._where, self._lines = where, lines
 
     def refuse(self, table: str, number: int, key: str, advice: str) -> NoReturn:
-        line = self._lines.get((table, number, key)) or self._lines.get((table, number, ""))
+        places = ((table, number, key), (key, 0, ""), (table, number, ""))
+        line = next((self._lines[place] for place in places if place in self._lines), None)
         place = f"{self._where}, line {line}" if line else self._where
         what = ".".join(filter(None, (table, key)))
         raise ScenarioError(f"{place}: {what}{': ' * bool(what)}{advice}")

@@ -16,6 +16,7 @@ from typing import Protocol
 from tensorhub.digests import root_of
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import (
+    DIGESTS_BYTES_MAX,
     AddSource,
     ChunksThere,
     CutReader,
@@ -24,6 +25,7 @@ from tensorhub.messages import (
     EpochChanged,
     Fenced,
     Fill,
+    Flow as Carried,
     FromCoordinator,
     FromWorker,
     Grant,
@@ -46,7 +48,6 @@ from tensorhub.messages import (
     TellDigests,
     Write,
 )
-from tensorhub.messages import DIGESTS_BYTES_MAX, Flow as Carried
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.testing.flow.topology import Place
 from tensorhub.testing.flow.transfers import Flow, Memory, Transfers
@@ -273,7 +274,7 @@ class ThinRank:
         """What is in host memory comes from there first, then the rest from others."""
         transfers, memory, key = self.shell.transfers, self.memory, self.key
         transfers.advance(source)
-        there, place = source.have, self.shell.place
+        there = source.have
         seconds = there / self.shell.copy_bytes_per_s
         assert memory is not None
 

@@ -1,10 +1,10 @@
 """Memories that fill, and the flows that fill them.
 
-Theory of operation. A memory has its bytes from the first one on. A flow into it goes on where it is, and runs at its max-min
-share. Of a source that still fills, a reader has what the source had a *lag* ago: one chunk, since chunks are passed on when
-they are whole, and what comes in the time that a hop takes. Where it has come so near, it *follows*: it gets no more than its
-source gets. Where it is nearer, since its former source was farther, it waits. So the pipelining of a chain is in the rates
-alone, and events are few: a flow begins, comes near, or ends.
+Theory of operation. A memory has its bytes from the first one on. A flow into it goes on where it is, and runs at its
+max-min share. Of a source that still fills, a reader has what the source had a *lag* ago: one chunk, since chunks are passed
+on when they are whole, and what comes in the time that a hop takes. Where it has come so near, it *follows*: it gets no more
+than its source gets. Where it is nearer, since its former source was farther, it waits. So the pipelining of a chain is in
+the rates alone, and events are few: a flow begins, comes near, or ends.
 
 Responsible for what each memory has at which time. Not responsible for who reads from whom.
 """

@@ -1,0 +1,69 @@
+"""`tensorhub simulate SCENARIO`: what is printed, and what is refused, with exit code 2 and what to give instead."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.processes import run_here
+
+
+def test_a_table_comes_with_its_conditions() -> None:
+    done = run_here("simulate", "update", "--systems", "tensorhub,broadcast", "--quiet")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "update: One update of everybody at once: rollouts wait for the next version"
+    assert "floor 1.000 s; cut bound 1.000 s (the trainer's NICs); seed 21" in lines[1]
+    assert [line.split()[0] for line in lines[2:]] == ["system", "tensorhub", "broadcast"]
+    assert done.stderr == ""
+
+
+def test_json_is_all_there_is_on_stdout_and_a_picture_is_drawn(tmp_path: Path) -> None:
+    plot = tmp_path / "update.svg"
+    done = run_here("simulate", "update", "--gpus", "16", "--parameters", "7B", "--seed", "5", "--json", "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["rollouts"], found["ranks"], found["seed"], found["rank_bytes"]) == (16, 1, 5, 14_000_000_000)
+    assert found["systems"][0]["system"] == "tensorhub"
+    assert found["systems"][0]["times_the_first"] == 1.0
+    ElementTree.fromstring(plot.read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["standalon"], "there is no scenario 'standalon' (did you mean 'standalone'?): give churn, "),
+        (["update", "--gpus", "100", "--parameters", "1T"], "cannot be placed on 100 rollout GPUs"),
+        (["update", "--gpus", "64", "--parameters", "7X"], "write it as 500M, 7B, 70B or 1T"),
+        (["update", "--gpus", "0"], "give a whole number, 1 to 65536"),
+        (["update", "--gpus", "1000000"], "give a whole number, 1 to 65536"),
+        (["update", "--ranks", "8"], "--ranks goes with --gpus"),
+        (["update", "--systems", "nccl"], "there is no system 'nccl': give some of tensorhub, "),
+        (["update", "--systems", ","], "--systems: give some of tensorhub, "),
+        (["elastic", "--systems", "broadcast"], "elastic cannot be run under 'broadcast'"),
+        (["update", "--seeds", "3"], "--seeds belongs to the search for broken guarantees"),
+        (["--gpus", "8"], "--gpus belongs to a scenario"),
+        (["update", "--plot", "/nowhere/x.svg"], "/nowhere/x.svg: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_used_is_said_with_what_to_give(arguments: list[str], said: str) -> None:
+    done = run_here("simulate", *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+    assert done.stdout == ""
+
+
+def test_a_typo_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
+    from importlib import resources
+
+    text = resources.files("tensorhub.testing.flow").joinpath("scenarios/update.toml").read_text()
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace("chunk_bytes = 1_048_576", "chunk_byte = 1_048_576"))
+    done = run_here("simulate", str(file))
+    assert done.returncode == 2
+    assert f"error: usage: {file}, line 9: model.chunk_byte: [model] has no such key" in done.stderr
+    file.write_text(text)
+    assert run_here("simulate", str(file), "--systems", "pull", "-q").stdout.startswith("mine: One update")
