@@ -53,9 +53,11 @@ def test_every_system_runs_every_scenario_that_it_can(name: str) -> None:
 
 def test_a_rollout_that_updates_alone_is_stalled_for_a_copy() -> None:
     """Less than one part in a hundred is the conversation: half round trips, the coordinator's turn, connecting."""
-    found = run_one(short("standalone", 8), "tensorhub")
+    found = run_one(load("standalone"), "tensorhub")
     copy_s = found.world.scenario.copy_s
     assert all(copy_s <= each < 1.01 * copy_s for each in updates(found))
+    assert max(each.seconds for each in found.workload.attempts if not each.joins) < 1.01 * copy_s  # however many there were
+    assert len(updates(found)) > 20 * 7
     found.workload.system.coordinated.coordinator.check_invariants()  # type: ignore[attr-defined]
 
 
@@ -122,7 +124,15 @@ def test_groups_of_ranks_update_together() -> None:
     scenario = replace(at_scale(load("standalone"), 32, "70B"), versions=3)
     found = run_one(scenario, "tensorhub")
     assert (scenario.ranks, len(found.workload.rollouts)) == (4, 8)
-    assert all(scenario.copy_s <= each < 1.05 * scenario.copy_s for each in updates(found))
+    assert max(updates(found)) < 1.05 * scenario.copy_s
+    assert min(updates(found)) == pytest.approx(scenario.copy_s / 12, rel=0.05)  # of the other group on the same host
+
+
+def test_a_seed_has_the_shards_of_all_ranks() -> None:
+    scenario = replace(at_scale(load("cross-datacenter"), 8, "70B"), versions=2)
+    found = run_one(scenario, "tensorhub+seeds")
+    assert len(updates(found)) == 2
+    assert found.row.wan_copies == pytest.approx(1.0)
 
 
 def test_the_cut_bound_is_of_the_link_that_needs_longest() -> None:

@@ -105,6 +105,13 @@ def test_a_lost_source_is_told_and_what_came_from_it_stays() -> None:
     assert wires.lost == ["c"]
 
 
+def test_the_last_fraction_of_a_byte_comes_from_a_whole_source() -> None:
+    wires = Wires([100.0] * 2)
+    wires.transfers.put(wires.memory("b"), BYTES - 0.5)
+    wires.read("a", "b", 0, 1)
+    assert wires.run() == {"b": 0.005}
+
+
 def test_two_sources_bring_their_bytes_together() -> None:
     wires = Wires([100.0, 50.0, 100.0])
     other = Memory("z", BYTES)

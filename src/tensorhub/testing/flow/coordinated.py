@@ -83,9 +83,11 @@ class Peer:
     def register(
         self, group: str, rank: int, *, spot: bool = False, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE
     ) -> ThinRank:
+        """That rank's memory. A seed's is a group of its own."""
         hub = self._hub
         registration = f"{self.session:024x}{len(self._ranks):08x}"
-        made = ThinRank(self, hub.shard, registration, group, rank, hub.world.scenario.ranks, hub.report_s)
+        place = (0, rank, 1) if purpose is Purpose.SEED else (rank, rank, hub.world.scenario.ranks)
+        made = ThinRank(self, hub.shard, registration, group, *place, hub.report_s)
         made.spot, made.medium, made.purpose = spot, medium, purpose
         self._ranks[registration] = made
         self.say(made.register(self.request(made)))

@@ -50,31 +50,23 @@ def max_min(
     heapify(ahead)
 
     def stop(flow: F, level: float) -> None:
-        """Its rate is this one; so is that of those who follow it alone."""
-        todo = [flow]
-        while todo:
-            each = todo.pop()
-            if each in rates:
-                continue
-            rates[each] = level
-            for link in paths[each]:
-                left[link] -= level
-                growing[link] -= 1
-            for follower in followers.get(each, ()):
-                awaited[follower] -= 1
-                if not awaited[follower] and follower not in rates:
-                    constant, others = follows[follower]
-                    bound = constant + sum(rates[other] for other in others)
-                    if bound <= level:
-                        todo.append(follower)
-                    else:
-                        heappush(ahead, (bound, numbers[follower], -1))
+        """Its rate is this one. It bounds those who follow it, by no less than that."""
+        if flow in rates:
+            return
+        rates[flow] = level
+        for link in paths[flow]:
+            left[link] -= level
+            growing[link] -= 1
+        for follower in followers.get(flow, ()):
+            awaited[follower] -= 1
+            if not awaited[follower]:
+                constant, others = follows[follower]
+                heappush(ahead, (constant + sum(rates[other] for other in others), numbers[follower], -1))
 
     while len(rates) < len(paths):
         level, number, link = heappop(ahead)
         if number >= 0:
-            if order[number] not in rates:
-                stop(order[number], max(0.0, level))
+            stop(order[number], level)
             continue
         if not growing[link]:
             continue
@@ -83,8 +75,7 @@ def max_min(
             heappush(ahead, (now, -1, link))
             continue
         for flow in users[link]:
-            if flow not in rates:
-                stop(flow, level)
+            stop(flow, level)
     return rates
 
 

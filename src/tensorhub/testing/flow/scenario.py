@@ -173,7 +173,8 @@ def parameters(text: str) -> int:
 
 def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | None = None) -> Scenario:
     """The same with so many rollout GPUs, and a trainer's group beside them, by its `[scale]`. `of`: parameters, as "7B";
-    `ranks`: of a group; as few as their memory has room for, if not given.
+    `ranks`: of a group; as few as their memory has room for, if not given. The WAN is so many times as wide, so that a copy
+    takes as long over it.
     """
     scale = scenario.scale
     if scale is None:
@@ -203,7 +204,7 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
         scenario,
         rank_bytes=-(-nbytes // ranks),
         chunk_bytes=scale.chunk_bytes,
-        links=scale.links,
+        links=replace(scale.links, wan_mbit_per_s=scale.links.wan_mbit_per_s * ranks),
         hosts=hosts,
         ranks=ranks,
         gpus_per_host=scale.gpus_per_host,

@@ -102,13 +102,14 @@ class Shell(Protocol):
 
 @dataclass(eq=False, slots=True)
 class ThinRank:
-    """One rank of one group. `beside`: the same rank's copy in host memory, from which it is filled first."""
+    """One rank of one group. `number`: of the shard that it has. `beside`: the same rank's copy in host memory, from which it is filled first."""
 
     shell: Shell
     shard: Shard
     registration: str
     group: str
     rank: int
+    number: int
     world_size: int
     report_s: float
     spot: bool = False
@@ -139,7 +140,7 @@ class ThinRank:
             model=MODEL,
             group=self.group,
             rank=self.rank,
-            shard=self.rank,
+            shard=self.number,
             world_size=self.world_size,
             serves=True,
             spot=self.spot,
