@@ -102,7 +102,9 @@ class Shell(Protocol):
 
 @dataclass(eq=False, slots=True)
 class ThinRank:
-    """One rank of one group. `number`: of the shard that it has. `beside`: the same rank's copy in host memory, from which it is filled first."""
+    """One rank of one group. `number`: of the shard that it has. `beside`: the same rank in host memory, from which it
+    is filled first.
+    """
 
     shell: Shell
     shard: Shard
@@ -146,7 +148,7 @@ class ThinRank:
             spot=self.spot,
             medium=self.medium,
             purpose=self.purpose,
-            layout_id=self.shard.layout_id,
+            layout_id="" if self.purpose is Purpose.SEED else self.shard.layout_id,
             nbytes=self.shard.nbytes,
             chunks=self.shard.chunks,
             manifest=self.shard.manifest,
