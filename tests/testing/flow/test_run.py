@@ -137,11 +137,11 @@ def test_a_seed_has_the_shards_of_all_ranks() -> None:
 
 def test_the_cut_bound_is_of_the_link_that_needs_longest() -> None:
     scenario = load("cross-datacenter")
-    assert cut_bound(scenario) == (pytest.approx(20.0), "the WAN")
+    assert cut_bound(scenario) == (20.0, "the WAN")
     assert cut_bound(load("standalone"))[0] == pytest.approx(1.0)
     large = at_scale(load("update"), 1024, "1T")
     narrow = replace(large, links=replace(large.links, rack_mbit_per_s=1_000_000.0))
-    assert cut_bound(narrow) == (pytest.approx(64 * 31.25e9 / 125e9), "a rack's uplink")
+    assert cut_bound(narrow) == (64 * 31.25e9 / 125e9, "a rack's uplink")
 
 
 def _attempt(seconds: float, outcome: str = "done") -> Attempt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,9 +35,12 @@ class Wires:
         return self.transfers.open(self.memory(source), self.memory(reader), path, LAG, after_s, broken)
 
     def at(self, when: float, call: Callable[[], object]) -> None:
-        self.timeline.at(when, lambda: call() and None)
+        def due() -> None:
+            call()
 
-    def run(self) -> dict[str, float]:
+        self.timeline.at(when, due)
+
+    def run(self) -> dict[str, Any]:
         self.transfers.settle()
         self.timeline.run(1e6)
         return {name: pytest.approx(when) for name, when in self.full.items()}
@@ -44,7 +48,7 @@ class Wires:
 
 def test_a_chain_of_three_costs_a_lag_for_each_hop() -> None:
     wires = Wires([100.0] * 6)
-    for number, (source, reader) in enumerate(("ab", "bc", "cd")):
+    for number, (source, reader) in enumerate((("a", "b"), ("b", "c"), ("c", "d"))):
         wires.read(source, reader, number, number + 3)
     assert wires.run() == {"b": 10.0, "c": 10.1, "d": 10.2}
 
