@@ -18,7 +18,7 @@ from tensorhub.types import Medium, OpKind, Purpose, VersionInfo, host_group
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where the time of one call has gone, of that rank which had its bytes last."""
+    """Where the time of one update has gone, of that rank which had its bytes last."""
 
     asked_s: float  # until it may write: the coordinator, and the old version's fence
     waited_s: float  # until its first byte came
@@ -193,7 +193,8 @@ class TensorHub:
             if info is None:
                 failed()
             else:
-                self._note(group)
+                if group.held:
+                    self._note(group)
                 group.held = info.version
                 done(info.version)
                 self._announced(rollout)
