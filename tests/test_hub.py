@@ -324,6 +324,24 @@ async def test_closing_a_handle() -> None:
         await again.publish(2)
 
 
+async def test_the_memory_of_closed_handles_is_free_without_a_garbage_collection() -> None:
+    async with cluster("trainer", "reader") as c:
+        given = [tensors(1), tensors()]
+        source, reader = [await hub.register("m", mine) for hub, mine in zip(c.hubs, given, strict=True)]
+        await source.publish(1)
+        await reader.replicate(timeout=WAIT_S)
+        held = [weakref.ref(each) for mine in given for each in mine.values()]
+        gc.collect()
+        gc.disable()
+        try:
+            await reader.close()
+            await source.close()
+            del source, reader, given
+            await until(lambda: not any(each() is not None for each in held))
+        finally:
+            gc.enable()
+
+
 async def test_a_closed_handles_rank_is_free_while_its_memory_is_still_being_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

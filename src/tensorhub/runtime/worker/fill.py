@@ -86,6 +86,10 @@ class Filler:
         self._registration = RegistrationId(member.shard.registration)
         self._pull: _Pull | None = None
 
+    def let_go(self) -> None:
+        """Of the handle, which has ended: so the memory of both is free as soon as its caller has let go of it."""
+        self._apply = lambda actions: None
+
     def __repr__(self) -> str:
         return f"<Filler of {self._member!r}>"
 

@@ -89,7 +89,7 @@ class Handle(CallersHandle):
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
         self.deadline_moved: Callable[[], None] = lambda: None
-        self.first_fill_begins: Callable[[OpKind, float], None] = lambda kind, timeout_s: None
+        self.first_fill_begins: Callable[[Handle, OpKind, float], None] = lambda handle, kind, timeout_s: None
 
     def __repr__(self) -> str:
         return f"<Handle of {self.member!r}>"
@@ -122,7 +122,7 @@ class Handle(CallersHandle):
         started, is_first = clock.now(), not self.was_filled and self.member.version is None
         actions = self.interpreter.begin(call, timeout_s, started)
         if isinstance(call, calls.FillCall) and is_first and not isinstance(call.selector, int):
-            self.first_fill_begins(call.kind, timeout_s)
+            self.first_fill_begins(self, call.kind, timeout_s)
         running = self._call = _Call(anyio.Event(), hook=hook)
         self._filler.times = running.times
         self.apply(actions)
@@ -215,6 +215,7 @@ class Handle(CallersHandle):
         finally:
             with anyio.CancelScope(shield=True):
                 await self._obey(lambda: interpreter.is_gone)
+            self._filler.let_go()
 
     async def _obey(self, is_over: Callable[[], bool]) -> None:
         while not is_over():

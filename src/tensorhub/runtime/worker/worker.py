@@ -344,10 +344,13 @@ class Worker(CallersWorker):
                 continue
             with anyio.move_on_after(max(0.0, min(deadlines) - clock.now())):
                 await self._time_moved.wait()
-            for handle in list(self.router.handles.values()):
-                actions = handle.member.tick(clock.now())
-                if actions:
-                    handle.apply(actions)
+            self._tick()
+
+    def _tick(self) -> None:
+        for handle in list(self.router.handles.values()):
+            actions = handle.member.tick(clock.now())
+            if actions:
+                handle.apply(actions)
 
     # --------------------------------------------------------------------------------------------- registering
 
@@ -381,9 +384,6 @@ class Worker(CallersWorker):
             running.give_up()
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
-        def first_fill_begins(kind: OpKind, timeout_s: float) -> None:
-            self._tasks.start_soon(self._tell_waiting, handle, kind, timeout_s)
-
         member = Member(
             shard,
             requests=partial(self.router.new_request, shard),
@@ -395,8 +395,11 @@ class Worker(CallersWorker):
         page_bytes = messages.digests_bytes_max(self.options.frame_bytes_max)
         handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)
         handle.deadline_moved = lambda: self._time_moved.set()
-        handle.first_fill_begins = first_fill_begins
+        handle.first_fill_begins = self._first_fill_begins
         return handle
+
+    def _first_fill_begins(self, handle: Handle, kind: OpKind, timeout_s: float) -> None:
+        self._tasks.start_soon(self._tell_waiting, handle, kind, timeout_s)
 
     async def _tell_waiting(self, handle: Handle, kind: OpKind, timeout_s: float) -> None:
         """A first fill may wait for a version that never comes, as of a name that is mistyped: say so while it waits."""
