@@ -39,22 +39,43 @@ def report(mib: int, through: list[float], parts: dict[str, list[float]]) -> Non
 
 
 def ray(mib: int, rounds: int) -> None:
-    """Two actors on a local Ray: weights that are updated in place, and an object that Ray Direct Transport moves."""
+    """Two actors on a local Ray: weights that are updated in place, and objects that Ray Direct Transport moves, into new
+    tensors and in place. The run that moves nothing has a transport that gives out tensors that it has.
+    """
     import secrets
     import tempfile
 
     import ray
-    from ray.experimental.rdt.util import get_tensor_transport_manager
+    from ray.experimental import set_target_for_ref
+    from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata, TensorTransportMetadata
+    from ray.experimental.rdt.util import get_tensor_transport_manager, register_tensor_transport
 
     from tensorhub import sync
     from tensorhub.integrations.ray import location, look_up, start_coordinator
-    from tensorhub.integrations.ray_transport import register_transport
+    from tensorhub.integrations.ray_transport import TensorHubTransport, register_transport
+
+    class Nothing(TensorHubTransport):
+        """By value, as Ray's workers do not import this module under its name."""
+
+        def __init__(self) -> None:
+            self.held = list(tensors(mib).values())
+
+        def tensor_transport_backend(self) -> str:
+            return "NOTHING"
+
+        def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: Any) -> Any:
+            return TensorTransportMetadata([(each.shape, each.dtype) for each in rdt_object], "cpu")
+
+        def recv_multiple_tensors(self, obj_id: str, of: Any, by: CommunicatorMetadata, target_buffers: Any = None) -> Any:
+            return self.held if target_buffers is None else list(target_buffers)
+
+        def garbage_collect(self, obj_id: str, of: Any, its: Any) -> None: ...
 
     register_transport()
+    register_tensor_transport("NOTHING", ["cpu"], Nothing, torch.Tensor)
 
     class Worker:
         def __init__(self, address: str, tcp: str) -> None:
-            register_transport()
             self.memory = {name: tensors(mib) for name in ("actor", "bare", "object")}
             self.hubs = {"actor": sync.connect(address, location=location()), "bare": sync.connect(tcp)}
             self.weights = {name: hub.register(name, self.memory[name]) for name, hub in self.hubs.items()}
@@ -86,10 +107,17 @@ def ray(mib: int, rounds: int) -> None:
         def tensors(self) -> list[torch.Tensor]:
             return list(self.memory["object"].values())
 
+        @ray.method(tensor_transport="nothing")
+        def unmoved(self) -> list[torch.Tensor]:
+            return list(self.memory["object"].values())
+
+        def take(self, given: list[torch.Tensor], version: int) -> None:
+            assert version == 0 or {each[-1].item() for each in given} == {version}
+
         def pending(self) -> int:
             return len(get_tensor_transport_manager("TENSORHUB")._published)
 
-        def nothing(self, *given: object) -> None: ...
+        def nothing(self) -> None: ...
 
     os.environ["TENSORHUB_TOKEN"] = secrets.token_hex()
     with tempfile.TemporaryDirectory() as state_dir:
@@ -97,27 +125,44 @@ def ray(mib: int, rounds: int) -> None:
         address = start_coordinator(state_dir=state_dir)
         remote = ray.remote(enable_tensor_transport=True)(Worker)
         trainer, rollout = [remote.remote(address, look_up("tensorhub")) for _ in range(2)]
-        found: dict[str, list[float]] = {name: [] for name in ("update", "object", "bare", "call", "two calls", "copy")}
+        found: dict[str, list[float]] = {}
+        own = list(tensors(mib).values())
 
         def timed(name: str, calls: Callable[[], Any]) -> None:
             began = time.perf_counter()
             ray.get(calls())
-            found[name].append(time.perf_counter() - began)
+            found.setdefault(name, []).append(time.perf_counter() - began)
+
+        def in_place(method: Any) -> Any:
+            """Into the driver's tensors, as Ray takes a target from the owner of a reference only."""
+            set_target_for_ref(of := method.remote(), own)
+            return of
+
+        def told(name: str, call: Any) -> None:
+            found.setdefault(name, []).append(ray.get(call))
 
         for version in range(1, rounds + 2):
             ray.get(trainer.step.remote(version))
-            found["bare"].append(ray.get(rollout.bare.remote(version)))
-            timed("update", partial(rollout.update.remote, version))
-            timed("call", rollout.nothing.remote)
-            timed("object", lambda: rollout.nothing.remote(trainer.tensors.remote()))
-            timed("two calls", lambda: rollout.nothing.remote(trainer.nothing.remote()))
-            found["copy"].append(ray.get(rollout.allocate_and_copy.remote()))
-            while ray.get(trainer.pending.remote()):
-                time.sleep(0.01)
+            turns: list[Callable[[], None]] = [
+                lambda: told("bare", rollout.bare.remote(version)),
+                partial(timed, "update", partial(rollout.update.remote, version)),
+                partial(timed, "call", rollout.nothing.remote),
+                lambda: timed("object", lambda: rollout.take.remote(trainer.tensors.remote(), version)),
+                lambda: timed("in place", lambda: in_place(trainer.tensors)),
+                lambda: timed("unmoved", lambda: rollout.take.remote(trainer.unmoved.remote(), 0)),
+                lambda: timed("unmoved in place", lambda: in_place(trainer.unmoved)),
+                lambda: told("copy", rollout.allocate_and_copy.remote()),
+            ]
+            for turn in turns[version % len(turns) :] + turns[: version % len(turns)]:
+                turn()
+                while ray.get(trainer.pending.remote()):
+                    time.sleep(0.01)
         after = {name: times[1:] for name, times in found.items()}  # the first round allocates, and connects
-        report(mib, after["update"], {"bare update": after["bare"], "a call of Ray that moves nothing": after["call"]})
-        parts = {"bare update": after["bare"], "the calls of Ray, moving nothing": after["two calls"]}
-        report(mib, after["object"], {**parts, "new tensors at the destination": after["copy"]})
+        bare, load = {"bare update": after["bare"]}, "{:.0f} {:.0f} {:.0f}".format(*os.getloadavg())
+        report(mib, after["update"], {**bare, "a call of Ray that moves nothing": after["call"]})
+        report(mib, after["object"], {**bare, "an object that is not moved": after["unmoved"]})
+        report(mib, after["in place"], {**bare, "an object that is not moved, in place": after["unmoved in place"]})
+        print(f"beside it: new tensors and a copy take {1000 * statistics.median(after['copy']):.1f} ms; load {load}")
         ray.shutdown()
 
 

@@ -39,6 +39,7 @@ from ray.experimental.rdt.util import register_tensor_transport, transport_manag
 
 from tensorhub import StateError, TensorHubError, sync
 from tensorhub.integrations.ray import location
+from tensorhub.integrations.reused_memory import ReusedMemory
 from tensorhub.logs import get_logger
 
 NAME: Final = "TENSORHUB"
@@ -86,6 +87,7 @@ class TensorHubTransport(TensorTransportManager):
         self._joined: sync.Hub | None = None
         self._published: dict[str, tuple[sync.Weights, PublishedTensors]] = {}  # by object, until Ray frees it
         self._numbers = itertools.count(1)
+        self._memory = ReusedMemory()
 
     def tensor_transport_backend(self) -> str:
         return NAME
@@ -136,19 +138,22 @@ class TensorHubTransport(TensorTransportManager):
         of = tensor_transport_metadata
         if not of.tensor_meta:
             return []
-        names = [str(place) for place in range(len(of.tensor_meta))]
         with self._lock:
             hub = self._hub()
         if target_buffers is None:
-            fetched = hub.fetch(of.model, of.version, device=of.tensor_device, timeout=FETCH_S)
-            return [fetched[name] for name in names]
-        weights = hub.register(of.model, dict(zip(names, target_buffers, strict=True)), spot=True)
+            target_buffers = self._allocated(of)
+        weights = hub.register(of.model, {str(place): each for place, each in enumerate(target_buffers)}, spot=True)
         try:
             weights.replicate(of.version, timeout=FETCH_S)
         finally:
             with contextlib.suppress(TensorHubError):  # closed in any case, or the error above says more
                 weights.close(abandon=True)
         return list(target_buffers)
+
+    def _allocated(self, of: PublishedTensors) -> list[torch.Tensor]:
+        if of.tensor_device == "cpu":
+            return self._memory.tensors(of.tensor_meta)
+        return [torch.empty(shape, dtype=dtype, device=of.tensor_device) for shape, dtype in of.tensor_meta]
 
     def fetch_multiple_tensors(
         self,
