@@ -11,7 +11,7 @@ from ray.experimental.rdt.util import get_tensor_transport_manager
 
 from tensorhub.integrations.ray_transport import register_transport
 
-SIZE = 100_000
+SIZE = 300_000  # floats: what is small is not kept
 
 register_transport()  # before the class that names it, and in each process that has the class: also in one that Ray restarts
 
@@ -38,6 +38,10 @@ class Destination:
 
     def take(self, tensors: list[Any]) -> list[tuple[list[int], str, list[float]]]:
         return [(list(each.shape), str(each.dtype), each.unique().tolist()) for each in tensors]
+
+    def kept(self) -> int:
+        """How many pieces of memory the transport keeps here for the next object."""
+        return len(get_tensor_transport_manager("TENSORHUB")._memory._free)
 
     def take_in_place(self, refs: list[Any]) -> list[tuple[list[int], str, list[float]]]:
         own = [torch.ones(SIZE), torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(())]

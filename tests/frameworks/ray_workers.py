@@ -55,6 +55,9 @@ class Rollout:
         fetched = self._hub.fetch(MODEL, timeout=60)
         return fetched.info.version, _elements(fetched["w"].numpy())
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def where(self) -> Location:
         return self.location
 

@@ -11,12 +11,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tensorhub import CoordinatorUnavailable, InvalidValue, StateError, VersionConflict, VersionUnavailable, sync
+from tensorhub import (
+    CoordinatorUnavailable,
+    InvalidValue,
+    ManifestMismatch,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+    sync,
+)
 
 ray: Any = pytest.importorskip("ray")
 
@@ -230,6 +240,62 @@ def test_a_version_outlives_its_trainer_which_ray_starts_again(coordinator: Call
     assert ray.get(waits, timeout=DEADLINE_S) == (2, [2.0])
 
 
+def test_workers_that_die_in_an_update_leave_the_others_and_the_trainer_whole(
+    node: Any, coordinator: Callable[..., str]
+) -> None:
+    """One rollout is killed, and restarted by Ray; one goes with its node. The coordinator lives on, where it is."""
+    apart = node(resources={"apart": 1})
+    address = coordinator(resources={"head": 1})
+    (trainer,) = actors(Trainer, 1, address, resources={"head": 1})
+    killed, lives = actors(Rollout, 2, address, resources={"head": 1})
+    (gone,) = actors(Rollout, 1, address, resources={"apart": 1})
+    everyone = [killed, lives, gone]
+    ray.get(trainer.publish.remote(1), timeout=DEADLINE_S)
+    assert ray.get([each.update.remote(1) for each in everyone], timeout=DEADLINE_S) == 3 * [(1, [1.0])]
+    there, at_first = tensorhub_ray.look_up("tensorhub"), ray.get(killed.pid.remote(), timeout=DEADLINE_S)
+    in_update = [each.update.remote(2) for each in everyone]
+    with sync.connect(address) as hub:
+        eventually(lambda: sum(each.count for each in hub.summarize("actor").calls if each.call == "update") == 3)
+    node.kill(apart)
+    ray.kill(killed, no_restart=False)
+    ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)
+    assert ray.get(in_update[:2], timeout=DEADLINE_S) == 2 * [
+        (2, [2.0])
+    ]  # the call of the one that was killed is made again
+    assert ray.get(killed.pid.remote(), timeout=DEADLINE_S) != at_first
+    assert tensorhub_ray.look_up("tensorhub") == there
+
+
+def test_a_second_trainer_and_a_rollout_of_another_model_are_refused(coordinator: Callable[..., str]) -> None:
+    address = coordinator()
+    first, second = actors(Trainer, 2, address)
+    ray.get(first.publish.remote(2), timeout=DEADLINE_S)
+    for version in (1, 2):
+        with pytest.raises(VersionConflict, match="the newest number so far is 2"):
+            ray.get(second.publish.remote(version), timeout=DEADLINE_S)
+    with sync.connect(address) as hub:
+        other = hub.register("actor", {"w": torch.zeros(7), "extra": torch.zeros(1)})
+        with pytest.raises(ManifestMismatch) as error:
+            other.update(2, timeout=DEADLINE_S)
+        assert sorted(text.partition("'")[2].partition("'")[0] for text in error.value.differences) == ["extra", "w"]
+
+
+def test_a_process_that_has_not_joined_ray_is_told_so_and_starts_no_cluster() -> None:
+    program = """
+import ray
+from tensorhub import CoordinatorUnavailable, sync
+from tensorhub.integrations.ray import location, start_coordinator
+calls = location, lambda: start_coordinator(state_dir="/state"), lambda: sync.connect("ray-actor://tensorhub", token="")
+for call in calls:
+    try:
+        call()
+    except CoordinatorUnavailable as error:
+        print("call ray.init() first" in str(error), ray.is_initialized())
+"""
+    alone = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert alone.stdout.splitlines() == 3 * ["True False"], alone.stderr
+
+
 def test_labels_and_bundles_say_where_a_worker_is(node: Any, coordinator: Callable[..., str]) -> None:
     node(labels={"ray.io/gpu-domain": "rack-1", "ray.io/availability-zone": "zone-a"}, resources={"labelled": 1})
     node(resources={"plain": 1})
@@ -275,6 +341,7 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coor
     assert ray.get(source.published.remote(), timeout=DEADLINE_S) == 1
     del tensors
     eventually(lambda: ray.get(source.published.remote(), timeout=DEADLINE_S) == 0)
+    eventually(lambda: ray.get(destinations[0].kept.remote(), timeout=DEADLINE_S) == 1)
 
     tensors = source.tensors.remote(2)
     assert ray.get(destinations[0].take.remote(tensors), timeout=DEADLINE_S) == filled(2)
@@ -286,8 +353,15 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coor
 
 def test_another_release_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "__version__", "2.61.0")
-    with pytest.raises(StateError, match=r"ray 2.61.0: the tensor transport is for ray 2.60"):
-        register_transport()
+    calls = (
+        register_transport,
+        partial(tensorhub_ray.start_coordinator, state_dir="/state"),
+        partial(tensorhub_ray.look_up, "tensorhub"),
+        tensorhub_ray.location,
+    )
+    for call in calls:
+        with pytest.raises(StateError, match=r"ray 2.61.0 is installed, .* made for 2.60.x"):
+            call()
 
 
 @pytest.mark.usefixtures("coordinator")  # to end the one that it starts

@@ -30,7 +30,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
 
 from examples.trl_async_grpo import PROMPTS, Rollouts, main  # noqa: E402
-from tensorhub.errors import ManifestMismatch, StateError, TensorHubError  # noqa: E402
+from tensorhub import sync  # noqa: E402
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError, VersionConflict  # noqa: E402
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", *sorted(set(" ".join(PROMPTS).split())), *[f"w{number}" for number in range(20)]]
@@ -172,8 +173,6 @@ def test_the_example_runs(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_run_goes_on_above_the_versions_of_the_first(model: Path, tmp_path: Path) -> None:
-    from tensorhub import sync
-
     with sync.serve(token="") as coordinator, sync.connect(coordinator.address, token="") as hub:
         for before in (0, 4):
             transfer = Seen(address=coordinator.address)
@@ -236,3 +235,25 @@ def test_a_policy_of_another_shape_and_calls_in_the_wrong_order(model: Path) -> 
     with pytest.raises(TensorHubError):
         weights.refresh()
     weights.close()
+
+
+def test_two_trainers_of_one_model(model: Path) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    with sync.serve(token="") as coordinator:
+        first, second = (WeightTransfer(address=coordinator.address, timeout_s=30.0) for _ in range(2))
+        for each in (first, second):
+            each.init_weight_transfer()
+        first.send_weights(policy.named_parameters())
+        with pytest.raises(VersionConflict, match="the newest number so far is 1"):
+            second.send_weights(policy.named_parameters())
+        rollout = RolloutWeights(policy, first.rollout_settings, timeout_s=30.0)
+        assert rollout.refresh() == 1
+        rollout.close()
+        for each in (first, second):
+            each.destroy()
+
+
+def test_another_release_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.17.0")
+    with pytest.raises(StateError, match=r"trl 1.17.0 is installed, .* made for 1.16.x"):
+        WeightTransfer()

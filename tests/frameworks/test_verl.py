@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig  # noqa: E402
 from verl.workers.rollout import RolloutReplica  # noqa: E402
 
-from tensorhub.errors import VersionConflict  # noqa: E402
+from tensorhub.errors import RegistrationError, StateError, VersionConflict  # noqa: E402
 from tests.frameworks.verl_workers import Actor, Rollout, sums, weights  # noqa: E402
 
 TIMEOUT_S, DEADLINE_S = 30.0, 300.0  # of an update, and of what a test waits for
@@ -88,6 +90,13 @@ def cluster() -> Iterator[Cluster]:
     ray.shutdown()
 
 
+def test_another_release_of_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.0")
+    monkeypatch.delitem(sys.modules, "tensorhub.integrations.verl", raising=False)
+    with pytest.raises(StateError, match=r"verl 0.10.0 is installed, .* made for 0.9.x"):
+        import_module("tensorhub.integrations.verl")
+
+
 def expected(version: int) -> dict[str, float]:
     return sums(dict(weights(version)))
 
@@ -99,6 +108,7 @@ def test_updates_bring_each_rollout_the_actors_bytes(cluster: Cluster) -> None:
         assert costs["tensorhub/version"] == version
         assert costs["tensorhub/bytes"] == 16 * 2**20 + 14
     assert [outcomes for outcomes, _ in cluster.seen()] == [["1", "2", "None", "7"]] * 2
+    assert cluster.rollouts.committed() == [[1, 2, 3, 7]] * 2
 
 
 def test_a_generator_that_raises_publishes_nothing_and_the_next_update_is_whole(cluster: Cluster) -> None:
@@ -110,10 +120,22 @@ def test_a_generator_that_raises_publishes_nothing_and_the_next_update_is_whole(
     assert [held for _, held in cluster.seen()] == [expected(9)] * 2
 
 
+def test_another_model_than_the_first_is_named_in_full_and_not_published(cluster: Cluster) -> None:
+    with pytest.raises(RegistrationError) as error:
+        cluster.update(10, 9, changes=True)
+    text = str(error.value)
+    assert "4 tensor(s) are not those of the first update" in text
+    for each in ("'layers.0' is float32 (9,)", "'norm' is float32 (7,)", "'extra' is new", "'layers.1' is missing"):
+        assert each in text
+    assert [held for _, held in cluster.seen()] == [expected(9)] * 2
+    cluster.update(9, 9)
+    assert [sorted(outcomes[6:]) for outcomes, _ in cluster.seen()] == [["9", "StateError"]] * 2
+
+
 def test_a_number_that_was_used_is_refused_on_both_sides(cluster: Cluster) -> None:
     with pytest.raises(VersionConflict):
         cluster.update(10, 7)
-    assert [outcomes[-1] for outcomes in cluster.outcomes(7)] == ["VersionConflict"] * 2
+    assert [outcomes[-1] for outcomes in cluster.outcomes(9)] == ["VersionConflict"] * 2
     assert [held for _, held in cluster.seen()] == [expected(9)] * 2
 
 
@@ -123,7 +145,7 @@ def test_a_rollout_that_is_killed_in_an_update_leaves_the_others_and_the_next_up
     with pytest.raises(ray.exceptions.RayActorError):
         cluster.update(12, 12)
     cluster.ranks = [0]
-    ((*_, outcome),) = cluster.outcomes(9)
+    ((*_, outcome),) = cluster.outcomes(11)
     assert outcome == "12"
     assert cluster.seen()[0][1] == expected(12)
     cluster.manager.remove_replicas([cluster.replicas[1]])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,13 @@ def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
     for number in range(4):
         yield f"layers.{number}", torch.full((ELEMENTS // 4,), version * 10 + number, dtype=torch.float32)
     yield "norm", torch.full((7,), version, dtype=torch.bfloat16)
+
+
+def changed(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights(version):
+        if name != "layers.1":
+            yield name, {"layers.0": tensor[:9], "norm": tensor.float()}.get(name, tensor)
+    yield "extra", torch.zeros(3)
 
 
 def sums(given: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -53,18 +60,19 @@ class Actor(Worker):
         )
         self.actor = SimpleNamespace(engine=self)
         self.version = 0
-        self.fails = self.dies = False
+        self.fails = self.dies = self.changes = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def train(self, version: int, fails: bool = False, dies: bool = False) -> None:
-        self.version, self.fails, self.dies = version, fails, dies
+    def train(self, version: int, fails: bool = False, dies: bool = False, changes: bool = False) -> None:
+        """`changes`: to a model with another shape, another dtype, a name less and a name more."""
+        self.version, self.fails, self.dies, self.changes = version, fails, dies, changes
 
     def get_per_tensor_param(self) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         return self._gathered(), None
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         is_first = torch.distributed.get_rank() == 0
-        for name, tensor in weights(self.version):
+        for name, tensor in changed(self.version) if self.changes else weights(self.version):
             if name == "layers.2" and is_first and self.dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             if name == "layers.2" and self.fails:
@@ -75,22 +83,29 @@ class Actor(Worker):
 
 
 class Engine(BaseRollout):
-    """Keeps the weights. What has come of each update is noted."""
+    """Keeps the weights. What has come of each update is noted, and which version was committed before its first tensor."""
 
     def __init__(self) -> None:
         self.held: dict[str, torch.Tensor] = {}
         self.outcomes: list[str] = []
+        self.committed: list[int | None] = []
+        self.version: Callable[[], int | None]
 
     async def resume(self, tags: list[str]) -> None: ...
 
     async def release(self) -> None: ...
 
     async def update_weights(self, weights: AsyncIterator[tuple[str, torch.Tensor]], **given: Any) -> None:
+        held = {}
         try:
-            self.held = {name: tensor.clone() async for name, tensor in weights}
+            async for name, tensor in weights:
+                if not held:
+                    self.committed.append(self.version())
+                held[name] = tensor.clone()
         except Exception as error:
             self.outcomes.append(type(error).__name__)
             raise
+        self.held = held
         self.outcomes.append(str(given["global_steps"]))
 
 
@@ -99,10 +114,15 @@ class Rollout(CheckpointEngineWorker):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(server_adapter=Engine(), **given)
+        self.server_adapter.version = lambda: self.checkpoint_engine._exchange._receiver._weights.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def seen(self) -> tuple[list[str], dict[str, float]]:
         return self.server_adapter.outcomes, sums(self.server_adapter.held)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def committed(self) -> list[int | None]:
+        return self.server_adapter.committed  # type: ignore[no-any-return]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die_in_update(self) -> None:

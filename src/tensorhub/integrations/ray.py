@@ -26,8 +26,10 @@ from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
 from tensorhub import CoordinatorUnavailable, InvalidValue, Location, Options, StateError, TensorHubError, sync
+from tensorhub.integrations.releases import check_release
 from tensorhub.logs import get_logger
 
+SUPPORTED: Final = ("2.60",)
 NAMESPACE: Final = "tensorhub"  # of Ray: the coordinator's name is the same for every driver
 RACK_LABELS: Final = ("tensorhub/rack", "ray.io/gpu-domain")  # of a node, the first that it has
 SITE_LABELS: Final = ("tensorhub/site", "ray.io/availability-zone", "ray.io/availability-region")
@@ -54,7 +56,8 @@ def start_coordinator(
     instance `resources=` or `label_selector=` to name those nodes. The cluster's secret is looked for where the actor
     runs: TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or the usual token file (a node's address is not loopback, so it needs one).
 
-    Raises StateError (a `state_dir` that cannot be used, or another one than the running coordinator has),
+    Raises StateError (a `state_dir` that cannot be used, or another one than the running coordinator has; another release of
+    Ray than the supported ones),
     AuthenticationFailed (no secret), CoordinatorUnavailable (the actor could not be started in time).
     """
     directory = os.fspath(state_dir)
@@ -174,5 +177,6 @@ class CoordinatorActor:
 
 
 def _check_initialized() -> None:
+    check_release("ray", ray.__version__, SUPPORTED)
     if not ray.is_initialized():  # nor is to be: Ray's own calls would start a cluster of their own here
         raise CoordinatorUnavailable("this process has not joined a Ray cluster: call ray.init() first")

@@ -37,14 +37,13 @@ from ray.experimental.rdt.tensor_transport_manager import (
 )
 from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
 
-from tensorhub import StateError, TensorHubError, sync
-from tensorhub.integrations.ray import location
+from tensorhub import TensorHubError, sync
+from tensorhub.integrations.ray import SUPPORTED, location
+from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.reused_memory import ReusedMemory
 from tensorhub.logs import get_logger
 
 NAME: Final = "TENSORHUB"
-SUPPORTED: Final = ("2.60",)  # releases: Ray's interface for transports is alpha
-
 FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS  # Ray gives up after all of it, and cannot say why
 
 log = get_logger("tensorhub.ray")
@@ -57,8 +56,7 @@ def register_transport() -> None:
     again by the module of the actor's class, or, where that class is of the driver's own script, in `__init__`.
     Raises StateError for a release of Ray that this was not made for.
     """
-    if not any(ray.__version__.startswith(f"{each}.") for each in SUPPORTED):
-        raise StateError(f"ray {ray.__version__}: the tensor transport is for ray {', '.join(SUPPORTED)}")
+    check_release("ray", ray.__version__, SUPPORTED)
     if NAME not in transport_manager_info:
         register_tensor_transport(NAME, ["cpu", "cuda"], TensorHubTransport, torch.Tensor)
 
