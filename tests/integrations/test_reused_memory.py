@@ -64,18 +64,19 @@ def test_small_tensors_take_no_piece() -> None:
 
 
 def test_threads_never_have_the_same_memory() -> None:
-    memory, wrong = ReusedMemory(), []
+    memory, together, right = ReusedMemory(), threading.Barrier(4, timeout=30), list[bool]()
 
     def run(value: int) -> None:
-        for _ in range(200):
+        for _ in range(20):
             (tensor,) = memory.tensors([((SMALL_BYTES,), torch.uint8)])
             tensor[::4096] = value
-            if set(tensor[::4096].tolist()) != {value}:
-                wrong.append(value)
+            together.wait()  # all have theirs
+            right.append(set(tensor[::4096].tolist()) == {value})
+            del tensor
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    assert not wrong
+    assert right == 80 * [True]

@@ -9,6 +9,7 @@ Responsible for that memory. Not responsible for what is in it, nor for memory o
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class ReusedMemory:
 
     def tensors(self, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
         """Tensors with any content, of these shapes and dtypes, each with a storage of its own."""
-        sizes = [dtype.itemsize * int(np.prod(shape, dtype=np.int64)) for shape, dtype in kinds]
+        sizes = [dtype.itemsize * math.prod(shape) for shape, dtype in kinds]
         offsets = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         if offsets[-1] < SMALL_BYTES:
             return [torch.empty(tuple(shape), dtype=dtype) for shape, dtype in kinds]
