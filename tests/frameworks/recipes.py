@@ -22,7 +22,7 @@ class Recipe:
 
 
 RECIPES = {
-    "ray": Recipe(("ray[default]==2.60.0",), ("test_ray.py",)),
+    "ray": Recipe(("ray==2.60.0",), ("test_ray.py",)),
     "sglang": Recipe(
         (
             "--no-deps sglang==0.5.23",
