@@ -666,6 +666,43 @@ def test_a_call_that_is_cancelled_while_its_fence_waits_ends_soon(what: str) -> 
     assert again.number == 2
 
 
+def asks_what_is_in_it(layout: Layout | None) -> tuple[StepwiseCluster, SimHandle, SimHandle, CallRecord]:
+    """A reader that is bound to a version, and has asked what is in it; the answer is not here yet."""
+    cluster = StepwiseCluster()
+    trainer = cluster.worker("trainer").register("trainer", cut=Layout(8, 1) if layout is not None else None)
+    reader = cluster.worker("reader").register("reader", cut=layout)
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate()
+    while reader.member.running is not None and reader.member.running.phase is not Phase.MANIFEST:
+        cluster.do(cluster.choices()[0])
+    return cluster, trainer, reader, asked
+
+
+LAYOUTS = [None, Layout(8, 1, left_out=2, partial=True)]  # the trainer's own, and another one
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_asks_what_is_in_a_version_when_the_coordinator_restarts_waits_for_its_holders(layout: Layout | None) -> None:
+    """The new coordinator knows the version, and not what is in it until a holder is back."""
+    cluster, trainer, reader, asked = asks_what_is_in_it(layout)
+    cluster.restart()
+    for back in (reader, trainer):
+        back.worker.connect()
+        cluster.run()
+    assert asked.number == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_asked_over_a_lost_connection_is_asked_again(layout: Layout | None) -> None:
+    cluster, _, reader, asked = asks_what_is_in_it(layout)
+    reader.worker.disconnect()
+    reader.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+
+
 def test_a_source_that_is_added_twice_before_the_pull_begins_is_read_once() -> None:
     """Messages may come twice, though no transport of today does that."""
     cluster, _, (reader,) = published("reader")

@@ -67,7 +67,7 @@ class Binding:
             self._ask()
 
     def ask_again(self) -> None:
-        """After a lost connection."""
+        """After a lost connection, of a coordinator that knows what it is about."""
         if self._planning is not None:
             self._planning.ask_again()
         else:

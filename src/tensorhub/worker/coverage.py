@@ -85,6 +85,8 @@ class Coverage:
             self._go_on()
         elif self._found is not None:
             self._say(self._found)
+        else:
+            self._gathering.ask_again()
 
     def _go_on(self) -> None:
         """Look for what is needed, ask for what is missing, and check once all is here."""
@@ -117,7 +119,7 @@ class Coverage:
             self._go_on()
 
     def ask_again(self) -> None:
-        """After a lost connection."""
+        """The coordinator has said again what it is about: it may have missed what was asked."""
         self._gathering.ask_again()
 
     def checked(self, number: int, found: Found | TensorHubError) -> None:

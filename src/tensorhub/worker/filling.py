@@ -140,6 +140,9 @@ class Filling(GroupCall[calls.FillCall]):
         return self._is_anew or super()._is_unbound()
 
     def _say_phase_again(self) -> None:
+        """What it asks about the version is asked again once the coordinator says that it knows this operation: one that has
+        started anew may know the version, and not yet what is in it.
+        """
         self._may_have_missed_write = True
         if self._is_anew:
             self._say_call()
@@ -147,11 +150,8 @@ class Filling(GroupCall[calls.FillCall]):
         match self.phase:
             case Phase.ASKED:
                 self._say_call()
-            case Phase.MANIFEST:
-                self._bound.ask_again()
             case Phase.HELD:
                 self._say_ready()
-                self.coverage.ask_again()
             case Phase.PULLING if self._vote.is_void:
                 self._vote.say_void()
             case Phase.VOTED:
@@ -166,6 +166,8 @@ class Filling(GroupCall[calls.FillCall]):
         match message:
             case messages.Start() if self.phase is Phase.ASKED:
                 self._bind(message)
+            case messages.Start() if self.phase is Phase.MANIFEST:
+                self._bound.ask_again()
             case messages.Start(write=True) | messages.Write():
                 if self._is_anew and isinstance(message, messages.Start) and message.publication:
                     self._say_ready()  # else nobody there knows what this rank reads
@@ -175,6 +177,8 @@ class Filling(GroupCall[calls.FillCall]):
                 if self._is_anew and (self.phase is Phase.HELD or (message.publication and self._has_begun)):
                     self._say_ready()
                 self._is_anew = False
+                if self.phase is Phase.HELD:
+                    self.coverage.ask_again()
             case messages.ReadyAgain():
                 if self.phase is Phase.HELD or self._has_begun:
                     self._say_ready(message.part_ids)

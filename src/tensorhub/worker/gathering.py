@@ -43,7 +43,7 @@ class Gathering:
         self.found[part_id] = reply.manifest
 
     def ask_again(self) -> None:
-        """After a lost connection."""
+        """After a lost connection, of a coordinator that knows what it is about."""
         missing = list(self._asked.values())
         self._asked.clear()
         for part_id in missing:

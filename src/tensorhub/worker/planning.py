@@ -94,7 +94,7 @@ class Planning:
         self._go_on()
 
     def ask_again(self) -> None:
-        """After a lost connection."""
+        """After a lost connection, of a coordinator that knows what it is about."""
         self._gathering.ask_again()
 
     def is_of(self, number: int) -> bool:

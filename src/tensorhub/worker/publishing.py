@@ -64,7 +64,6 @@ class Publishing(GroupCall[PublishCall]):
     def _say_phase_again(self) -> None:
         if self.phase is Phase.VOTED:
             self._say_call()
-            self.coverage.ask_again()
 
     @property
     def may_check(self) -> bool:
