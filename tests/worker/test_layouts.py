@@ -415,6 +415,17 @@ def test_who_is_cut_off_while_it_gathers_asks_again() -> None:
     assert reader.said(Covered)
 
 
+def test_who_is_asked_again_while_it_gathers_asks_again() -> None:
+    """As a publisher is over a new connection."""
+    reader, described = asked_whether_all_is_read(columns(1))
+    reader.actions.clear()
+    reader.do(reader.member.receive(CheckCoverage(reader.key, 0, described), 0))
+    assert [each.part_id for each in reader.said(GetPart)] == [described]
+    reader.answer()
+    checked(reader)
+    assert reader.said(Covered)
+
+
 def lying(kind: str, described: Published) -> bytes:
     """What describes readers, and is none."""
     if kind == "nothing":
