@@ -96,7 +96,7 @@ class Engine(BaseRollout):
     async def release(self) -> None: ...
 
     async def update_weights(self, weights: AsyncIterator[tuple[str, torch.Tensor]], **given: Any) -> None:
-        held = {}
+        held: dict[str, torch.Tensor] = {}
         try:
             async for name, tensor in weights:
                 if not held:
