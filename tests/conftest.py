@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from benches.prepared import popen
 from tensorhub.logs import repeats
-from tests.prepared import MODULES, popen
+
+MODULES = (  # of prepared children
+    "tests.processes.actor",
+    "tensorhub.sync",
+    "tensorhub.cli.app",
+    "anyio._backends._asyncio",
+    "anyio._backends._trio",
+)
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("tensorhub", deadline=None)
@@ -97,7 +105,7 @@ def every_object() -> Iterator[None]:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small children of this test do not import what they need: see tests/prepared.py."""
+    """Small children of this test do not import what they need: see benches/prepared.py."""
     monkeypatch.setattr(subprocess, "Popen", popen(*MODULES))
 
 

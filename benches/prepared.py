@@ -30,14 +30,7 @@ from typing import Any
 
 from benches.child_processes import _GOES_ON
 
-SERVER = "import tests.prepared; exec(*tests.prepared.serve())"
-MODULES = (
-    "tests.processes.actor",
-    "tensorhub.sync",
-    "tensorhub.cli.app",
-    "anyio._backends._asyncio",
-    "anyio._backends._trio",
-)
+SERVER = "import benches.prepared; exec(*benches.prepared.serve())"
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36
 _LENGTH_BYTES = 4
