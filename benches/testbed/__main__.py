@@ -1,0 +1,250 @@
+"""`python -m benches.testbed standalone`: a workload of real processes behind real links, by TensorHub and by others.
+
+For root, on Linux; see benches/README.md. The systems take turns; every other round goes backwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from benches.comparison.facts import facts
+from benches.prepared import popen
+from benches.testbed import network, picture, prediction, report
+from benches.testbed.run import Result, Run
+from benches.testbed.sizes import SIZES, Size, Variant, check, fitted, with_rollouts, with_wan
+from benches.testbed.ways import WAYS, Way, chosen
+from tensorhub.testing.flow import scenario as scenarios
+from tensorhub.testing.flow.scenario import Scenario, ScenarioError
+
+DEFAULTS: Final[Mapping[str, Sequence[str]]] = {
+    "standalone": (
+        "tensorhub",
+        "tensorhub+prefetch",
+        "tensorhub+groups",
+        "tensorhub+resharded",
+        "chain-waits",
+        "gloo-waits",
+        "chain-pauses",
+        "sockets",
+        "redis",
+        "web",
+    ),
+    "elastic": ("tensorhub", "tensorhub+prefetch", "sockets", "redis", "web"),
+    "cross-datacenter": ("tensorhub+seeds", "tensorhub", "tensorhub+seeds+prefetch", "sockets"),
+    "churn": ("tensorhub+seeds", "tensorhub", "sockets"),
+}
+MEMORY: Final = Path("/dev/shm")  # a file server's files should not wait for a disk
+SCRATCH: Final = "tensorhub-testbed-"  # of directories: this, the process id, and something
+RUN_S: Final = 900.0  # one system in one round; then the run is ended by force
+_IMPORTED: Final = ("benches.testbed.process", "benches.testbed.systems.hub", "tensorhub.sync", "anyio._backends._asyncio")
+_IMPORTED_WITH_TORCH: Final = (*_IMPORTED, "torch.distributed")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0: all ran, or it is skipped; 1: a system failed; 2: usage."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        base = scenarios.load(given.scenario)
+        usual = SIZES.get(given.scenario, SIZES["standalone"])
+        given_size = Size(given.mb, given.mbit, given.versions, given.every)
+        size = Size(*(own if own is not None else mine for own, mine in zip(given_size.values, usual.values, strict=True)))
+        ways = chosen(given.systems or DEFAULTS.get(given.scenario, DEFAULTS["standalone"]))
+        variants = _variants(fitted(base, size), given)
+        for each in variants.values():
+            check(each.scenario)
+    except (ScenarioError, ValueError) as error:
+        parser.error(str(error))
+    if (reason := network.why_not()) is not None:
+        print(f"skipped: {reason}")
+        return 0
+    known = facts() | _conditions(next(iter(variants.values())).scenario)
+    for name, value in known.items():
+        print(f"{name}: {value}")
+    imported = _IMPORTED_WITH_TORCH if any(way.module == "gloo" for way in ways) else _IMPORTED
+    with _sigterm_ends(), mock.patch.object(subprocess, "Popen", popen(*imported)):
+        measured = {value: _measure(each, ways, given.rounds, given.keep) for value, each in variants.items()}
+    if given.json is not None:
+        told = {str(value): [row.as_json() for row in rows] for value, (rows, _) in measured.items()}
+        results = {str(value): [result.as_json() for result in results] for value, (_, results) in measured.items()}
+        given.json.write_text(json.dumps({"machine": known, "rows": told, "results": results}) + "\n")
+    drawn = given.picture or Path(f"{base.name}.svg")
+    drawn.write_text(_picture(base, measured, known, given))
+    print(f"\npicture: {drawn}")
+    return 1 if any(row.failure and WAYS[row.way].is_ours for rows, _ in measured.values() for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benches.testbed", description=__doc__)
+    parser.add_argument("scenario", help=f"{', '.join(DEFAULTS)}, or a file")
+    parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--rounds", type=_number(int), default=1)
+    parser.add_argument("--mb", type=_number(float), help="of one copy, 10**6 bytes")
+    parser.add_argument("--mbit", type=_number(float), help="of each host's link; the WAN keeps its ratio to it")
+    parser.add_argument("--versions", type=_number(int), help="that are published, the first included")
+    parser.add_argument("--every", type=_number(float), metavar="COPIES", help="between publications, in times of one copy")
+    curve = parser.add_mutually_exclusive_group()
+    curve.add_argument("--rollouts", type=_number(int), nargs="+", metavar="N", help="draw the curve over so many rollouts")
+    curve.add_argument("--wan-ratio", type=_number(float), nargs="+", metavar="N", help="draw it over links to WAN")
+    curve.add_argument("--slow", type=_number(float), nargs="+", metavar="N", help="one rollout's link is so much slower")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and all events")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="default: the scenario's name, .svg")
+    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave what the processes wrote there")
+    return parser
+
+
+def _number(kind: type[int] | type[float]) -> Any:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < 1e6:
+            raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+        return value
+
+    parse.__name__ = "number"
+    return parse
+
+
+def _variants(scenario: Scenario, given: argparse.Namespace) -> dict[float, Variant]:
+    """What is measured, by its place on the curve; without a curve, one."""
+    if given.rollouts:
+        return {count: Variant(with_rollouts(scenario, count)) for count in sorted(given.rollouts)}
+    if given.wan_ratio:
+        return {ratio: Variant(with_wan(scenario, ratio)) for ratio in sorted(given.wan_ratio)}
+    if given.slow:
+        return {slow: Variant(scenario, slow) for slow in sorted(given.slow)}
+    return {0.0: Variant(scenario)}
+
+
+def _conditions(scenario: Scenario) -> dict[str, object]:
+    links = scenario.links
+    found: dict[str, object] = {
+        "workload": f"{scenario.title} ({scenario.name}, seed {scenario.seed})",
+        "one copy": f"{scenario.rank_bytes:,} bytes in chunks of {scenario.chunk_bytes:,}",
+        "links": f"{links.nic_mbit_per_s:g} Mbit/s: {scenario.copy_s:.2f} s for one copy",
+        "versions": f"{scenario.versions}, one every {scenario.every_copies * scenario.copy_s:.1f} s",
+        "congestion control": "cubic for all, MTU 9000",
+    }
+    if len(scenario.sites) > 1:
+        found["WAN"] = f"{links.wan_mbit_per_s:g} Mbit/s, round trip {links.wan_round_trip_ms:g} ms"
+    return found
+
+
+def _measure(variant: Variant, ways: Sequence[Way], rounds: int, keep: Path | None) -> tuple[list[report.Row], list[Result]]:
+    """All systems in all rounds; the table is printed."""
+    scenario = variant.scenario
+    results: dict[str, list[Result]] = {way.name: [] for way in ways}
+    failures = {way.name: failure for way in ways if (failure := _why_not(scenario, way)) is not None}
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else reversed(ways):
+            if way.name in failures:
+                continue
+            began_s = time.monotonic()
+            try:
+                results[way.name].append(_run(variant, way, keep))
+            except Exception as error:
+                failures[way.name] = f"failed: {type(error).__name__}: {error}"
+            said = failures.get(way.name, f"{time.monotonic() - began_s:.0f} s")
+            print(f"round {number + 1}: {way.title}: {said}", file=sys.stderr, flush=True)
+    rows = [
+        report.row(variant, way, results[way.name]) if results[way.name] else report.Row(way.name, failures.get(way.name))
+        for way in ways
+    ]
+    slow = f", one of them {variant.slow:g} times slower" if variant.slow != 1 else ""
+    print(f"\n{scenario.title}; {scenario.count('rollout')} rollouts{slow}.")
+    print("Stalls of updates and publications, all workers together:\n")
+    print(*report.table(rows), sep="\n")
+    print("\nUntil who joins or updates has the newest version (broken-off ones are censored):\n")
+    print(*report.waits_table(rows), sep="\n")
+    every = [result for each in results.values() for result in each]
+    print("\nThe same scenario in the flow model (means of those that were done):\n")
+    print(*prediction.table(scenario, rows, every), sep="\n", flush=True)
+    return rows, every
+
+
+def _why_not(scenario: Scenario, way: Way) -> str | None:
+    if way.is_fixed and (scenario.spot is not None or scenario.kills is not None):
+        return "not run: its group is fixed, and rollouts come and go here"
+    if way.options.get("ranks", 1) > 1 and (
+        scenario.spot is not None or scenario.kills is not None or len(scenario.sites) > 1
+    ):
+        return "not run: groups of several hosts are measured in one site, where nobody comes or goes"
+    if "seed" in way.roles and not scenario.count("seed"):
+        return "not run: the scenario has no hosts for seeds"
+    return way.lacks()
+
+
+def _run(variant: Variant, way: Way, keep: Path | None) -> Result:
+    with _ended_after(RUN_S), _scratch(keep) as scratch:
+        return Run(variant, way, scratch).run()
+
+
+@contextlib.contextmanager
+def _scratch(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield Path(tempfile.mkdtemp(dir=keep))
+        return
+    memory = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in memory.glob(f"{SCRATCH}*"):  # by a run that was killed
+        if not Path("/proc", left.name.removeprefix(SCRATCH).partition("-")[0]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-", dir=memory) as directory:
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """The process says where it is and ends, if the block takes longer; all of the network ends with it."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _sigterm_ends() -> Iterator[None]:
+    """As Ctrl-C does: everything that was begun is ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _picture(
+    base: Scenario,
+    measured: Mapping[float, tuple[Sequence[report.Row], object]],
+    known: Mapping[str, object],
+    given: argparse.Namespace,
+) -> str:
+    if len(measured) == 1:
+        rows = next(iter(measured.values()))[0]
+        notes = [f"{name}: {known[name]}" for name in ("one copy", "links", "WAN", "versions") if name in known]
+        shown = ["right: seconds of one update, the trainer's stall shared out among them; and of the floor", *notes]
+        return picture.bars(rows, base.title, shown)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for value, (rows, _) in measured.items():
+        for row in rows:
+            if row.stalls is not None:
+                lines.setdefault(row.title, []).append((float(value), row.per_update_s))
+    across = "rollouts" if given.rollouts else "how much slower one link is" if given.slow else "links' rate, by the WAN's"
+    return picture.curves(lines, base.title, across, "seconds that each update stalls")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""The command: what it refuses, where it skips; and (slow) a whole small run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benches.testbed import __main__ as program, network
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ("standalon", "did you mean 'standalone'"),
+        ("standalone --systems tensorhub sokets", "no system 'sokets': give tensorhub"),
+        ("standalone --rollouts 1000", "this machine can run"),
+        ("standalone --wan-ratio 4", "no WAN"),
+        ("standalone --versions 0", "give a number above 0"),
+        ("standalone --mb nan", "give a number above 0"),
+        ("standalone --rollouts 2 --wan-ratio 4", "not allowed with"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(wrong: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(wrong.split())
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_file_is_shown_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('format = 1\ntitle = "mine"\nseed = 1\nversion = 3\n')
+    with pytest.raises(SystemExit):
+        program.main([str(file)])
+    assert "mine.toml, line 4: version: a scenario has no such key: did you mean 'versions'?" in capsys.readouterr().err
+
+
+def test_without_the_rights_of_root_it_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert program.main(["standalone"]) == 0
+    assert capsys.readouterr().out == "skipped: network namespaces need the rights of root\n"
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if (reason := network.why_not()) is not None:
+        pytest.skip(reason)
+    files = ["--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "picture.svg")]
+    few = "churn --systems tensorhub+seeds sockets chain-waits --mb 2 --mbit 100 --versions 3".split()
+    assert program.main([*few, *files]) == 0
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]["0.0"]
+    assert [row["way"] for row in rows] == ["tensorhub+seeds", "sockets", "chain-waits"]
+    assert all(row["stalls"]["updates"] > 0 for row in rows[:2])
+    assert rows[2]["failure"] == "not run: its group is fixed, and rollouts come and go here"
+    ElementTree.fromstring((tmp_path / "picture.svg").read_text())
+    assert "TensorHub, seeds" in capsys.readouterr().out
+
+
+def test_what_a_killed_run_has_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """But not what another run is using."""
+    monkeypatch.setattr(program, "MEMORY", tmp_path)
+    dead, own = tmp_path / f"{program.SCRATCH}4194305-x", tmp_path / f"{program.SCRATCH}{os.getpid()}-x"
+    for directory in (dead, own):
+        (directory / "files").mkdir(parents=True)
+    with program._scratch(None) as scratch:
+        assert {each.name for each in tmp_path.iterdir()} == {own.name, scratch.name}
+    assert list(tmp_path.iterdir()) == [own]

@@ -1,0 +1,120 @@
+"""Networks are made as they were asked for, and nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benches.child_processes import ROOT, children as relays_of
+from benches.testbed import network
+from benches.testbed.network import Host, Network, Wan
+from tests.cli.processes import alive, eventually
+
+HOSTS = [Host("a", "near", 100.0), Host("b", "near", 100.0), Host("c", "far", 50.0)]
+WAN = Wan(25.0, 20.0)
+
+
+def inside(net: Network, host: str, *command: str) -> str:
+    return subprocess.run([*net.prefix(host), *command], capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+def spaces() -> set[str]:
+    """All network namespaces in which there is a process, or that this process holds."""
+    found = set[str]()
+    for link in [*Path("/proc").glob("[0-9]*/ns/net"), *Path("/proc/self/fd").iterdir()]:
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("net:"):
+            found.add(target)
+    return found
+
+
+@pytest.fixture
+def can_be_made() -> None:
+    if (reason := network.why_not()) is not None:
+        pytest.skip(reason)
+
+
+def of(net: Network) -> set[str]:
+    """Those of this network."""
+    return {os.readlink(net.path(name)) for name in ("near", "far", "a", "b", "c")}
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("can_be_made")
+def test_hosts_reach_each_other_and_nothing_is_left() -> None:
+    with Network(HOSTS, WAN) as net:
+        made = of(net)
+        assert len(made) == len(HOSTS) + 2  # and one for each site's bridge
+        assert made <= spaces()
+        assert "rate 100Mbit" in inside(net, "a", "tc", "qdisc", "show", "dev", "eth0")
+        net.set_mbit("a", 10.0)
+        assert "rate 10Mbit" in inside(net, "a", "tc", "qdisc", "show", "dev", "eth0")
+        hear = "import socket; l = socket.create_server(('', 7)); print('on', flush=True); print(l.accept()[0].recv(9))"
+        server = subprocess.Popen([*net.prefix("c"), sys.executable, "-c", hear], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "on\n"
+        say = f"import socket; socket.create_connection(({net.address('c')!r}, 7), 10).sendall(b'across')"
+        inside(net, "a", sys.executable, "-c", say)  # over the WAN
+        assert server.communicate(timeout=20)[0] == "b'across'\n"
+    eventually(lambda: not made & spaces())
+    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "testbed" not in named
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("can_be_made")
+def test_nothing_is_left_by_a_network_that_could_not_be_made() -> None:
+    held = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="tbf"), Network([HOSTS[0], Host("b", "near", 0.0)]):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == held
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("can_be_made")
+def test_nothing_is_left_by_a_program_that_is_killed() -> None:
+    """Neither namespaces nor the WAN's relay, which is in two of them."""
+    code = """
+import os, time
+from benches.testbed.network import *
+hosts = [Host("a", "near", 100.0), Host("b", "far", 100.0)]
+with Network(hosts, Wan(25.0, 20.0)) as net:
+    print(*(os.readlink(net.path(name)) for name in ("a", "b", "near", "far")), flush=True)
+    time.sleep(60)
+"""
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    assert program.stdout is not None
+    made = set(program.stdout.readline().split())
+    assert len(made) == 4
+    relays = relays_of(program.pid)
+    assert len(relays) == 1
+    program.send_signal(signal.SIGKILL)
+    program.communicate(timeout=20)
+    eventually(lambda: not made & spaces() and not alive(relays))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wan", "problem"),
+    [
+        ([HOSTS[0], HOSTS[0]], None, "one name"),
+        (HOSTS, None, "a WAN joins two sites; here are 2, and no WAN"),
+        (HOSTS[:2], WAN, "a WAN joins two sites; here are 1, and a WAN"),
+        ([*HOSTS, Host("d", "third", 1.0)], WAN, "here are 3"),
+    ],
+)
+def test_impossible_networks_are_refused(hosts: list[Host], wan: Wan | None, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Network(hosts, wan)
+
+
+def test_without_the_rights_of_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert network.why_not() == "network namespaces need the rights of root"
