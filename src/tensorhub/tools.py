@@ -116,6 +116,13 @@ async def published_tensors(
     return known.version, {each.name: (each.dtype, each.global_shape) for each in whole.tensors}
 
 
+async def changed_tensors(weights: Weights) -> tuple[str, ...]:
+    """Names of the registered tensors whose bytes have not the published digests of the version that they hold; internal,
+    and may change. All bytes are read, and nothing is written. Raises StateError: no version is held, or none with digests.
+    """
+    return await weights._thread.call(weights._handle.changed_tensors)
+
+
 async def seed_shard(hub: Joined, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
     """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
 

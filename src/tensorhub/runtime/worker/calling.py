@@ -59,6 +59,13 @@ class CallersHandle(ABC):
         """Call it as the next fill gets on, if that can be told."""
         return
 
+    async def changed_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors whose bytes have lost the digests of the version that they hold, if that can be told.
+
+        StateError: the memory holds no version, or its version has no digests.
+        """
+        return ()
+
     @abstractmethod
     def hook_returned(self, error: Exception | None) -> None:
         """The caller's before_write is over."""

@@ -147,6 +147,9 @@ class Handle(CallersHandle):
         """End the running call, if there is one, with `error`, as soon as may be."""
         self.apply(self.member.cancel(error, clock.now()))
 
+    async def changed_tensors(self) -> tuple[str, ...]:
+        return await self._writes.changed()
+
     def hook_returned(self, error: Exception | None) -> None:
         if self._call is not None and self._call.times.hooked is not None:
             self._call.times.hook_s = clock.now() - self._call.times.hooked

@@ -54,6 +54,23 @@ class Writes:
         counts = zip(self._memory.descriptions, self._versions, now, strict=False)
         return [tensor.name for tensor, was, count in counts if count != was]
 
+    async def changed(self) -> tuple[str, ...]:
+        """Names of the tensors that have a chunk without the digest with which it was published or read (R8), in order.
+
+        StateError: the memory holds no version, is taken back meanwhile, or its version has no digests.
+        """
+        content = self._member.content
+        if content is None:
+            raise StateError("the memory holds no version to compare it with")
+        found = dict[str, None]()
+        for chunk in range(content.manifest.chunk_count):
+            changed, _ = await anyio.to_thread.run_sync(partial(self._has_changed, content, chunk, ""))
+            if changed is None:
+                raise StateError("the memory was taken back while it was compared, or its version has no digests")
+            if changed:
+                found.update(dict.fromkeys(content.manifest.tensors_in(chunk)))
+        return tuple(found)
+
     async def look_again(
         self, generation: int, chunk: int, selection: str, limiter: anyio.CapacityLimiter
     ) -> tuple[bool | None, bytes]:
