@@ -433,17 +433,16 @@ def vllm(mib: int, rounds: int) -> None:
                 bare.append(time.perf_counter() - began)
                 published.unpublish()
             engine.receive_weights = engine.init_transfer_engine = lambda info: None
-            engine._is_updated = True
             finish, engine.finish_weight_update = engine.finish_weight_update, lambda: None
             began = time.perf_counter()
-            trainer.client.init_weight_transfer_engine(trainer._engine_init(version))
+            trainer.client.init_weight_transfer_engine(trainer._engine_init(version=version))
             trainer.client.pause_generation(mode="abort", clear_cache=True)
             trainer.client.start_weight_update()
             trainer.client.update_weights({"version": version})
             trainer.client.finish_weight_update(f"{version}")
             nothing.append(time.perf_counter() - began)
             engine.receive_weights, engine.init_transfer_engine = receive, get_ready
-            engine.finish_weight_update = finish
+            engine.finish_weight_update, engine._is_open = finish, False
         nbytes = sum(tensor.nbytes for tensor in memory.values()) >> 20
         report(nbytes, through[1:], {"bare update": bare[1:], "vLLM with an engine that moves nothing": nothing[1:]})
         trainer.shutdown()

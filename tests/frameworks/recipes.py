@@ -21,6 +21,10 @@ class Recipe:
         return "\n".join(self.installs)
 
 
+VLLM = (
+    "-r tests/frameworks/vllm-requirements.txt mistral_common",
+    "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
+)
 RECIPES = {
     "ray": Recipe(("ray==2.60.0",), ("test_ray.py",)),
     "sglang": Recipe(
@@ -37,11 +41,8 @@ RECIPES = {
         ("test_verl.py", "test_nemo_rl.py"),
     ),
     "vllm": Recipe(
-        (
-            "--no-deps vllm==0.33.0",
-            "-r tests/frameworks/vllm-requirements.txt mistral_common",
-            "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
-        ),
-        ("test_vllm.py", "test_vllm_server.py"),
+        ("--no-deps vllm==0.33.0", *VLLM),
+        ("test_vllm.py", "test_vllm_layers.py", "test_vllm_lora.py", "test_vllm_server.py"),
     ),
+    "vllm-0.32": Recipe(("--no-deps vllm==0.32.0", *VLLM), ("test_vllm.py",)),  # the oldest one that is supported
 }

@@ -11,6 +11,7 @@ import torch
 
 from tensorhub import source as tensor, sync
 from tensorhub.errors import (
+    IntegrityError,
     InvalidValue,
     ManifestMismatch,
     RegistrationError,
@@ -86,6 +87,22 @@ def train(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
+
+
+class Watched:
+    """A client that writes down which calls are made, and calls `before` with the name of each."""
+
+    def __init__(self, client: Any, before: Any = None) -> None:
+        self.client, self.calls, self.before = client, list[str](), before
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            self.calls.append(name)
+            if self.before is not None:
+                self.before(name)
+            return getattr(self.client, name)(*given, **named)
+
+        return call
 
 
 def engine_of(llm: Any) -> Any:
@@ -189,15 +206,98 @@ def test_missing_and_unexpected_names_are_all_listed(llm: Any, trainers: Any) ->
     assert checksums(llm) == before
 
 
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_what_is_called_when_and_that_only_the_update_writes(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
+    from tensorhub.integrations.vllm import OfflineClient
+
+    weights: dict[str, dict[str, str]] = {}
+    fetched: dict[str, int | None] = {}
+
+    def before(name: str) -> None:
+        weights[name], engine = checksums(llm), engine_of(llm)
+        fetched[name] = engine._weights and engine._weights.version
+
+    client = Watched(OfflineClient(llm), before)
+    model = actor(20)
+    trainer = trainers(model, client, host_memory_bytes=host_memory_bytes, pause="keep", clear_cache=False)
+    trainer.send_weights()
+    train(model)
+    client.calls.clear()
+    trainer.send_weights()
+    pause, write = "pause_generation", "update_weights"
+    assert client.calls == [
+        "init_weight_transfer_engine", pause, "start_weight_update", write, "finish_weight_update", "resume_generation"
+    ]  # fmt: skip
+    assert weights["init_weight_transfer_engine"] == weights[pause] == weights["start_weight_update"] == weights[write]
+    assert weights[write] != weights["finish_weight_update"] == weights["resume_generation"] == checksums(llm)
+    assert fetched[pause] == (1 if host_memory_bytes else 0)  # with host memory it is there before anything is paused
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_how_generation_is_paused(llm: Any, trainers: Any, mode: str, clear_cache: bool) -> None:
+    from tensorhub.integrations.vllm import OfflineClient
+
+    paused = []
+
+    class Client(OfflineClient):
+        def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+            paused.append((mode, clear_cache))
+
+    trainers(actor(21), Client(llm), pause=mode, clear_cache=clear_cache).send_weights()
+    trainers(actor(21), Client(llm), model="default").send_weights()
+    assert paused == [(mode, clear_cache), ("abort", True)]
+
+
+BROKEN = {  # which call fails: the calls after it, and which weights it leaves
+    "init_weight_transfer_engine": ([], "old"),
+    "pause_generation": (["resume_generation"], "old"),
+    "start_weight_update": (["resume_generation"], "old"),
+    "update_weights": (["finish_weight_update", "update_weight_version"], "torn"),  # as far as anybody knows
+    "finish_weight_update": (["update_weight_version"], "torn"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_call_whose_answer_is_lost(llm: Any, trainers: Any, broken: str) -> None:
+    from tensorhub.integrations.vllm import OfflineClient
+
+    model = actor(22)
+    client = Watched(OfflineClient(llm))
+    trainer = trainers(model, client)
+    trainer.send_weights()
+
+    def before(name: str) -> None:
+        if name == broken and client.calls.count(name) == 1:
+            raise ConnectionError("the answer is lost")
+
+    client.before = before
+    client.calls.clear()
+    train(model)
+    with pytest.raises(ConnectionError, match="the answer is lost") as caught:
+        trainer.send_weights()
+    after, weights = BROKEN[broken]
+    assert client.calls[client.calls.index(broken) + 1 :] == after
+    assert llm.get_weight_version() == ("torn" if weights == "torn" else "0")
+    assert any("stays paused" in note for note in getattr(caught.value, "__notes__", ())) == (weights == "torn")
+    trainer.send_weights()
+    assert client.calls[-1] == "resume_generation"
+    assert llm.get_weight_version() == "2"
+    check(llm, model)
+
+
+@pytest.mark.parametrize("resume_torn", [False, True])
 def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
-    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch, resume_torn: bool
 ) -> None:
     from tensorhub.integrations import vllm_layers
+    from tensorhub.integrations.vllm import OfflineClient
 
     model = actor(4)
-    trainer = trainers(model)
+    client = Watched(OfflineClient(llm))
+    trainer = trainers(model, client, resume_torn=resume_torn)
     trainer.send_weights()
-    version, calls = llm.get_weight_version(), []
+    before, calls = checksums(llm), []
     process = vllm_layers.process
 
     def fail(layer: Any, filled: Any) -> None:
@@ -212,9 +312,95 @@ def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
         with pytest.raises(StateError, match=r"post-processing has failed \[the engine's weights are torn") as caught:
             trainer.send_weights()
     assert caught.value.memory == "torn"
-    assert "stays paused" in caught.value.__notes__[0]
-    assert llm.get_weight_version() == version
+    assert checksums(llm) != before
+    # Whatever is generated with such weights bears their name.
+    assert llm.get_weight_version() == "torn"
+    assert (client.calls[-1] == "resume_generation") == resume_torn
+    assert any("stays paused" in note for note in caught.value.__notes__) != resume_torn
     trainer.send_weights()
+    assert llm.get_weight_version() == "2"
+    assert client.calls[-1] == "resume_generation"
+    check(llm, model)
+
+
+def test_a_staged_update_that_fails_while_it_fetches_pauses_nothing(
+    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorhub.integrations.vllm import OfflineClient
+
+    model = actor(23)
+    client = Watched(OfflineClient(llm))
+    trainer = trainers(model, client, host_memory_bytes=2**30)
+    trainer.send_weights()
+    before = checksums(llm)
+    train(model)
+    client.calls.clear()
+    weights = engine_of(llm)._weights
+
+    def fail(version: int, timeout: float) -> None:
+        weights.close(abandon=True)
+        raise StateError("the shard cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "update", fail)
+        with pytest.raises(StateError, match="the shard cannot be read"):
+            trainer.send_weights()
+    assert client.calls == ["init_weight_transfer_engine"]
+    assert checksums(llm) == before
+    assert llm.get_weight_version() == "0"
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_the_engines_weights_are_checked(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
+    """What is overwritten in the engine is named, just as vLLM's own digests tell it; the next update repairs it."""
+    model = actor(24)
+    model.model.norm.float()  # so that the loader has to cast it
+    trainer = trainers(model, host_memory_bytes=host_memory_bytes, digests=True)
+    with pytest.raises(StateError, match="no update has succeeded"):
+        trainer.check_weights()
+    trainer.send_weights()
+    trainer.check_weights()
+    before, modules = checksums(llm), dict(engine_of(llm).model.named_modules())
+    spoilt = ["layers.1.self_attn.qkv_proj", "layers.0.mlp.down_proj", "layers.1.self_attn.o_proj", "norm"]
+    for name in spoilt:
+        modules[f"model.{name}"].weight.data.view(-1)[3] += 1
+    with pytest.raises(IntegrityError, match=r"tensor\(s\) of the engine") as caught:
+        trainer.check_weights()
+    after = checksums(llm)
+    changed = {name.rpartition(":")[2] for name in after if after[name] != before[name]}
+    assert changed == {f"model.{name}.weight" for name in spoilt}
+    named = set(f"{caught.value}".split("'")[1::2])
+    # Small tensors that are written in place share a chunk, which has one digest.
+    assert named == changed if host_memory_bytes else named >= changed
+    assert {name for name in named if "o_proj" in name or "down_proj" in name} < changed
+    trainer.send_weights()
+    trainer.check_weights()
+    assert checksums(llm) == before
+
+
+def test_what_was_made_of_published_tensors_is_compared_by_digests_that_were_asked_for(trainers: Any) -> None:
+    trainer = trainers(actor(25))
+    trainer.send_weights()
+    with pytest.raises(StateError, match=r"4 layer\(s\) of the engine.*TrainerInit\(digests=True\)"):
+        trainer.check_weights()
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_a_model_whose_tensors_were_replaced_is_refused(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
+    model = actor(26)
+    trainer = trainers(model, host_memory_bytes=host_memory_bytes)
+    trainer.send_weights()
+    norm = engine_of(llm).model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.data.clone(), requires_grad=False)
+    before = checksums(llm)
+    train(model)
+    with pytest.raises(RegistrationError, match=r"'model.norm.weight'.*shutdown_weight_transfer_engine"):
+        trainer.send_weights()
+    assert checksums(llm) == before
+    assert llm.get_weight_version() == "0"
+    trainer.shutdown()
+    llm.shutdown_weight_transfer_engine()
+    trainers(model, host_memory_bytes=host_memory_bytes).send_weights()
     check(llm, model)
 
 
@@ -243,7 +429,8 @@ def test_calls_in_the_wrong_order(llm: Any, trainers: Any) -> None:
         trainer.client.update_weights({"version": 0})
     trainer.client.start_weight_update()
     with pytest.raises(StateError, match="comes after update_weights"):
-        trainer.client.finish_weight_update()
+        trainer.client.finish_weight_update("9")
+    assert llm.get_weight_version() != "9"
     # The trainer is gone before it has finished. The next one goes on.
     trainer.shutdown()
     train(model)

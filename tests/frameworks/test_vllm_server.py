@@ -1,4 +1,6 @@
-"""`tensorhub.integrations.vllm` against vLLM's HTTP server: three processes, and a trainer that is killed."""
+"""`tensorhub.integrations.vllm` against vLLM's HTTP server: several processes, with one worker and with two that are
+tensor-parallel; a trainer that is killed, and a worker.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +31,26 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 540  # until the server answers, on a machine that does other things
 
 
+@dataclass(frozen=True)
+class Server:
+    url: str
+    workers: int
+    session: int
+    faults: Path  # a worker fails to finish its layers as long as a file here has the number of its rank
+
+
 def environment(directory: Path) -> dict[str, str]:
     """vLLM's workers load the shim as a plug-in, beside TensorHub's."""
     distribution = directory / "cpu_shim-1.0.dist-info"
     distribution.mkdir()
     (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-shim\nVersion: 1.0\n")
-    (distribution / "entry_points.txt").write_text("[vllm.general_plugins]\ncpu_shim = tests.frameworks.vllm_cpu:shim\n")
+    plugins = [f"cpu_{name} = tests.frameworks.vllm_cpu:{name}" for name in ("shim", "faults")]
+    (distribution / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *plugins, ""]))
     paths = [str(directory), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     python_path = os.pathsep.join(filter(None, paths))
-    shim = {"VLLM_PLUGINS": "tensorhub,cpu_shim", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path}
-    return {**os.environ, **vllm_cpu.ENVIRONMENT, **shim}
+    shim = {"VLLM_PLUGINS": "tensorhub,cpu_shim,cpu_faults", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path}
+    workers = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TENSORHUB_TEST_FAULTS": str(directory)}
+    return {**os.environ, **vllm_cpu.ENVIRONMENT, **shim, **workers}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +60,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[str]:
+@pytest.fixture(scope="module", params=[1, 2])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Server]:
     import requests
 
     directory = tmp_path_factory.mktemp("server")
@@ -56,6 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterato
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path, "--port", f"{port}"]
     command += ["--host", "127.0.0.1", "--weight-transfer-config", '{"backend": "tensorhub"}', "--load-format", "dummy"]
     command += ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "64"]
+    command += ["--tensor-parallel-size", f"{request.param}"]
     log = directory / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, env=environment(directory), stdout=out, stderr=out, start_new_session=True)
@@ -69,9 +83,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterato
                     break
             except requests.RequestException:
                 time.sleep(0.5)
-        yield url
+        yield Server(url, request.param, process.pid, directory)
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
         with contextlib.suppress(ProcessLookupError):
@@ -85,18 +100,18 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def post(url: str, path: str, **body: Any) -> Any:
+def post(server: Server, path: str, **body: Any) -> Any:
     import requests
 
-    answer = requests.post(f"{url}/{path}", json=body, timeout=60)
+    answer = requests.post(f"{server.url}/{path}", json=body, timeout=60)
     answer.raise_for_status()
     return answer.json()
 
 
-def get(url: str, path: str) -> Any:
+def get(server: Server, path: str) -> Any:
     import requests
 
-    return requests.get(f"{url}/{path}", timeout=60).json()
+    return requests.get(f"{server.url}/{path}", timeout=60).json()
 
 
 def trainer_of(url: str, address: str, model: torch.nn.Module, **settings: Any) -> Any:
@@ -110,17 +125,22 @@ def trainer_of(url: str, address: str, model: torch.nn.Module, **settings: Any) 
     return WeightTransferTrainerFactory.trainer_init(init, client=HTTPVLLMWeightSyncClient(url, 120), source=model)
 
 
-def expected(model: torch.nn.Module) -> dict[str, str]:
-    """vLLM's digests of the tensors that a Llama of one worker has, made of the trainer's by hand."""
+def expected(model: torch.nn.Module, rank: int, workers: int) -> dict[str, str]:
+    """vLLM's digests of the tensors that one of a Llama's workers has, made of the trainer's by hand."""
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(workers, dim)[rank]
 
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for fused, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
         for name in [name for name in tensors if f".{parts[0]}_proj" in name]:
-            rows = [tensors.pop(name.replace(f"{parts[0]}_proj", f"{part}_proj")) for part in parts]
+            rows = [mine(tensors.pop(name.replace(f"{parts[0]}_proj", f"{part}_proj")), 0) for part in parts]
             tensors[name.replace(f"{parts[0]}_proj", f"{fused}_proj")] = torch.cat(rows)
+    for name in [name for name in tensors if "o_proj" in name or "down_proj" in name]:
+        tensors[name] = mine(tensors[name], 1)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = torch.cat([tensors[name], tensors[name].new_zeros(28, tensors[name].shape[1])])
+        tensors[name] = mine(torch.cat([tensors[name], tensors[name].new_zeros(28, tensors[name].shape[1])]), 0)
     made = torch.nn.Module()
     for name, tensor in tensors.items():
         owner = made
@@ -133,45 +153,65 @@ def expected(model: torch.nn.Module) -> dict[str, str]:
     return dict(compute_tensor_digests(made))
 
 
-def served(url: str) -> dict[str, str]:
-    found = post(url, "weight_checker", action="checksum")["checksums"]
-    return {name.partition("tp0:")[2]: digest for name, digest in found.items()}
+def served(server: Server) -> dict[str, str]:
+    """vLLM's digests of all workers, with the rank before each name."""
+    found = post(server, "weight_checker", action="checksum")["checksums"]
+    return {name.rpartition(":tp")[2]: digest for name, digest in found.items()}
 
 
-def check(url: str, model: torch.nn.Module) -> None:
-    has, should = served(url), expected(model)
+def check(server: Server, model: torch.nn.Module) -> None:
+    has, ranks = served(server), range(server.workers)
+    should = {f"{rank}:{name}": of for rank in ranks for name, of in expected(model, rank, server.workers).items()}
     assert {name for name, digest in should.items() if has[name] != digest} == set()
 
 
+def kill(server: Server, title: str) -> None:
+    """One of the server's processes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            number = int(path.parent.name)
+            if title in path.read_text() and os.getsid(number) == server.session:
+                os.kill(number, signal.SIGKILL)
+                return
+    raise AssertionError(f"there is no process {title!r}")
+
+
+def is_paused(server: Server) -> bool:
+    return bool(get(server, "is_paused")["is_paused"])
+
+
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
-def test_three_updates(server: str, host_memory_bytes: int) -> None:
+def test_three_updates(server: Server, host_memory_bytes: int) -> None:
     with sync.serve() as coordinator:
         model = actor(host_memory_bytes)
-        trainer = trainer_of(server, coordinator.address, model, host_memory_bytes=host_memory_bytes)
+        trainer = trainer_of(server.url, coordinator.address, model, host_memory_bytes=host_memory_bytes)
         for version in range(3):
             train(model)
             trainer.send_weights()
             assert get(server, "weight_info") == {"weight_version": f"{version}"}
-            assert get(server, "is_paused") == {"is_paused": False}
+            assert not is_paused(server)
             check(server, model)
+            trainer.check_weights()
         trainer.shutdown()
 
 
-def test_an_update_that_fails_leaves_the_old_weights_and_resumes(server: str) -> None:
+def test_an_update_that_fails_leaves_the_old_weights_and_resumes(server: Server) -> None:
     import requests
 
     with sync.serve() as coordinator:
         model = actor(11)
-        trainer = trainer_of(server, coordinator.address, model)
+        trainer = trainer_of(server.url, coordinator.address, model)
         trainer.send_weights()
         before = served(server)
         update = trainer.client.update_weights
         trainer.client.update_weights = lambda info: update({**info, "version": 99})
-        with pytest.raises(requests.HTTPError) as caught:
-            trainer.send_weights()
-        assert "the engine's weights are intact" in caught.value.response.text
-        assert get(server, "is_paused") == {"is_paused": False}
-        assert served(server) == before
+        for _ in range(2):
+            with pytest.raises(requests.HTTPError) as caught:
+                trainer.send_weights()
+            assert "the engine's weights are intact" in caught.value.response.text
+            assert not is_paused(server)
+            assert served(server) == before
+            assert get(server, "weight_info") == {"weight_version": "0"}
         trainer.client.update_weights = update
         train(model)
         trainer.send_weights()
@@ -196,28 +236,80 @@ KILLED = """
 
 
 @pytest.mark.parametrize("after", ["start", "update"])
-def test_a_trainer_that_is_killed_before_it_has_finished(server: str, after: str, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_before_it_has_finished(server: Server, after: str, tmp_path: Path) -> None:
     with sync.serve() as coordinator:
         script = tmp_path / "killed.py"
         script.write_text(textwrap.dedent(KILLED))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
-        command = [sys.executable, str(script), server, coordinator.address, after]
+        command = [sys.executable, str(script), server.url, coordinator.address, after]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
             assert process.stdout is not None
             while "now" not in (line := process.stdout.readline()):
                 assert line, "the trainer has ended"
             process.kill()
         model = actor(13)
-        trainer = trainer_of(server, coordinator.address, model)
+        trainer = trainer_of(server.url, coordinator.address, model)
         trainer.send_weights()
         check(server, model)
-        assert get(server, "is_paused") == {"is_paused": False}
+        assert not is_paused(server)
         trainer.shutdown()
 
 
-def test_the_example(server: str, model_path: str) -> None:
+def test_the_example(server: Server, model_path: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(REPOSITORY / "examples" / "vllm_server.py"), server, model_path]
+    command = [sys.executable, str(REPOSITORY / "examples" / "vllm_server.py"), server.url, model_path]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=env, timeout=300, check=True)
     said = [line for line in done.stdout.splitlines() if line.startswith("the server")]
     assert said == [f"the server has version {version}" for version in range(3)]
+
+
+@pytest.mark.parametrize("resume_torn", [False, True])
+@pytest.mark.parametrize("rank", [0, -1])
+def test_an_update_that_fails_on_one_worker_is_torn_on_all(server: Server, rank: int, resume_torn: bool) -> None:
+    import requests
+
+    number = rank % server.workers
+    with sync.serve() as coordinator:
+        model = actor(30 + number)
+        trainer = trainer_of(server.url, coordinator.address, model, resume_torn=resume_torn)
+        trainer.send_weights()
+        train(model)
+        fault = server.faults / f"{number}"
+        fault.touch()
+        try:
+            with pytest.raises(requests.HTTPError) as caught:
+                trainer.send_weights()
+        finally:
+            fault.unlink()
+        assert f"rank {number} cannot finish its layers" in caught.value.response.text
+        assert "the engine's weights are torn" in caught.value.response.text
+        assert is_paused(server) != resume_torn
+        assert get(server, "weight_info") == {"weight_version": "torn"}
+        trainer.send_weights()  # of what is published still, and what one of the workers has already
+        assert not is_paused(server)
+        assert get(server, "weight_info") == {"weight_version": "2"}
+        check(server, model)
+        trainer.check_weights()
+        trainer.shutdown()
+
+
+def test_a_worker_that_is_killed_between_start_and_finish(server: Server) -> None:
+    """The last test of a server. The trainer has its memory back, and another engine can be fed."""
+    import requests
+
+    with sync.serve() as coordinator:
+        trainer = trainer_of(server.url, coordinator.address, actor(40))
+        trainer.send_weights()
+        start = trainer.client.start_weight_update
+
+        def start_and_kill() -> None:
+            start()
+            kill(server, "VLLM::Worker_TP1" if server.workers > 1 else "VLLM::EngineCore")  # the engine has the one worker
+
+        trainer.client.start_weight_update = start_and_kill
+        with pytest.raises(requests.RequestException):
+            trainer.send_weights()
+        assert trainer._weights is not None
+        assert trainer._weights.version is None
+        train(trainer.source)
+        trainer.shutdown()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -17,7 +18,7 @@ ENVIRONMENT = {
     "VLLM_PLUGINS": "tensorhub",
     "HF_HUB_OFFLINE": "1",
 }
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -44,18 +45,49 @@ ENGINE: dict[str, Any] = {
 _kept: list[torch.library.Library] = []
 
 
+def lay_out(weight: torch.Tensor) -> torch.Tensor:
+    """Experts as a kernel wants them: in another order, with the same shape."""
+    return weight.transpose(1, 2).reshape(weight.shape)
+
+
 def shim() -> None:
-    """Define the one native op without which the CPU worker does not start. Nothing can be generated."""
-    if not _kept:
-        library = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
-        library.define("init_cpu_memory_env(int[] nodes) -> ()")  # type: ignore[no-untyped-call]
-        library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        _kept.append(library)
+    """Define the native ops without which the CPU worker does not start: one that prepares memory, and one that lays experts
+    out for its kernels. Nothing can be generated.
+    """
+    if _kept:
+        return
+    library = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _kept.append(library)
+
+    def prepack(weight: torch.Tensor, output: torch.Tensor, isa: str) -> None:
+        output.copy_(lay_out(weight))
+
+    for name, schema, does in (
+        ("init_cpu_memory_env", "(int[] nodes) -> ()", lambda nodes: None),
+        ("prepack_moe_weight", "(Tensor weight, Tensor(a!) output, str isa) -> ()", prepack),
+    ):
+        library.define(f"{name}{schema}")  # type: ignore[no-untyped-call]
+        library.impl(name, does, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-def prepare(directory: Path) -> str:
+def faults() -> None:
+    """Have a worker fail at the end of an update as long as a file in `TENSORHUB_TEST_FAULTS` has the number of its rank."""
+    from tensorhub.integrations import vllm_layers
+
+    finish = vllm_layers.finish
+
+    def finish_or_fail(model: torch.nn.Module, model_config: Any) -> None:
+        rank = torch.distributed.get_rank()
+        if (Path(os.environ["TENSORHUB_TEST_FAULTS"]) / f"{rank}").exists():
+            raise RuntimeError(f"rank {rank} cannot finish its layers")
+        finish(model, model_config)
+
+    vllm_layers.finish = finish_or_fail
+
+
+def prepare(directory: Path, config: dict[str, Any] = LLAMA) -> str:
     """Set this process up for vLLM, and write a model's configuration. Returns the model's path."""
     os.environ.update(ENVIRONMENT)
     shim()
-    (directory / "config.json").write_text(json.dumps(LLAMA))
+    (directory / "config.json").write_text(json.dumps(config))
     return str(directory)

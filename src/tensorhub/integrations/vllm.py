@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -33,7 +34,9 @@ __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
 
 BACKEND = "tensorhub"
 SUPPORTED = ("0.32", "0.33")  # releases of vLLM whose hooks this was written for
-INTACT, TORN = "the engine's weights are intact", "the engine's weights are torn"  # in an error's text, over any client
+# In an error's text, over any client:
+INTACT, TORN, OPEN = "the engine's weights are intact", "the engine's weights are torn", "an update is open"
+TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
 
 
 def register(release: str = VLLM_VERSION) -> None:
@@ -56,8 +59,11 @@ class TrainerInit(TrainerInitInfo):
 
     `rank`, `world_size`: of this trainer's process; rank 0 talks to the engine. `pause`: what becomes of requests during an
     update, "abort", "wait" (until they are done) or "keep" (they go on with the new weights); None: the engine is not paused
-    here. `clear_cache`: forget what was cached with the old weights. `host_memory_bytes`: of each of the engine's workers;
-    with enough for its shard, a failed update leaves the old weights whole. `sources`: as `Hub.register` takes it.
+    here. `clear_cache`: forget what was cached with the old weights. `resume_torn`: an engine whose weights are torn, or may
+    be, is resumed as well, under the weight version "torn"; False: it stays paused until an update succeeds.
+    `host_memory_bytes`: of each of the engine's workers; with enough for its shard, the weights are fetched before the
+    engine is paused, and a failed update leaves the old ones whole. `digests`: workers keep digests of what they make of
+    published tensors, for `check_weights`. `sources`: as `Hub.register` takes it.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -67,7 +73,9 @@ class TrainerInit(TrainerInitInfo):
     world_size: int = 1
     pause: Literal["abort", "wait", "keep"] | None = "abort"
     clear_cache: bool = True
+    resume_torn: bool = False
     host_memory_bytes: int = 0
+    digests: bool = False
     timeout_s: float = 300.0
     sources: Sources | None = None
     options: Options | None = None
@@ -91,6 +99,9 @@ class OfflineClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._llm.finish_weight_update(weight_version)
 
+    def update_weight_version(self, new_version: str) -> None:
+        self._llm.update_weight_version(new_version)
+
     def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         if clear_cache:
             self._llm.reset_prefix_cache()
@@ -112,7 +123,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self.rank = init_info.rank  # vLLM 0.32 takes none
         self._init = init_info
-        self._pausing = _pausing(client) if self.is_sender and init_info.pause is not None else None
+        self._controls = _controls(client, init_info) if self.is_sender else None
         self._buffers: dict[str, torch.Tensor] | None = None
         self._hub = sync.connect(init_info.address, options=init_info.options)
         try:
@@ -121,7 +132,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             self._weights = self._register(source)
             if self.is_sender:
                 self._replica = f"vllm-{secrets.token_hex(8)}"
-                client.init_weight_transfer_engine(self._engine_init())
+                self._get_ready()
         except BaseException:
             self._hub.close()
             raise
@@ -144,18 +155,30 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         self._buffers = shared_empty_like(like)
         return self._hub.register(self._init.model, self._buffers, **asked)
 
-    def _engine_init(self, version: int | None = None) -> dict[str, Any]:
+    def _engine_init(self, **asked: Any) -> dict[str, Any]:
         init = self._init
         address = [init.address] if isinstance(init.address, str) else list(init.address)
         sent = {"address": address, "model": init.model, "replica": self._replica, "timeout_s": init.timeout_s}
-        return {**sent, "host_memory_bytes": init.host_memory_bytes, "version": version}
+        return {**sent, "host_memory_bytes": init.host_memory_bytes, "digests": init.digests, **asked}
+
+    def _get_ready(self, version: int | None = None) -> None:
+        init = self._engine_init(version=version)
+        try:
+            self.client.init_weight_transfer_engine(init)
+        except Exception as error:
+            if OPEN not in _text_of(error):
+                raise
+            with suppress(Exception):  # of several workers, the last one may have finished already
+                self.client.finish_weight_update()
+            self.client.init_weight_transfer_engine(init)
 
     def send_weights(self, version: int | None = None) -> None:
         """Publish the present weights, and have the engine take them; called on every rank. When it returns, or raises, the
         weights may be written again. `version`: above every number before; None: the next one.
 
         Raises what the engine raises, as the client passes it on. A paused engine is resumed, unless its weights are torn,
-        or may be: then it stays paused, and the next update that succeeds resumes it.
+        or may be: then its weight version is "torn", and it stays paused (`TrainerInit.resume_torn`) until an update
+        succeeds.
         """
         number = self._version + 1 if version is None else version
         if self._buffers is not None and self._weights is not None and self._weights.version is not None:
@@ -190,29 +213,48 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             text = f"the source has not yielded {len(left)} of its tensors: {some(list(map(repr, left)))}"
             raise RegistrationError(f"{text}; and {len(unknown)} others: {some(unknown)}")
 
+    def check_weights(self) -> None:
+        """Have each of the engine's workers compare what it holds with the version that it serves; called on rank 0. What is
+        written in place has to have the published digests, and what was made of published tensors those that it had then
+        (`TrainerInit.digests`). Nothing is written, and generation need not be paused.
+
+        Raises what the engine raises, as the client passes it on: IntegrityError (what differs is named; the next update
+        writes all of it), StateError (nothing was updated yet, or there are no digests of what was made).
+        """
+        self.client.init_weight_transfer_engine(self._engine_init(check=True))
+
     def _update(self, info: VersionInfo) -> None:
-        self.client.init_weight_transfer_engine(self._engine_init(info.version))  # it gets ready while it still generates
-        pause, resume = self._pausing or (_nothing, _nothing)
-        pause(self._init.pause, self._init.clear_cache)
+        self._get_ready(info.version)  # it binds, and fetches where it has host memory, while it still generates
+        controls, is_whole = self._controls or _Controls(), True
         try:
-            self._start()
+            controls.pause(self._init.pause, self._init.clear_cache)
+            self.client.start_weight_update()
+            is_whole = False
             try:
                 self.client.update_weights({"version": info.version, "content_id": info.content_id})
             except Exception as error:
-                if INTACT not in _text_of(error):
-                    error.add_note("generation stays paused: the engine's weights may be torn; the next update resumes it")
-                    resume = _nothing
+                is_whole = INTACT in _text_of(error)
+                with suppress(Exception):  # of several workers only the last one has closed the update
+                    self.client.finish_weight_update()
                 raise
             self.client.finish_weight_update(weight_version=f"{info.version}")
-        finally:
-            resume()
+        except BaseException as error:
+            self._after_failure(error, controls, is_whole)
+            raise
+        controls.resume()
 
-    def _start(self) -> None:
+    def _after_failure(self, error: BaseException, controls: _Controls, is_whole: bool) -> None:
+        """Whatever an engine generates bears the version of its weights, or "torn"."""
         try:
-            self.client.start_weight_update()
-        except Exception:
-            self.client.finish_weight_update()  # what a trainer has begun that is gone: only that is forgiven
-            self.client.start_weight_update()
+            if not is_whole:
+                controls.label(TORN_VERSION)
+                error.add_note('the engine\'s weights may be torn: its weight version is "torn" until an update succeeds')
+            if is_whole or self._init.resume_torn:
+                controls.resume()
+            elif self._init.pause is not None:
+                error.add_note("generation stays paused; the next update that succeeds resumes it")
+        except Exception as failed:
+            error.add_note(f"generation stays paused, if it was: {type(failed).__name__}: {failed}")
 
     def shutdown(self) -> None:
         """Leave the cluster. The engine keeps what it serves."""
@@ -234,32 +276,57 @@ def _text_of(error: BaseException) -> str:
     return f"{error} {getattr(response, 'text', '')}"
 
 
-def _pausing(client: Any) -> tuple[Callable[[Any, bool], object], Callable[[], object]]:
-    """How a client's engine is paused and resumed: vLLM's clients have no calls for it."""
-    if hasattr(client, "pause_generation") and hasattr(client, "resume_generation"):
-        return lambda mode, clear: client.pause_generation(mode=mode, clear_cache=clear), client.resume_generation
+@dataclass(frozen=True)
+class _Controls:
+    """How a client's engine is paused, resumed, and told what its weights are: vLLM's clients have no calls for it."""
+
+    pause: Callable[[Any, bool], object] = _nothing
+    resume: Callable[[], object] = _nothing
+    label: Callable[[str], object] = _nothing
+
+
+def _controls(client: Any, init: TrainerInit) -> _Controls:
+    found = _of_client(client)
+    if found is None and (init.pause is not None or init.resume_torn):
+        raise InvalidValue(
+            f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, clear_cache=), "
+            "resume_generation() and update_weight_version(new_version), or TrainerInit(pause=None) where nothing is "
+            "generated during an update"
+        )
+    found = found or _Controls()
+    return found if init.pause is not None else _Controls(label=found.label)
+
+
+def _of_client(client: Any) -> _Controls | None:
+    if all(hasattr(client, name) for name in ("pause_generation", "resume_generation", "update_weight_version")):
+        return _Controls(
+            lambda mode, clear: client.pause_generation(mode=mode, clear_cache=clear),
+            client.resume_generation,
+            client.update_weight_version,
+        )
     if hasattr(client, "base_url"):
 
-        def post(path: str, query: Mapping[str, str]) -> None:
+        def post(path: str, query: Mapping[str, str], body: Mapping[str, str] | None = None) -> None:
             import requests
 
-            requests.post(f"{client.base_url}/{path}", params=query, timeout=client.timeout).raise_for_status()
+            url = f"{client.base_url}/{path}"
+            requests.post(url, params=query, json=body, timeout=client.timeout).raise_for_status()
 
-        return lambda mode, clear: post("pause", {"mode": mode, "clear_cache": f"{clear}".lower()}), lambda: post(
-            "resume", {}
+        return _Controls(
+            lambda mode, clear: post("pause", {"mode": mode, "clear_cache": f"{clear}".lower()}),
+            lambda: post("resume", {}),
+            lambda version: post("update_weight_version", {}, {"new_version": version}),
         )
     if hasattr(client, "handles"):
 
-        def call(name: str, **arguments: Any) -> None:
+        def call(name: str, *given: Any, **arguments: Any) -> None:
             import ray
 
-            ray.get([getattr(handle, name).remote(**arguments) for handle in client.handles])
+            ray.get([getattr(handle, name).remote(*given, **arguments) for handle in client.handles])
 
-        return (
+        return _Controls(
             lambda mode, clear: call("pause_generation", mode=mode, clear_cache=clear),
             lambda: call("resume_generation"),
+            lambda version: call("update_weight_version", version),
         )
-    raise InvalidValue(
-        f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, clear_cache=) and "
-        "resume_generation(), or TrainerInit(pause=None) where nothing is generated during an update"
-    )
+    return None

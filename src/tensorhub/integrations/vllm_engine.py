@@ -9,42 +9,58 @@ What each parameter is made of is recorded from the model's own `load_weights`. 
 - *by `load_weights`*: what the loader computes, of whole tensors.
 
 With host memory for a whole shard (`host_memory_bytes`) the first two are staged: the shard is filled in host memory, where
-it stays and serves others, and the engine's own tensors are written when all of it is there.
+it stays and serves others, while the engine generates. The engine's own tensors are written when all of it is there.
+
+All workers of an engine say together whether a call has failed: see `Engine._together`.
 
 Responsible for what a worker does when. Not responsible for vLLM's layers (`vllm_layers`), nor for the trainer (`vllm`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from tensorhub import shared_empty_like, sync
-from tensorhub.errors import ManifestMismatch, StateError, TensorHubError, VersionConflict, some
+from tensorhub.errors import (
+    IntegrityError,
+    ManifestMismatch,
+    RegistrationError,
+    StateError,
+    TensorHubError,
+    VersionConflict,
+    some,
+)
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.recording import Recording, Specs, record
-from tensorhub.integrations.vllm import INTACT, TORN
+from tensorhub.integrations.vllm import INTACT, OPEN, TORN
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import published_tensors
+from tensorhub.tools import changed_tensors, published_tensors
 
 log = get_logger(__name__)
+
+_Outcome = tuple[str | None, bool]  # the text of the error, if a call has failed; whether the weights are torn
 
 BATCH_BYTES = 256 * 2**20  # of layers that are read together
 
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """`replica`: the trainer's word for its engines. `version`: one that will come next, to get ready for."""
+    """`replica`: the trainer's word for its engines. `version`: one that will come next, to get ready for. `check`: compare
+    what the engine holds with what was published. `digests`: keep those of what is not written in place, to compare it.
+    """
 
     address: str | list[str]
     model: str
@@ -52,6 +68,8 @@ class Init(WeightTransferInitInfo):
     host_memory_bytes: int = 0
     timeout_s: float = 300.0
     version: int | None = None
+    check: bool = False
+    digests: bool = False
 
 
 @dataclass
@@ -64,6 +82,7 @@ class Update(WeightTransferUpdateInfo):
 class _Layer:
     """One module whose tensors are read: `names` by their attribute."""
 
+    name: str
     module: nn.Module
     names: dict[str, str]
     nbytes: int
@@ -77,7 +96,8 @@ class _Plan:
     recording: Recording
     in_place: list[_Layer] = field(default_factory=list)
     processed: list[_Layer] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)  # whole published tensors, for load_weights
+    computed: list[_Layer] = field(default_factory=list)  # of what load_weights computes
+    loaded: list[str] = field(default_factory=list)  # the whole published tensors that it is given for that
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +114,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._unprocessed = {layer for layer in model.modules() if layers.is_unprocessed(layer)}
+        self._acting_once = [name for name, layer in model.named_modules() if layers.acts_once(layer)]
         self._init: Init | None = None
         self._hub: sync.Hub | None = None
         self._plan: _Plan | None = None
@@ -101,6 +122,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         self._weights: sync.Weights | None = None
         self._live: dict[str, torch.Tensor] = {}  # what is written in place
         self._staged: dict[str, torch.Tensor] = {}  # all of the shard, in host memory
+        self._digests: dict[str, bytes] = {}  # of what was made of published tensors, when it was made
         self._served: Update | None = None
         self._torn = False
         self._is_open = self._is_updated = self._is_abandoned = False
@@ -108,35 +130,33 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
     # --------------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Join the trainer's cluster, or get ready for its next version."""
-        lasting = replace(init_info, version=None)
-        if lasting != self._init or self._hub is None:
-            self.shutdown()
-            self._hub = sync.connect(init_info.address)
-            self._init = lasting
-            self._is_abandoned = self._is_open  # by a trainer that is gone
-        if init_info.version is not None:
-            self._prepare(self._hub, init_info.version)
-            self._ready_for = init_info.version
+        """Join the trainer's cluster, get ready for its next version, or check the one that is served."""
+        if error := self._together(lambda: self._join(init_info))[0]:
+            raise error
 
     def start_weight_update(self) -> None:
-        if self._hub is None:
+        if self._hub is None and self._speaks:
             raise StateError("start_weight_update comes after init_weight_transfer_engine")
         self._is_open, self._is_updated, self._is_abandoned = True, False, False
 
     def receive_weights(self, update_info: Update) -> None:
-        if self._hub is None:
-            raise StateError("update_weights comes after init_weight_transfer_engine")
-        try:
-            self._receive(self._hub, update_info)
-        except Exception as error:
+        error, are_torn = self._together(lambda: self._receive(update_info))
+        if not are_torn:
+            self._is_updated, self._is_abandoned = True, False
+            return
+        # Who has succeeded has new weights, beside workers that have old ones.
+        self._torn = any(are_torn) or len(are_torn) < self.parallel_config.world_size
+        self._is_abandoned = True  # what is left to do is to finish
+        if error is not None:
             self._is_open = False  # so does vLLM
-            raise self._told(error) from error
-        self._is_updated = True
+            says = TORN if self._torn else INTACT
+            error.args, error.memory = (f"{error} [{says}]",), "torn" if self._torn else "intact"
+            raise error
 
     def finish_weight_update(self) -> None:
-        if not (self._is_updated or self._is_abandoned):
-            raise StateError("finish_weight_update comes after update_weights: nothing was updated")
+        if self._speaks and not (self._is_updated or self._is_abandoned):
+            self._is_abandoned = True
+            raise StateError("finish_weight_update comes after update_weights: nothing was updated; once more gives it up")
         self._is_open = self._is_updated = self._is_abandoned = False
 
     def shutdown(self) -> None:
@@ -148,9 +168,72 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
                 with suppress(TensorHubError):
                     each.close()
 
+    # --------------------------------------------------------------------------------------------------- several workers
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this worker is the one of its engine that raises."""
+        return bool(self.parallel_config.rank == self.parallel_config.world_size - 1)
+
+    def _together(self, call: Callable[[], None]) -> tuple[TensorHubError | None, list[bool]]:
+        """Make a call on all workers. Returns the error to raise here, and of each worker that has failed whether its
+        weights are torn.
+
+        Only the last worker raises, for all of them: vLLM's executor reads answers in the order of ranks up to the first
+        error, and takes what it leaves unread for answers to later calls.
+        """
+        error: Exception | None = None
+        try:
+            call()
+        except Exception as each:
+            error = each
+        said = self._shared((None if error is None else f"{type(error).__name__}: {error}", self._torn))
+        failed = {rank: text for rank, (text, _) in sorted(said.items()) if text is not None}
+        are_torn = [said[rank][1] for rank in failed]
+        if not failed or not self._speaks:
+            return None, are_torn
+        if len(said) == 1 and isinstance(error, TensorHubError):
+            return error, are_torn
+        text = "; ".join([f"worker {rank}: {text}" if len(said) > 1 else text for rank, text in failed.items()])
+        together = StateError(text)
+        together.__cause__ = error
+        return together, are_torn
+
+    def _shared(self, mine: _Outcome) -> dict[int, _Outcome]:
+        """What all workers of this engine say, by rank. They wait for each other as long as vLLM's groups do."""
+        said = {self.parallel_config.rank: mine}
+        if self.parallel_config.world_size > 1:
+            for get_group in ("get_tp_group", "get_pcp_group", "get_pp_group"):
+                group = getattr(parallel_state, get_group)()
+                of_all: list[Any] = [None] * group.world_size
+                torch.distributed.all_gather_object(of_all, said, group=group.cpu_group)
+                said = {rank: outcome for each in of_all for rank, outcome in each.items()}
+        return said
+
     # ------------------------------------------------------------------------------------------------------------ an update
 
-    def _receive(self, hub: sync.Hub, update: Update) -> None:
+    def _join(self, init: Init) -> None:
+        self._is_abandoned = self._is_open  # by a trainer that is gone, or did not hear of its end
+        if self._is_open and (self.parallel_config.world_size == 1 or not self._speaks):  # the others' word is enough
+            raise StateError(f"finish_weight_update comes first [{OPEN}]")
+        lasting = replace(init, version=None, check=False)
+        if lasting != self._init or self._hub is None:
+            self.shutdown()
+            self._hub = sync.connect(init.address)
+            self._init = lasting
+        if init.check:
+            self._check()
+        elif init.version is not None:
+            plan = self._prepare(self._hub, init.version)
+            self._ready_for = init.version
+            if self._staged and self._weights is not None:
+                self._check_places(plan)
+                self._weights.update(init.version, timeout=self._timeout_s)
+
+    def _receive(self, update: Update) -> None:
+        hub = self._hub
+        if hub is None or not self._is_open:
+            raise StateError("update_weights comes after init_weight_transfer_engine and start_weight_update")
         served = self._served
         if served is not None and not self._torn:
             if served.content_id is not None and served.content_id == update.content_id:
@@ -161,6 +244,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
                 raise VersionConflict(f"{text}; to go back, call hub.rollback({self._name!r}, to=...) and publish anew")
         plan = self._plan if self._plan is not None and self._ready_for == update.version else None
         plan, self._ready_for = plan or self._prepare(hub, update.version), None
+        self._check_places(plan)
         loaded: Mapping[str, torch.Tensor] = {}
         if plan.loaded:
             loaded = hub.fetch(self._name, update.version, rank=None, names=plan.loaded, timeout=self._timeout_s)
@@ -181,6 +265,8 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         if loaded:
             layers.load(self.model, self.model_config, loaded.items())
         layers.finish(self.model, self.model_config)
+        made = self._made(plan) if self._init is not None and self._init.digests else ()
+        self._digests = {name: layers.digest(tensor) for name, tensor in made}
         self._torn, self._served = False, update
 
     def _write_staged(self, plan: _Plan) -> None:
@@ -221,21 +307,52 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
                 for layer in batch:
                     yield layer, tensors
 
+    def _check_places(self, plan: _Plan) -> None:
+        """What is written in place has to be where it was when it was registered."""
+        moved = [
+            repr(name)
+            for layer in plan.in_place
+            for attribute, name in layer.names.items()
+            if not layers.is_in_place(layers.own_tensors(layer.module).get(attribute), self._live[name])
+        ]
+        if moved:
+            raise RegistrationError(
+                f"{len(moved)} parameter(s) were replaced since they were registered, by post-processing or a reload: "
+                f"{some(moved)}. Copy into the old ones; or call shutdown_weight_transfer_engine and make the trainer "
+                "anew: then the new ones are registered"
+            )
+
+    def _check(self) -> None:
+        """Compare what this worker holds with what was published. Nothing is written."""
+        plan, served = self._plan, self._served
+        if plan is None or served is None or self._torn:
+            raise StateError("no update has succeeded: there is nothing to compare the engine's weights with")
+        self._check_places(plan)
+        if (plan.processed or plan.computed) and not self._digests:
+            made = len(plan.processed) + len(plan.computed)
+            text = f"{made} layer(s) of the engine hold what was made of published tensors"
+            raise StateError(f"{text}: to compare it, give TrainerInit(digests=True)")
+        differ = {} if self._weights is None else dict.fromkeys(finish_blocking(changed_tensors(self._weights._weights)))
+        if self._staged:
+            differ.update({name: None for name in self._live if not layers.same_bytes(self._live[name], self._staged[name])})
+        differ.update({name: None for name, each in self._made(plan) if layers.digest(each) != self._digests.get(name)})
+        if differ:
+            self._torn, self._plan = True, None  # so that the next update writes all of it
+            text = f"{len(differ)} tensor(s) of the engine, or others in a chunk with them, have not the digests of version"
+            raise IntegrityError(f"{text} {served.version}: {some(list(map(repr, differ)), most=100)}")
+
+    @staticmethod
+    def _made(plan: _Plan) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not written in place."""
+        for layer in (*plan.processed, *plan.computed):
+            for attribute, tensor in layers.own_tensors(layer.module).items():
+                yield f"{layer.name}.{attribute}", tensor
+
     @staticmethod
     def _fill_numbers(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, place, value in plan.recording.filled:
             if name in tensors:
                 tensors[name][place] = value
-
-    def _told(self, error: Exception) -> TensorHubError:
-        """The same error, which says what the engine's weights are."""
-        says = TORN if self._torn else INTACT
-        if isinstance(error, TensorHubError):
-            error.args = (f"{error} [{says}]",)
-        else:
-            error = StateError(f"{type(error).__name__}: {error} [{says}]")
-        error.memory = "torn" if self._torn else "intact"
-        return error
 
     # ------------------------------------------------------------------------------------------------------ getting ready
 
@@ -277,6 +394,12 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         for name, (prefix, attribute, _) in parameters.items():
             if name in found.needs:
                 by_module.setdefault(prefix, {})[attribute] = name
+        if refused := [name for name in self._acting_once if name in by_module]:
+            raise RegistrationError(
+                f"vLLM lays {len(refused)} layer(s) out for their kernels when it loads them first, and never again, so "
+                f"that neither an update nor vLLM's own reload would be right: {some(list(map(repr, refused)))}. Start the "
+                "engine with another kernel for them (moe_backend), or with the new weights"
+            )
         computed = {
             prefix
             for prefix, names in by_module.items()
@@ -295,10 +418,9 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
             whole |= {each for prefix in more for name in by_module[prefix].values() for each in found.needs[name]}
         plan.loaded = [name for name in specs if name in whole]
         for prefix, names in by_module.items():
-            if prefix not in computed:
-                module, nbytes = modules[prefix], sum(parameters[name][2].nbytes for name in names.values())
-                ways = plan.in_place if module in self._unprocessed else plan.processed
-                ways.append(_Layer(module, names, nbytes))
+            module, nbytes = modules[prefix], sum(parameters[name][2].nbytes for name in names.values())
+            ways = plan.in_place if module in self._unprocessed else plan.processed
+            (plan.computed if prefix in computed else ways).append(_Layer(prefix, module, names, nbytes))
         log.info(
             "vllm_plan",
             model=self._name,

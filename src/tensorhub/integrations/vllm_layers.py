@@ -27,10 +27,23 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_on_meta
 
+from tensorhub.digests import hasher
 from tensorhub.errors import StateError
-from tensorhub.integrations.probing import leaves_bytes, own_tensors
+from tensorhub.integrations.probing import leaves_bytes, own_tensors, pattern, same_bytes, trial
 
-__all__ = ["allocate", "finish", "is_unprocessed", "load", "load_format", "own_tensors", "process"]
+__all__ = [
+    "acts_once",
+    "allocate",
+    "digest",
+    "finish",
+    "is_in_place",
+    "is_unprocessed",
+    "load",
+    "load_format",
+    "own_tensors",
+    "process",
+    "same_bytes",
+]
 
 
 @contextlib.contextmanager
@@ -64,13 +77,50 @@ def is_unprocessed(layer: nn.Module) -> bool:
         return False
     if not isinstance(method, QuantizeMethodBase):
         return True
-    if not type(method).__name__.startswith("Unquantized"):
+    return _can_be_tried(method) and leaves_bytes(layer, {name: loaded[name] for name in names}, _process_trial)
+
+
+def acts_once(layer: nn.Module) -> bool:
+    """Whether post-processing does something to the tensors that a layer is loaded with first, and not to later ones: some
+    experts are laid out when their kernel is made, and never again. Tried as `is_unprocessed` is.
+    """
+    method = getattr(layer, "quant_method", None)
+    if getattr(method, "moe_kernel", None) is None or not _can_be_tried(method):
         return False
-    return leaves_bytes(
-        layer,
-        {name: loaded[name] for name in names},
-        lambda trial: trial.quant_method.process_weights_after_loading(trial),
-    )
+    metadata = get_layerwise_info(layer).restore_metadata
+    loaded, live = {**metadata[0], **metadata[1]}, own_tensors(layer)
+    patterns = {name: pattern(loaded[name], each.device) for name, each in live.items() if name in loaded}
+    first, later = trial(layer, loaded, patterns), trial(layer, loaded, patterns)
+    first.quant_method.moe_kernel = None  # type: ignore[union-attr]
+    for tried in (first, later):
+        _process_trial(tried)
+    then = own_tensors(later)
+    return any(name not in then or not same_bytes(each, then[name]) for name, each in own_tensors(first).items())
+
+
+def _can_be_tried(method: object) -> bool:
+    """Whether post-processing a copy of a layer does nothing to the layer itself, as far as is known."""
+    return type(method).__name__.startswith("Unquantized")
+
+
+def _process_trial(tried: Any) -> None:
+    tried.__dict__.pop("_already_called_process_weights_after_loading", None)
+    tried.quant_method.process_weights_after_loading(tried)
+
+
+def is_in_place(tensor: torch.Tensor | None, registered: torch.Tensor) -> bool:
+    """Whether this is the memory that was registered, of the same form."""
+    return tensor is not None and _form(tensor) == _form(registered)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    made = hasher("xxh3-64")
+    made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return made.digest()
 
 
 def _alike(live: torch.Tensor, loaded: torch.Tensor) -> bool:
