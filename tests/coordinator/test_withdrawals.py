@@ -101,6 +101,36 @@ def test_a_leave_waits_for_a_reader_that_has_no_other_source_within_the_grace(ca
     assert reader.member.version == 1
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["away-before", "away-meanwhile"])
+def test_a_leave_does_not_wait_for_a_reader_that_is_away(is_first: bool) -> None:
+    """Most often its process was killed: a trainer must not wait its whole grace for that."""
+    cluster, trainer, reader = reading()
+    if is_first:
+        reader.worker.disconnect()
+        run_without_reads(cluster)
+    asked, asked_at = trainer.unpublish(), cluster.now
+    if not is_first:
+        run_without_reads(cluster)
+        assert not asked.has_ended()
+        reader.worker.disconnect()
+    run_without_reads(cluster)
+    assert asked.has_ended()
+    assert cluster.now == asked_at
+
+
+def test_who_was_away_while_its_source_left_hears_what_became_of_it() -> None:
+    cluster, trainer, reader = reading()
+    asked = trainer.unpublish()
+    reader.worker.disconnect()
+    run_without_reads(cluster)
+    assert asked.has_ended()
+    reader.worker.connect()
+    cluster.run()
+    assert reader.last_call is not None
+    with pytest.raises(VersionUnavailable, match="its last holder has left on purpose"):
+        _ = reader.last_call.number
+
+
 def test_after_the_grace_the_reader_is_cut_and_told_that_the_version_is_gone() -> None:
     cluster, trainer, reader = reading()
     asked = trainer.unpublish()

@@ -176,6 +176,7 @@ class Membership:
         worker.session, worker.heard_at = None, cluster.now
         self._suspect(worker, "disconnected")
         self._set_deadline(worker)
+        self._withdrawals.readers_away(worker)
         if worker.read_only:
             cluster.guests.away[worker] = None
             if len(cluster.guests.away) > cluster.guests.places:

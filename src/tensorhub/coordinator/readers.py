@@ -79,10 +79,7 @@ class Readers:
         victim = holding.guests.at_whose_expense(guest.origin, guest) if holding.guests.is_used_up else None
         if victim is not None:
             active = (lease for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
-            lease = next(lease for lease in active if lease.part.member.worker is victim)
-            self._cut(lease, "others read there")
-            self.tell_to_cut(lease)
-            self._cluster.wake(lease.part.operation)
+            self.cut(next(lease for lease in active if lease.part.member.worker is victim), "others read there")
         holding.guests.add(guest.origin, guest)
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
@@ -289,6 +286,12 @@ class Readers:
         if not lease.dropping:
             self.tell_to_drop(lease, why)
         self.fence(lease, why)
+
+    def cut(self, lease: ReadLease, why: str) -> None:
+        """Its reader has to look for another source, and its source to cut that reader off."""
+        self._cut(lease, why)
+        self.tell_to_cut(lease)
+        self._cluster.wake(lease.part.operation)
 
     def cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
         for lease in list(holding.readers.values()):

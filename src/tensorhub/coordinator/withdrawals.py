@@ -1,7 +1,7 @@
 """A rank's leave request (R4, R5): granted in one step, once no retained version is lost by it.
 
 While the version must stay, the holding serves as before, and `handovers` finds a successor. Then its readers are moved, or
-have a grace, and the holding goes with the last reader. Not responsible for whether a holding must stay (`retention`), nor
+have a grace, and the holding goes with the last reader. Who is away has no grace: that may be a process that was killed. Not responsible for whether a holding must stay (`retention`), nor
 for its readers (`readers`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Model, Withdrawal, Worker
+from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Withdrawal, Worker
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -128,7 +128,22 @@ class Withdrawals:
         cluster.timers.set("withdrawal", holding.member.registration, withdrawal.deadline)
         self._holdings.leave(holding, "withdrawn")
         for lease in list(holding.readers.values()):
-            self._readers.move(lease)
+            if lease.part.member.worker.session is None:
+                self._cut_away(lease)
+            else:
+                self._readers.move(lease)
+
+    def readers_away(self, worker: Worker) -> None:
+        """Its connection has ended. Most often its process has, too: no owner waits for what it reads."""
+        for lease in [lease for member in worker.members.values() for lease in member.reads.values()]:
+            withdrawal = self._of(lease.holding)
+            if withdrawal is not None and withdrawal.begun:
+                self._cut_away(lease)
+
+    def _cut_away(self, lease: ReadLease) -> None:
+        """A reader without a connection cannot be told to read elsewhere. When it is back, it gets another source."""
+        if lease.state is LeaseState.ACTIVE:
+            self._readers.cut(lease, "the source leaves, and its reader is away")
 
     def _forget(self, withdrawal: Withdrawal) -> None:
         member = withdrawal.holding.member
