@@ -1,8 +1,8 @@
 """A rank's leave request (R4, R5): granted in one step, once no retained version is lost by it.
 
 While the version must stay, the holding serves as before, and `handovers` finds a successor. Then its readers are moved, or
-have a grace, and the holding goes with the last reader. Who is away has no grace: that may be a process that was killed. Not responsible for whether a holding must stay (`retention`), nor
-for its readers (`readers`).
+have a grace, and the holding goes with the last reader. Who is away has no grace: that may be a process that was killed.
+Not responsible for whether a holding must stay (`retention`), nor for its readers (`readers`).
 """
 
 from __future__ import annotations
