@@ -111,7 +111,8 @@ class Decisions:
             causes = {blame.rank: str(error)}
             others = ErrorInfo.of(GroupAborted(text, causes=causes, retryable=error.retryable))
         told = {rank: mine if rank in (blame.rank, *blame.others) else others for rank in concerned}
-        self._close(operation, {rank: Outcome(key, rank, False, False, None, told[rank]) for rank in concerned})
+        outcomes = {rank: Outcome(key, rank, False, False, None, told[rank], again=blame.again) for rank in concerned}
+        self._close(operation, outcomes)
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         """The operation is over: its ranks hear how, its group may begin the next one, and nothing waits for this one."""

@@ -123,6 +123,8 @@ class Fills:
                 return blame
         if not operation.running or operation.unchanged:
             return None
+        if self._must_go_over(operation):
+            return refusals.must_go_over(operation, operation.bound)
         lost = self._availability.lost(operation) if first_call(operation).selector == AVAILABLE else None
         if lost is not None:
             return Blame(lost)
@@ -131,6 +133,22 @@ class Fills:
             if blame is not None:
                 return blame
         return self._testimonies.settle(operation) or refusals.outlived(operation) or self._feed(operation)
+
+    def _must_go_over(self, operation: Operation) -> bool:
+        """Whether the way in which it is read cannot be gone on with, and there is another one: its ranks call again.
+
+        A lost source that still serves is read on. Whoever may come back within a coordinator's first lease is waited for.
+        A copy of one shard is an attempt, after which another one is made.
+        """
+        if ways.serve(operation) or (operation.writing and not any(map(wants_source, operation.parts.values()))):
+            return False
+        return self._is_there_another_way(operation, operation.bound)
+
+    def _is_there_another_way(self, operation: Operation, version: Version) -> bool:
+        if self._cluster.is_recovering or ways.first_member(operation).is_of_one_shard:
+            return False
+        others = ways.others(self._cluster, version, operation)
+        return any(self._no_way(operation, version, way) is None for way in others)
 
     def ready(self, part: RankPart, message: ReadyToWrite) -> Blame | None:
         """Its manifest fits, and its before_write has returned. If it names parts that are not known, it says this again."""
@@ -248,9 +266,12 @@ class Fills:
             is_its = {rank: _holds_in(part.member, way) for rank, part in operation.parts.items()}
             holders = {rank: in_use or (holds and is_its[rank]) for rank, holds in holders.items()}
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
-        if fresh and (way is None or self._must_wait(operation, version)):
-            return None
+        is_none = way is None
         way = way or next(ways.of(self._cluster, version, operation), None)
+        if is_none and (fresh or way is None) and self._is_there_another_way(operation, version):
+            return refusals.must_go_over(operation, version)  # what was begun cannot be gone on with
+        if fresh and (is_none or self._must_wait(operation, version)):
+            return None
         if way is None or (way.origin is None and self.has_no_room(operation, version)):
             return None
         operation.staying = []
@@ -262,7 +283,7 @@ class Fills:
         for rank, part in operation.parts.items():
             part.moved_at = self._cluster.now
             part.in_layout, part.origin = layout, origin
-            if part.begun is not None:
+            if part.begun is not None and not part.begun.anew:
                 part.planned_of = part.begun.origin
             elif origin is not None and version.described_as(origin.origin_id):
                 part.planned_of = origin.origin_id

@@ -21,6 +21,7 @@ class Blame:
     error: TensorHubError
     rank: int | None = None
     others: tuple[int, ...] = ()  # ranks that are as much to blame
+    again: bool = False  # its ranks make the same call again by themselves
 
 
 class OperationHandler(Protocol):

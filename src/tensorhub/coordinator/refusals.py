@@ -9,7 +9,7 @@ from tensorhub.coordinator import bridges, replicas, ways
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.entities import Operation, RankPart, Version
 from tensorhub.coordinator.operation_handlers import Blame
-from tensorhub.errors import CoordinatorUnavailable, IntegrityError, ManifestMismatch, VersionUnavailable
+from tensorhub.errors import CoordinatorUnavailable, GroupAborted, IntegrityError, ManifestMismatch, VersionUnavailable
 
 BEGUN = "this call was begun under a former coordinator"
 UNCHANGED = "they have digested it again: their bytes are unchanged"
@@ -50,6 +50,12 @@ def abandoned(operation: Operation) -> Blame:
         f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
     )
     return Blame(VersionUnavailable(text))
+
+
+def must_go_over(operation: Operation, version: Version) -> Blame:
+    """Its ranks call again by themselves. (Who hears of this has ended his own call meanwhile.)"""
+    text = f"version {version.number} of {operation.group.model.name!r}: what this call has read is gone; call again"
+    return Blame(GroupAborted(text), again=True)
 
 
 def outlived(operation: Operation) -> Blame | None:

@@ -156,7 +156,8 @@ class SourceChoice:
     def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those that it needs."""
         (layout, origin, _), reader = way, part.member.worker
-        if part.member.holding is not None and part.member.holding.version is version:
+        held = part.member.holding
+        if held is not None and held.version is version and held.complete:
             return []
         own = [layout[part.shard]] if layout is not None and part.shard in layout else []
         offers = [own]

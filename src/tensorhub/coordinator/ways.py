@@ -6,8 +6,9 @@ origin, whose holders he copies from chunk by chunk. The published layout is an 
 holds all of the version, if its ranks have said where their tensors lie. Out of that the version can be read when nobody
 holds what was published any more, also in the published layout.
 
-The way is chosen when an operation is bound, and does not change any more: what has arrived is in its chunks. Only complete
-holdings of an origin that was read from others are read, so nobody waits in a circle.
+The way is chosen when an operation is bound, and does not change any more: what has arrived is in its chunks. Where it
+cannot be gone on with, and there is another one, the operation ends, and its ranks make the same call again (`others`). Only
+complete holdings of an origin that was read from others are read, so nobody waits in a circle.
 
 Responsible for that choice. Not responsible for which source a rank gets (`bridges`, `readers`).
 """
@@ -21,6 +22,7 @@ from tensorhub.coordinator import bridges
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.messages import Begun
 
 Layout = LayoutHoldings[Holding]
 
@@ -63,12 +65,21 @@ def as_published(version: Version, operation: Operation) -> bool:
 
 
 def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way]:
-    """All that there are; once it is bound, the one that was chosen."""
+    """Those in which it may be read; once it is bound, the one that was chosen."""
     part, begun = next(iter(operation.parts.values())), operation.resumes
-    member = part.member
     if part.in_layout is not None and operation.version is version:
-        yield _chosen(part)
-        return
+        return iter([_chosen(part)])
+    return _all(cluster, version, operation, None if begun is None or begun.anew else begun)
+
+
+def others(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way]:
+    """Those in which it could be read if its ranks called again, and which have sources."""
+    return (way for way in _all(cluster, version, operation, None) if way.serves)
+
+
+def _all(cluster: Cluster, version: Version, operation: Operation, begun: Begun | None) -> Iterator[Way]:
+    """All that there are; of what was `begun`, in its chunks."""
+    member = first_member(operation)
     is_published = as_published(version, operation)
     if is_published and (begun is None or not begun.publication):
         yield Way(version.holdings, None, _only_shard(version.holdings, None, member))

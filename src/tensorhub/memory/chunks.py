@@ -7,7 +7,7 @@ another layout has, is made of strips: then the memory `is_strided`, and has no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Set as AbstractSet
 from contextlib import closing
 from typing import TypeAlias
 
@@ -143,6 +143,23 @@ class ChunkMemory:
             places = ((chunk.region, chunk.offset, chunk.nbytes) for chunk in self._chunks)
             self._covering = Covering(Extent(of, at, at + size, chunk) for chunk, (of, at, size) in enumerate(places))
         return self._covering
+
+    def within(self, other: ChunkMemory, chunks: AbstractSet[int]) -> list[int]:
+        """Those of its chunks whose bytes are all in these of `other`, which are of another grid over the same memory. None, if
+        that has other bytes, or it cannot be told.
+        """
+        places = [self.manifest.places(chunk) for chunk in range(len(self.sizes))]
+        covers = other._own_covering().covered(places, COVERS_MAX)
+        sizes, theirs = ([region.nbytes for region in memory._regions] for memory in (self, other))
+        if sizes != theirs or sum(self.sizes) != sum(other.sizes) or covers is None:
+            return []
+        both = zip(self._addresses, other._addresses, strict=True)
+        moved = {region for region, (now, before) in enumerate(both) if now != before}
+        return [
+            chunk
+            for chunk, strips in enumerate(places)
+            if chunks >= set(covers(chunk)) and not any(of in moved for strip in strips for of, _ in strip.cells())
+        ]
 
     @property
     def addresses(self) -> tuple[int, ...]:

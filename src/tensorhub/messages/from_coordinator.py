@@ -180,7 +180,8 @@ class Outcome:
 
     `retained`: what the rank holds now is retained (see SetRetained), under this number. None: it is not.
     `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
-    and a rank may go on with its call under a new key.
+    and a rank may go on with its call under a new key. `again`: aborted for all ranks, since what they read is gone, and the
+    version can be read in another way: they make the same call again, under the next key.
     """
 
     key: OpKey
@@ -191,6 +192,7 @@ class Outcome:
     error: ErrorInfo | None
     retained: U64 | None = None
     unknown: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

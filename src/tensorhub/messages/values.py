@@ -172,11 +172,13 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How far a rank came with a fill whose operation its coordinator has no record of (it is a new one).
+    """How far a rank came with a fill that goes on in another operation: its coordinator has no record of that which was
+    begun (it is a new one), or has ended it for another way.
 
     `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
     serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
-    byte of it has changed yet. `publication`, `origin`: as the rank has planned with them (Start).
+    byte of it has changed yet. `publication`, `origin`: as the rank has planned with them (Start). `anew`: in whichever way
+    there is; the rank fills its memory from the start.
     """
 
     key: OpKey
@@ -186,3 +188,4 @@ class Begun:
     written: bool
     publication: Id = ""
     origin: Id = ""
+    anew: bool = False

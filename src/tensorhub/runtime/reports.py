@@ -27,15 +27,29 @@ class CallTimes:
     hooked: float | None = None  # when before_write began, of a staged update
     hook_s: float = 0.0  # that it took there
     pull: PullReport | None = None
+    lost_bytes: int = 0  # that were verified, and have to be read again, since what is read has other chunks now
+
+    def begin_pull(self, now: float, *, again: bool) -> None:
+        """It begins. `again`: see `add_pull`."""
+        self.pulled_from = now
+        if not again:
+            self.verified_s = self.hook_s = 0.0  # of one that was given up: no part of this one's time
 
     def add_pull(self, pull: PullReport, now: float, *, again: bool) -> None:
-        """It is over. `again`: it has read once more what was not as published."""
-        before = self.pull if again else None
+        """It is over. `again`: it has read once more what was not as published; else, and if it is not the first one of the
+        call, it goes on in other chunks.
+        """
+        before = self.pull
         if before is not None:
+            reread = pull.bytes_read - pull.excess_bytes
+            if not again:
+                self.lost_bytes += max(0, pull.bytes_wanted - (before.bytes_wanted - before.bytes_verified))
+                reread = min(self.lost_bytes, pull.bytes_verified)
+                self.lost_bytes -= reread
             pull = replace(
                 pull,
                 bytes_read=before.bytes_read + pull.bytes_read,
-                reread_bytes=before.reread_bytes + pull.bytes_read - pull.excess_bytes,
+                reread_bytes=before.reread_bytes + reread,
                 excess_bytes=before.excess_bytes + pull.excess_bytes,
                 retries=before.retries + pull.retries,
                 phases={name: before.phases[name] + seconds for name, seconds in pull.phases.items()},

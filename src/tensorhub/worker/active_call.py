@@ -209,6 +209,10 @@ class GroupCall(ActiveCall[C]):
         """The coordinator is a new one, and has no record of the operation: nobody has committed it, or will."""
         self.aborted(error)
 
+    def again(self, error: Exception) -> None:
+        """The operation was aborted so that all its ranks make the same call again."""
+        self.aborted(error)
+
     def _finish_committed(self, version: VersionInfo, *, changed: bool = True) -> None:
         self._memory.restate_after(self.operation)
         self.finish(version=version, changed=changed)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access
 from tensorhub.machine import Story
@@ -19,6 +20,13 @@ from tensorhub.types import ContentId
 from tensorhub.worker.grids import Grid, SelectedGrid
 
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
+
+
+class Former(NamedTuple):
+    """What was there before of some content: the name of the grid, and the chunks' digests, as far as they were verified."""
+
+    grid_id: str
+    digests: tuple[int | None, ...]
 
 
 @dataclass(slots=True)
@@ -33,6 +41,8 @@ class Books:
     selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
     origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
     enclosed: set[int] = field(default_factory=set)  # chunks that were read with what encloses them
+    grid_id: str = ""  # the name of its own grid
+    former: Former | None = None  # of this content, in the chunks of another grid
     serves: bool = True
     is_open: bool = True
     accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
@@ -85,6 +95,13 @@ class Books:
         """The chunks that were read from that registration, or with what encloses them, ascending."""
         theirs = {n for n, each in enumerate(self.origins or ()) if each is not None and each.registration == origin}
         return sorted(theirs | self.enclosed)
+
+    @property
+    def left(self) -> Former | None:
+        """What was verified of this content: in its own grid or, if nothing was, in the one before."""
+        if any(digest is not None for digest in self.own.digests):
+            return Former(self.grid_id, tuple(self.own.digests))
+        return self.former
 
     def kept(self) -> list[tuple[int, int]]:
         """See `Owner.kept`."""

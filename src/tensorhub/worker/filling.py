@@ -55,6 +55,14 @@ class Filling(GroupCall[calls.FillCall]):
     def __init__(self, call: calls.FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
+        self._begin_attempt()
+        self._goes_over_with: messages.Begun | None = None  # what it was bound to when what it read of it was gone
+        self._hooked = False  # before_write has returned
+        self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
+
+    def _begin_attempt(self) -> None:
+        """To fill it in one way: nothing is bound, and nothing begun."""
+        context = self._context
         self.binding: Binding | None = None  # what the coordinator has bound it to
         self.coverage = Coverage(context, self)
         self._leases = Leases(context, lambda: self.operation)
@@ -67,8 +75,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._is_staged = False  # all of it is there
         self._vote = Vote(context, lambda: self.operation)
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
-        self._hooked = False  # before_write has returned
-        self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
+        self._lets_go = False  # of what was begun; then the call is said again, under the key that was taken
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -84,7 +91,7 @@ class Filling(GroupCall[calls.FillCall]):
 
     def _say_call(self) -> None:
         call, shard, begun = self._call, self._context.shard, self._begun()
-        if begun is not None and shard.serves:
+        if begun is not None and shard.serves and not begun.anew:
             self._context.say(messages.BegunWith(shard.registration, self._bound.base.encode()))
         self._may_hold = self._may_hold or self._memory.state is HandleState.READY
         self._context.say(
@@ -107,7 +114,7 @@ class Filling(GroupCall[calls.FillCall]):
     def _begun(self) -> messages.Begun | None:
         """How far it is, for a coordinator that has not bound it."""
         if self.binding is None or not self.binding.is_known:
-            return None
+            return self._goes_over_with
         return self.binding.begun(written=self._has_staging or self._has_begun)
 
     @property
@@ -135,6 +142,49 @@ class Filling(GroupCall[calls.FillCall]):
         self._take_key()
         self._is_anew = self.phase is not Phase.ASKED
         self._say_call()
+
+    def again(self, error: Exception) -> None:
+        """What it reads is gone, and there is another way: let go of what was begun, and say the call again (G7). If its
+        caller has given up meanwhile, the next operation ends as well.
+        """
+        if self.phase is Phase.APPLYING:
+            return  # its commit was heard
+        self._take_key()
+        if self.error is not None:
+            self._abandon(self.error)
+            self.aborted(self.error)
+            return
+        if self.binding is not None and self.binding.is_known:
+            self._goes_over_with = self._bound.begun_anew()
+        self._lets_go = True
+        match self.phase:
+            case Phase.COPYING | Phase.PULLING:
+                self._stop_pull(None)
+            case Phase.HOOK | Phase.FENCING:
+                pass  # once it has returned, or stands
+            case _:
+                self._call_again()
+
+    def _call_again(self) -> None:
+        """Nothing runs any more of what was begun."""
+        if self.phase is Phase.VOTED and self.stages:
+            self._has_staging = False
+            self._memory.drop_staged()
+        elif self._memory.state is HandleState.FILLING:
+            self._memory.tear()
+        elif self._write_said or self._may_have_missed_write:  # what is held may count no more
+            self._memory.restate()
+        if self._has_staging:
+            self._context.act(calls.FreeStaging())
+        self._begin_attempt()
+        self.generation = self._context.new_generation()
+        if self.phase is not Phase.ASKED:
+            self.enter(Phase.ASKED)
+        self._say_call()
+
+    def say_again(self) -> None:
+        if not self._lets_go:  # else nothing was said under this key
+            super().say_again()
 
     def _is_unbound(self) -> bool:
         return self._is_anew or super()._is_unbound()
@@ -248,7 +298,7 @@ class Filling(GroupCall[calls.FillCall]):
     def _fits(self) -> None:
         """What is to be filled is known, and this memory can take it."""
         self.stages = self._call.staged and self._memory.state is HandleState.READY
-        if self._call.hold and not self.stages:
+        if self._call.hold and not self.stages and not self._hooked:
             self._run_hook()
         else:
             self._ready_to_write()
@@ -263,6 +313,8 @@ class Filling(GroupCall[calls.FillCall]):
         self._hooked = True
         if error is not None:
             self.give_up(error)
+        elif self._lets_go:
+            self._call_again()
         elif self._is_staged:
             self._cast_vote()
         else:
@@ -301,7 +353,10 @@ class Filling(GroupCall[calls.FillCall]):
 
     def fenced(self) -> None:
         """FENCING: nobody reads the old version any more."""
-        if self.error is None:
+        if self._lets_go and self.error is None:
+            self._memory.reopen()
+            self._call_again()
+        elif self.error is None:
             self._begin_fill()
         else:
             self._old_one_stays()  # given up between the fence and the first byte
@@ -415,7 +470,7 @@ class Filling(GroupCall[calls.FillCall]):
         if self.phase in (Phase.COPYING, Phase.PULLING):
             self.give_up(error)
 
-    def _stop_pull(self, error: Exception) -> None:
+    def _stop_pull(self, error: Exception | None) -> None:
         self.error = error
         self.enter(Phase.STOPPING)
         self._leases.end_reading()
@@ -424,7 +479,9 @@ class Filling(GroupCall[calls.FillCall]):
     def pull_stopped(self) -> None:
         if self.phase is not Phase.STOPPING:
             return
-        if self.stages:
+        if self._lets_go and self.error is None:
+            self._call_again()
+        elif self.stages:
             self._memory.restate()
             self.finish(error=self.error)
         else:
@@ -522,7 +579,9 @@ class Filling(GroupCall[calls.FillCall]):
             case Phase.ABANDONING:
                 self._leave_unheard()
             case Phase.STOPPING:
-                pass
+                if self._lets_go and self.error is None:
+                    self.error = error
+                    self._abandon(error)
             case _:
                 raise InvariantBroken(f"{self} is in no phase of a fill. Story:\n{self._memory.story}")
 

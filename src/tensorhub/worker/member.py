@@ -484,7 +484,11 @@ class Member:
             if not message.committed:
                 info = message.error
                 error = call.error or (info.error() if info is not None else GroupAborted("aborted"))
-                end = call.unheard_of if message.unknown and call.error is None else call.aborted
+                end = call.aborted
+                if message.again:
+                    end = call.again
+                elif message.unknown and call.error is None:
+                    end = call.unheard_of
                 end(error)
             elif message.version is not None:
                 call.committed(message.version)

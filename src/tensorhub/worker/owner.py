@@ -54,12 +54,13 @@ class Owner:
         digests: Sequence[int | None] | None = None,
         tells: bool = False,
         serves: bool = True,
+        grid: str = "",
     ) -> None:
         """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read
         already; `tells`: what digests are made is asked for with `take_made`; `serves` False: nobody
-        may read any of it, and only its books are kept.
+        may read any of it, and only its books are kept. `grid`: names its chunks.
 
-        Digests of that very content are kept from the last time: see `kept`.
+        Digests of that very content are kept from the last time: see `kept`, and `former`.
         """
         old = self._memories.get(registration)
         if old is not None:
@@ -67,9 +68,13 @@ class Owner:
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
         origins: list[Origin | None] | None = None
-        enclosed = set[int]()
-        if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.own.sizes):
-            digests, origins, enclosed = old.own.digests, old.origins, old.enclosed
+        enclosed, former = set[int](), None
+        if digests is None and old is not None and content_id == old.content_id != "":
+            former = old.left
+            if former is not None and former.grid_id == grid and len(former.digests) == len(sizes):
+                digests, former = former.digests, None
+                if old.grid_id == grid:
+                    origins, enclosed = old.origins, old.enclosed
         memory = Books(
             generation=generation,
             content_id=content_id,
@@ -79,6 +84,8 @@ class Owner:
             origins=origins,
             enclosed=enclosed,
             serves=serves,
+            grid_id=grid,
+            former=former,
         )
         if tells:
             memory.own.tell()
@@ -282,6 +289,17 @@ class Owner:
         """
         memory = self._at(registration, generation)
         return [] if memory is None else memory.kept()
+
+    def former(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
+        """As `kept`, of chunks of another grid: that in which this content was here before."""
+        memory = self._at(registration, generation)
+        known = () if memory is None or memory.former is None else memory.former.digests
+        return [(chunk, digest) for chunk, digest in enumerate(known) if digest is not None]
+
+    def former_grid(self, registration: RegistrationId) -> str:
+        """The name of that grid; "": there is none."""
+        memory = self._memories.get(registration)
+        return "" if memory is None or memory.former is None else memory.former.grid_id
 
     def is_complete(self, registration: RegistrationId, generation: int) -> bool:
         """Whether every chunk may be read under this generation."""

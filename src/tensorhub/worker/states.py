@@ -51,21 +51,22 @@ PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
     P.OVER: frozenset(),
 }
 # Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged one copies and
-# pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING.
+# pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If what was read is gone, and there
+# is another way to read the version, either goes back to ASKED.
 _WRITING = frozenset({P.FENCING, P.COPYING, P.PULLING})
 FILL_TABLE: Mapping[P, frozenset[P]] = {
     P.QUEUED: frozenset({P.ASKED, P.OVER}),
     P.ASKED: _WRITING | {P.MANIFEST, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
     P.MANIFEST: _WRITING | {P.ASKED, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
-    P.HOOK: _WRITING | {P.HELD, P.VOTED, P.ABANDONING, P.OVER},
-    P.HELD: _WRITING | {P.ABANDONING, P.OVER},
-    P.FENCING: frozenset({P.COPYING, P.PULLING, P.OVER}),
+    P.HOOK: _WRITING | {P.ASKED, P.HELD, P.VOTED, P.ABANDONING, P.OVER},
+    P.HELD: _WRITING | {P.ASKED, P.ABANDONING, P.OVER},
+    P.FENCING: frozenset({P.ASKED, P.COPYING, P.PULLING, P.OVER}),
     P.COPYING: frozenset({P.COPYING, P.PULLING, P.STOPPING}),
     P.PULLING: frozenset({P.HOOK, P.VOTED, P.STOPPING}),
-    P.VOTED: frozenset({P.PULLING, P.APPLYING, P.OVER}),
+    P.VOTED: frozenset({P.ASKED, P.PULLING, P.APPLYING, P.OVER}),
     P.APPLYING: frozenset({P.OVER}),
     P.ABANDONING: frozenset({P.OVER}),
-    P.STOPPING: frozenset({P.OVER}),
+    P.STOPPING: frozenset({P.ASKED, P.OVER}),
     P.OVER: frozenset(),
 }
 LEAVE_TABLE: Mapping[P, frozenset[P]] = {

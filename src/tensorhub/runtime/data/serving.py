@@ -85,6 +85,9 @@ class SharedOwner:
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
+        self._former: dict[
+            RegistrationId, ChunkMemory
+        ] = {}  # what is filled, in the chunks of another grid that it had before
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
@@ -106,6 +109,7 @@ class SharedOwner:
     origins = _locked(Owner.origins)
     read_from = _locked(Owner.read_from)
     enclosed = _locked(Owner.enclosed)
+    former = _locked(Owner.former)
     take_made = _locked(Owner.take_made)
     selections = _locked(Owner.selections)
     chunk_count = _locked(Owner.chunk_count)
@@ -124,10 +128,10 @@ class SharedOwner:
         """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on. `tells`: `on_made`
         hears of digests that are made.
         """
-        sizes = memory.sizes
+        what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         with self._changed:
-            self._owner.open(registration, generation, content_id, sizes, complete=complete, digests=digests, tells=tells)
-            self._memory[registration] = memory
+            self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
+            self._put(registration, memory)
             self._selected.pop(registration, None)
             self._set_word(registration, generation)
             self._changed.notify_all()
@@ -136,8 +140,18 @@ class SharedOwner:
         """Let nobody in, and remember what arrives there, until it is forgotten: of memory that serves nobody."""
         with self._changed:
             if self._owner.digests(registration, generation) is None:
-                self._owner.open(registration, generation, content_id, memory.sizes, complete=False, serves=False)
-                self._memory[registration] = memory
+                what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
+                self._owner.open(*what, complete=False, serves=False, grid=grid)
+                self._put(registration, memory)
+
+    def _put(self, registration: RegistrationId, memory: ChunkMemory) -> None:
+        """From now on this is what is open."""
+        known = self._former.pop(registration, None), self._memory.get(registration)
+        grid = self._owner.former_grid(registration)
+        former = next((each for each in known if each is not None and each.manifest.grid_id == grid), None)
+        if former is not None:
+            self._former[registration] = former
+        self._memory[registration] = memory
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """See `Owner.reopen`: what was held, and its digests, are held under another generation."""
@@ -228,11 +242,32 @@ class SharedOwner:
                 found.append(chunk)
         return found
 
+    def carry_over(self, registration: RegistrationId, generation: int, check: Callable[[], object]) -> list[int]:
+        """Chunks of which a fill that was broken off has left every byte, in chunks of another grid that still have their
+        digests; others may read them from now on. `check`: see `verify`.
+        """
+        with self._changed:
+            memory, before = self._memory.get(registration), self._former.pop(registration, None)
+            left = self._owner.former(registration, generation)
+        if memory is None or before is None or not memory.width:
+            return []
+        good, found = set[int](), list[int]()
+        for chunk, digest in left:
+            check()
+            if before.digest(chunk) == digest:
+                good.add(chunk)
+        for chunk in memory.within(before, good):
+            check()
+            if self.mark_available(registration, generation, [(chunk, memory.digest(chunk))]):
+                found.append(chunk)
+        return found
+
     def forget(self, registration: RegistrationId) -> None:
         """Let go of fenced memory."""
         with self._changed:
             self._owner.forget(registration)
             memory = self._memory.pop(registration, None)
+            self._former.pop(registration, None)
             self._selected.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)

@@ -97,7 +97,7 @@ class Filler:
         """Begin to pull, or to copy, in a task of its own. The member hears of its end."""
         self._pull = _Pull()
         if isinstance(action, StartPull):
-            self.times.pulled_from = clock.now()
+            self.times.begin_pull(clock.now(), again=action.again)
             tasks.start_soon(self._fill, action, self._pull)
         else:
             tasks.start_soon(self._copy, action, self._pull)
@@ -176,12 +176,13 @@ class Filler:
 
     async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
         """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
-        started, kept = clock.now(), self._owner.kept(target, generation)
-        if not kept:
-            return []
-        check = anyio.from_thread.check_cancelled
-        found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
-        self.times.verified_s = clock.now() - started
+        started, owner, check = clock.now(), self._owner, anyio.from_thread.check_cancelled
+        kept, found = owner.kept(target, generation), list[int]()
+        if kept:
+            found = await anyio.to_thread.run_sync(owner.verify, target, generation, kept, check)
+        elif owner.former(target, generation):
+            found = await anyio.to_thread.run_sync(owner.carry_over, target, generation, check)
+        self.times.verified_s = clock.now() - started if found else 0.0
         return found
 
     async def _copy(self, action: CopyLocally, pull: _Pull) -> None:

@@ -23,7 +23,7 @@ from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.judges.ports import JudgedCall
-from tensorhub.testing.sim.layouts import cell_of, covered, is_of_other_layout
+from tensorhub.testing.sim.layouts import cell_of, covered, is_laid_out_anew, is_of_other_layout
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
@@ -306,8 +306,8 @@ class HandleShell:
                     self.interpreter.not_opened(error)
                     return
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
-                tells = action.complete and action.manifest.digest != "none"
-                owner.open(self.id, action.generation, content, sizes, complete=action.complete, tells=tells)
+                tells, grid = action.complete and action.manifest.digest != "none", action.manifest.grid_id
+                owner.open(self.id, action.generation, content, sizes, complete=action.complete, tells=tells, grid=grid)
                 self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
@@ -385,9 +385,8 @@ class HandleShell:
     def lay_out(self, manifest: Manifest) -> None:
         """From now on its cells are that manifest's chunks: none of what it has is one of those of another grid."""
         before, self.grid = self.grid, manifest
-        is_other = before is None or before.grid_id != manifest.grid_id
-        crosses = is_of_other_layout(before) or is_of_other_layout(manifest)
-        if len(self.cells) != manifest.chunk_count or (is_other and crosses):
+        is_anew = is_of_other_layout(manifest) if before is None else is_laid_out_anew(before, manifest)
+        if is_anew or len(self.cells) != manifest.chunk_count:
             self.cells = ["half-filled"] * manifest.chunk_count
 
     def select(self, generation: int, selection: Selection) -> None:

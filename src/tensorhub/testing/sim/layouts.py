@@ -148,6 +148,18 @@ def cell_of(grid: Manifest, strips: tuple[Strip, ...], cells: Cells | Sequence[s
     return joined(found)
 
 
+def cells_over(before: Manifest, cells: Cells | Sequence[str], after: Manifest) -> list[str]:
+    """What memory whose chunks are those cells of one grid holds in the chunks of another one."""
+    made = [cell_of(before, after.places(chunk), cells) for chunk in range(after.chunk_count)]
+    return made if is_of_other_layout(after) else [_whole(cell, size) for cell, size in zip(made, after.sizes, strict=True)]
+
+
+def _whole(cell: str, size: int) -> str:
+    """A cell of the published grid has the name of who wrote it, and no more."""
+    tag, _, of = cell.partition(OF)
+    return tag if of == f"0-{size}" else cell
+
+
 def _cut(cell: str, first: int, end: int) -> Iterator[Piece]:
     """These bytes of a cell."""
     at = 0
@@ -219,6 +231,12 @@ def _published(cells: Sequence[str], first: int, end: int) -> Iterator[Piece]:
         stop = min(end, (chunk + 1) * CHUNK_BYTES)
         yield from _cut(cells[chunk], first - chunk * CHUNK_BYTES, stop - chunk * CHUNK_BYTES)
         first = stop
+
+
+def is_laid_out_anew(before: Manifest, after: Manifest) -> bool:
+    """Whether memory that was of the one grid has other cells in the other one."""
+    crosses = is_of_other_layout(before) or is_of_other_layout(after)
+    return before.grid_id != after.grid_id and crosses
 
 
 def is_of_other_layout(manifest: Manifest | None) -> bool:

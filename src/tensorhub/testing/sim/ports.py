@@ -50,6 +50,7 @@ class HandlePort(JudgedHandle, Protocol):
 
     staging_id: RegistrationId
     interpreter: Interpreter
+    grid: Manifest | None  # of which its cells are the chunks, once it is known
 
     @property
     def worker(self) -> SimWorkerPort: ...

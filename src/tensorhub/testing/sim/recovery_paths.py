@@ -42,6 +42,7 @@ RECOVERY_PATHS: Final = (
     "copied from host memory (prefetch)",
     "copied from host memory (retention)",
     "copied from what was staged",
+    "fill goes on in another way",
     "fill goes on under a new coordinator",
     "kept chunks verified",
     "owner at fault: quarantined",
@@ -75,11 +76,13 @@ def path_of(message: messages.FromWorker | messages.FromCoordinator) -> str:
             return "re-announced in vain"
         case messages.ReadFailed():
             return f"read failed: {message.reason}"
+        case messages.Outcome(again=True):
+            return "fill goes on in another way"
         case messages.Outcome(committed=False):
             return "operation aborted"
         case messages.Welcome(known=True):
             return "connected again"
-        case messages.Fill(resume=resume) if resume is not None:
+        case messages.Fill(resume=resume) if resume is not None and not resume.anew:
             return "fill goes on under a new coordinator"
         case messages.DigestedAgain(changed=changed) if changed is not None:
             return "owner at fault: quarantined" if changed else "owner not at fault"

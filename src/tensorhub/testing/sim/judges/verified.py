@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from tensorhub.manifest import Manifest
 from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.layouts import cells_over, covered, is_laid_out_anew
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import RegistrationId
 
@@ -16,6 +18,7 @@ from tensorhub.types import RegistrationId
 @dataclass(slots=True)
 class _Filled:
     content_id: str
+    grid: Manifest
     cells: dict[int, str] = field(default_factory=dict)  # that were verified, by chunk
 
 
@@ -25,16 +28,16 @@ class VerifiedChunks:
     def __init__(self) -> None:
         self._filled: dict[RegistrationId, _Filled] = {}
 
-    def begins(self, memory: RegistrationId, content_id: str, cells: Cells, kept: Collection[int]) -> None:
-        """It is to be filled with that; `kept`: chunks that it has of it already. What a fill of the same content that was
-        broken off has verified, and nobody has written since, is kept.
+    def begins(self, memory: RegistrationId, content_id: str, cells: Cells, kept: Collection[int], grid: Manifest) -> None:
+        """It is to be filled with that, in chunks of that grid; `kept`: those that it has already. What a fill of the same
+        content that was broken off has verified, in whichever grid, and nobody has written since, is kept.
         """
         before = self._filled.get(memory)
         if before is not None and before.content_id == content_id:
-            there = ((chunk, cell) for chunk, cell in before.cells.items() if chunk < len(cells))
-            lost = [chunk for chunk, cell in there if cells[chunk] == cell and chunk not in kept]
+            there = _in_grid(before, grid)
+            lost = [chunk for chunk, cell in there.items() if cells[chunk] == cell and chunk not in kept]
             demand(not lost, f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
-        self._filled[memory] = _Filled(content_id, {chunk: cells[chunk] for chunk in kept})
+        self._filled[memory] = _Filled(content_id, grid, {chunk: cells[chunk] for chunk in kept})
 
     def holds(self, memory: RegistrationId, content_id: str) -> None:
         """It is opened as that: what was there before is of no use any more."""
@@ -65,3 +68,15 @@ class VerifiedChunks:
         filled = self._filled.get(memory)
         if filled is not None:
             filled.cells.update(cells)
+
+
+def _in_grid(filled: _Filled, grid: Manifest) -> dict[int, str]:
+    """What is there in whole chunks of that grid."""
+    if not is_laid_out_anew(filled.grid, grid):
+        return {chunk: cell for chunk, cell in filled.cells.items() if chunk < grid.chunk_count}
+    if sum(filled.grid.sizes) != sum(grid.sizes):
+        return {}
+    known = [filled.cells.get(chunk, "") for chunk in range(filled.grid.chunk_count)]
+    covers = [covered(filled.grid, grid.places(chunk)) for chunk in range(grid.chunk_count)]
+    cells = cells_over(filled.grid, known, grid)
+    return {chunk: cell for chunk, cell in enumerate(cells) if filled.cells.keys() >= set(covers[chunk])}
