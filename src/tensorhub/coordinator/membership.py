@@ -424,11 +424,15 @@ class Membership:
         return self.recovered_at + (self._cluster.options.lease_s if self._cluster.arriving else 0.0)
 
     def recovery_over(self) -> None:
-        """Whose mates are not back is waited for no longer. What such a rank holds counts once they are."""
+        """Whose mates are not back is waited for no longer. What such a rank holds counts once they are. Who waits for a lost
+        source may have to go over to another one (`ways`).
+        """
         for member in self._cluster.members.values():
             if member.unheard:
                 self._confirm(member, member.unheard)
         self._cluster.arriving.clear()
+        for operation in self._cluster.undecided.values():
+            self._cluster.wake(operation)
 
     def begun_with(self, worker: Worker, message: BegunWith) -> None:
         """Keep the manifest of what this memory is filled with. If there is no room, the Fill that names it will fail."""

@@ -155,7 +155,28 @@ class Healing:
         # Once it writes, a fetch needs its own shard only; until then the whole version, like any fill (R7, R12).
         alone = not (shard.serves or shard.layout_id) and operation is not None and operation.writing
         numbers = [shard.number] if alone else [*wanted.holdings]
-        return all(self._is_there(number, wanted.info.content_id) for number in numbers)
+        content_id = wanted.info.content_id
+        return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(record, content_id)
+
+    def _is_elsewhere(self, record: CallRecord, content_id: str) -> bool:
+        """Whether another group holds every byte of it, in a layout in which it was not published. Whoever has a layout reads it
+        there, also in the midst of a fill; a fetch of one published rank does not.
+        """
+        shard, judges = record.handle.shard, self._world.guarantees
+        others = [group for group in self._users.groups if group.name != shard.group and group.publishes]
+        return shard.layout_id != "" and any(
+            self._is_whole(group)
+            and all(self._holds_elsewhere(handle, content_id) for handle in group.ranks)
+            and judges.contents.is_all(content_id, group.ranks)
+            for group in others
+        )
+
+    def _holds_elsewhere(self, handle: SimHandle, content_id: str) -> bool:
+        content = handle.member.content
+        if content is None or handle.member.state is not HandleState.READY or content.version.content_id != content_id:
+            return False
+        has_left = self._world.guarantees.retained.has_left(handle, content_id) is not None
+        return not content.spoiled and not has_left and is_of_other_layout(content.manifest)
 
     def _is_there(self, shard: int, content_id: str) -> bool:
         """Whether those who serve that shard have every chunk of it, together. A replica of which a rank has left on purpose
