@@ -74,6 +74,26 @@ def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
     assert owner.kept(R, 5) == []  # other bytes were here
 
 
+def test_chunks_of_another_grid_are_kept_apart() -> None:
+    """The same numbers are other bytes there. What nothing has come of in between is not forgotten."""
+    owner = Owner()
+    owner.open(R, 1, C, SIZES, complete=False, grid="one")
+    owner.mark_available(R, 1, [(1, 11), (3, 13)])
+    owner.close(R)
+    owner.open(R, 2, C, SIZES, complete=False, grid="another")
+    assert (owner.kept(R, 2), owner.former(R, 2), owner.former_grid(R)) == ([], [(1, 11), (3, 13)], "one")
+    assert owner.former(R, 1) == []
+    owner.close(R)
+    owner.open(R, 3, C, [*SIZES, 1], complete=False, grid="a third")
+    assert (owner.former(R, 3), owner.former_grid(R)) == ([(1, 11), (3, 13)], "one")
+    owner.close(R)
+    owner.open(R, 4, C, SIZES, complete=False, grid="one")
+    assert (owner.kept(R, 4), owner.former(R, 4), owner.former_grid(R)) == ([(1, 11), (3, 13)], [], "")
+    owner.close(R)
+    owner.open(R, 5, ContentId("another"), SIZES, complete=False, grid="another")
+    assert (owner.kept(R, 5), owner.former(R, 5)) == ([], [])
+
+
 def test_a_publication_keeps_nothing_of_the_last_one() -> None:
     owner = Owner()
     owner.open(R, 1, ContentId(""), SIZES, complete=True)

@@ -10,6 +10,7 @@ from tensorhub.coordinator import bridges, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
+from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
@@ -169,4 +170,27 @@ def nobody_takes_another_layout_over() -> Iterator[None]:
 )
 def not_asked_again() -> Iterator[None]:
     with replaced(Router, "_answered", lambda self, request: None):
+        yield
+
+
+@bug(
+    "G7: who reads an origin that is gone waits for it, though the version can be read out of another one",
+    faults=(Fault.CRASH, Fault.STALL, Fault.SLOW),
+    seeds_max=400,
+    COUNTS=(3,),
+    LEFT_OUT_DRAWN=0.0,
+)
+def nobody_goes_over() -> Iterator[None]:
+    with replaced(Fills, "_is_there_another_way", lambda self, operation, version: False):
+        yield
+
+
+@bug(
+    "R9: what a fill has verified is forgotten where it goes on in the chunks of another grid",
+    COUNTS=(3,),
+    LEFT_OUT_DRAWN=0.0,
+    seeds_max=300,
+)
+def another_grid_is_forgotten() -> Iterator[None]:
+    with replaced(Owner, "former", lambda self, registration, generation: []):
         yield
