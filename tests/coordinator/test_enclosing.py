@@ -418,7 +418,7 @@ def test_after_a_restart_who_has_begun_already_can_enclose_as_soon_as_it_is_vouc
     assert [(added.grant.source, bool(added.grant.root)) for added in reader.take(AddSource)] == [(holder.name, True)]
 
 
-def test_who_has_planned_before_its_source_was_vouched_for_cannot_enclose_and_calls_again() -> None:
+def test_who_has_planned_before_its_source_was_vouched_for_cannot_enclose_and_goes_over() -> None:
     world, trainers = published()
     readers = filling(world)
     finish(world, readers, trainers)
@@ -435,7 +435,7 @@ def test_who_has_planned_before_its_source_was_vouched_for_cannot_enclose_and_ca
     assert not reader.take(Compare)
     (outcome,) = reader.take(Outcome)
     assert outcome.error is not None
-    assert (outcome.error.kind, outcome.error.retryable) == ("StateError", True)
+    assert (outcome.error.kind, outcome.again) == ("StateError", True)
     world.fill([reader])
     assert [said.origin for said in reader.take(Start)] == [again.publication]
 
@@ -459,8 +459,7 @@ def test_who_goes_on_after_a_restart_encloses_if_it_has_planned_so(is_told: bool
     assert [bool(grant.root) for grant in granted(late)] == [is_told]
 
 
-def test_who_loses_the_origin_that_he_was_bound_to_hears_that_others_hold_the_version() -> None:
-    """A fill never changes its origin. What it was bound to near it is gone, and what was published is still there."""
+def test_who_loses_the_origin_that_he_was_bound_to_goes_over_to_what_was_published() -> None:
     world, trainers = published()
     near = filling(world, "near", site="there")
     finish(world, near, trainers)
@@ -469,5 +468,4 @@ def test_who_loses_the_origin_that_he_was_bound_to_hears_that_others_hold_the_ve
     assert reader.take(Start)[0].publication != near[0].publication  # what near has, and not what was published
     world.lose(*near)
     (outcome,) = reader.take(Outcome)
-    assert outcome.error is not None
-    assert "others hold it in another layout; call again" in outcome.error.message
+    assert outcome.again

@@ -178,7 +178,7 @@ def test_the_published_layout_is_left_and_come_back_to() -> None:
 
 
 def test_in_its_first_lease_a_coordinator_waits_for_those_who_may_come_back() -> None:
-    world, trainers, (reader,) = held()
+    world, _, (reader,) = held()
     (other,) = readers(world)
     begun = world.operation(other)
     info, key, described = world.version.info, begun.key, world.version.holdings.described_as

@@ -166,7 +166,7 @@ def test_in_another_site_it_is_read_of_who_has_it_there() -> None:
     assert trainers
 
 
-def test_a_reader_whose_origin_leaves_on_purpose_ends_and_the_next_call_takes_another_way() -> None:
+def test_a_reader_whose_origin_leaves_on_purpose_takes_another_way() -> None:
     world, trainers, _ = held()
     filling(world, "x", site="there")
     (other,) = world.group("s", [("own/s", ())])
@@ -174,9 +174,7 @@ def test_a_reader_whose_origin_leaves_on_purpose_ends_and_the_next_call_takes_an
     world.ready(other, A, B)
     leave(world, *trainers)
     (outcome,) = other.take(Outcome)
-    assert outcome.error is not None
-    assert "left on purpose" in outcome.error.message
-    assert outcome.error.retryable
+    assert outcome.again
     world.fill([other])
     (start,) = other.take(Start)[-1:]
     assert start.publication == reader_of(world, "own/r0")

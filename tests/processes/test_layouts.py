@@ -163,7 +163,6 @@ def test_the_publisher_is_gone_in_mid_read_and_a_group_of_another_layout_is_read
             leave.result()
         engine.do("gate_open")
     reports = [fill.result() for fill in fills]
-    print([(r["bytes_read"], r["reread_bytes"], r["sources"], r["retries"]) for r in reports])
     assert [(report["version"], "has_all" in report["sources"]) for report in reports] == [(1, True)] * 3
     assert readers.has(1)
     assert has_all.do("state", name="a0") == ["ready", 1]

@@ -1,4 +1,4 @@
-"""What is read of a version is gone, and it can be read in another way: a rank lets go of what it has begun, and calls again."""
+"""What is read of a version is gone, and it can be read in another way: a rank lets go of what it has, and calls again."""
 
 from __future__ import annotations
 

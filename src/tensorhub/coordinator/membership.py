@@ -424,8 +424,8 @@ class Membership:
         return self.recovered_at + (self._cluster.options.lease_s if self._cluster.arriving else 0.0)
 
     def recovery_over(self) -> None:
-        """Whose mates are not back is waited for no longer. What such a rank holds counts once they are. Who waits for a lost
-        source may have to go over to another one (`ways`).
+        """Whose mates are not back is waited for no longer. What such a rank holds counts once they are. Whoever waits for a
+        lost source may go over to another way now.
         """
         for member in self._cluster.members.values():
             if member.unheard:

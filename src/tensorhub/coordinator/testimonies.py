@@ -144,7 +144,8 @@ class Testimonies:
             is_awaited = part.page is not None or self._tellers.is_anybody_awaited(testimony)
             if need is not None and not is_awaited and bridges.must_enclose(part, need):
                 if not bridges.can_enclose(part):
-                    return Blame(_unplanned(part), part.rank)
+                    is_known_now = part.origin is not None and any(version.described_as(part.origin.origin_id))
+                    return Blame(_unplanned(part), part.rank, again=is_known_now)
                 if part.comparisons >= COMPARISONS_MAX:
                     return Blame(_unlike(part.operation, part), part.rank)
                 self._enclose(part, testimony, need)

@@ -145,8 +145,8 @@ class ChunkMemory:
         return self._covering
 
     def within(self, other: ChunkMemory, chunks: AbstractSet[int]) -> list[int]:
-        """Those of its chunks whose bytes are all in these of `other`, which are of another grid over the same memory. None, if
-        that has other bytes, or it cannot be told.
+        """Those of its chunks whose bytes are all in these of `other`, which are of another grid over the same memory. None,
+        if that has other bytes, or it cannot be told.
         """
         places = [self.manifest.places(chunk) for chunk in range(len(self.sizes))]
         covers = other._own_covering().covered(places, COVERS_MAX)

@@ -55,12 +55,17 @@ MACHINES: Final = (
 # What a search need not meet: tests/worker/test_phases.py takes each of them.
 RARE: Final = (
     "fill: asked -> fencing",
+    "fill: fencing -> asked",
+    "fill: held -> asked",
+    "fill: hook -> asked",
     "fill: manifest -> asked",
     "fill: manifest -> copying",
     "fill: manifest -> fencing",
     "fill: hook -> fencing",
     "fill: copying -> copying",
     "fill: copying -> stopping",
+    "fill: stopping -> asked",
+    "fill: voted -> asked",
     "fill: voted -> pulling",
     "copy: queued -> over",
     "copy: copying -> stopping",

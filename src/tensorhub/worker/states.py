@@ -51,8 +51,8 @@ PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
     P.OVER: frozenset(),
 }
 # Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged one copies and
-# pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If what was read is gone, and there
-# is another way to read the version, either goes back to ASKED.
+# pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING. If what was read is gone, and
+# there is another way to read the version, either goes back to ASKED.
 _WRITING = frozenset({P.FENCING, P.COPYING, P.PULLING})
 FILL_TABLE: Mapping[P, frozenset[P]] = {
     P.QUEUED: frozenset({P.ASKED, P.OVER}),

@@ -159,8 +159,8 @@ class Healing:
         return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(record, content_id)
 
     def _is_elsewhere(self, record: CallRecord, content_id: str) -> bool:
-        """Whether another group holds every byte of it, in a layout in which it was not published. Whoever has a layout reads it
-        there, also in the midst of a fill; a fetch of one published rank does not.
+        """Whether another group holds every byte of it, in a layout in which it was not published. Whoever has a layout
+        reads it there, also in the midst of a fill; a fetch of one published rank does not.
         """
         shard, judges = record.handle.shard, self._world.guarantees
         others = [group for group in self._users.groups if group.name != shard.group and group.publishes]

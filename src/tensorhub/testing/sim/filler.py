@@ -114,8 +114,8 @@ class SimFiller:
         self._world.guarantees.retained.filling(handle, action.version)
 
     def _carry_over(self, action: StartPull | CopyLocally) -> None:
-        """Its cells are that manifest's chunks from now on. If a fill that was broken off has left some in another grid, find
-        what is there of this one. (A host copy's memory is taken anew.)
+        """Its cells are that manifest's chunks from now on. If a fill that was broken off has left some in another grid,
+        find what is there of this one. (A host copy's memory is taken anew.)
         """
         handle, before, after = self._handle, self._handle.grid, action.manifest
         if action.generation != self._carried_under:
