@@ -103,6 +103,56 @@ def voted_to_pulling() -> None:
     rank.do(rank.member.compared(content.generation, len(ALL), [(1, 7, None)], 0))
 
 
+def is_gone(rank: Rank) -> None:
+    """What it reads; there is another way."""
+    running = rank.member.running
+    assert running is not None
+    assert running.key is not None
+    error = ErrorInfo.of(GroupAborted("call again"))
+    rank.do(rank.member.receive(Outcome(running.key, 0, False, False, None, error, again=True), 0))
+
+
+def held_to_asked() -> None:
+    rank = Rank(LocalCopies())
+    rank.do(rank.member.begin(FillCall(OpKind.UPDATE, "latest"), 60, 0))
+    running = rank.member.running
+    assert running is not None
+    assert running.key is not None
+    rank.do(rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, False, ()), 0))
+    is_gone(rank)
+
+
+def hook_to_asked() -> None:
+    rank = Rank(LocalCopies())
+    rank.fill(2, hold=True)
+    is_gone(rank)
+    rank.do(rank.member.hook_returned(None, 0))
+
+
+def fencing_to_asked() -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    held = rank.member.content
+    assert held is not None
+    rank.fill(2)
+    is_gone(rank)
+    rank.do(rank.member.fenced(held.generation, 0))
+
+
+def stopping_to_asked() -> None:
+    rank = Rank(LocalCopies())
+    rank.fill(2)
+    is_gone(rank)
+    rank.do(rank.member.pull_stopped(0))
+
+
+def voted_to_asked() -> None:
+    rank = Rank(LocalCopies())
+    rank.fill(2)
+    rank.do(rank.member.pull_done(0))
+    is_gone(rank)
+
+
 def queued_copy_is_given_up() -> None:
     copy = host(LocalCopies(), Purpose.RETENTION)
     copy.hold(1)
@@ -124,6 +174,11 @@ WAYS: dict[Callable[[], None], set[str]] = {
     manifest_to_copying: {"fill: manifest -> copying"},
     manifest_to_fencing: {"fill: manifest -> fencing"},
     hook_to_fencing: {"fill: hook -> fencing"},
+    held_to_asked: {"fill: held -> asked"},
+    hook_to_asked: {"fill: hook -> asked"},
+    fencing_to_asked: {"fill: fencing -> asked"},
+    stopping_to_asked: {"fill: stopping -> asked"},
+    voted_to_asked: {"fill: voted -> asked"},
     copying_to_copying: {"fill: copying -> copying"},
     copying_to_stopping: {"fill: copying -> stopping"},
     voted_to_pulling: {"fill: voted -> pulling"},
