@@ -203,14 +203,3 @@ def test_available_goes_over_too() -> None:
     world.ready(reader, A, B)
     lose_in_mid_read(world, trainers, [reader])
     assert is_told_to_go_over([reader])
-
-
-def test_who_has_the_layout_of_a_group_that_has_it_all_stays_where_it_is() -> None:
-    """It follows that group, chunk by chunk."""
-    world, trainers, _ = held()
-    (twin,) = filling(world, "x")
-    (other,) = readers(world)
-    leave(world, *trainers)
-    assert is_told_to_go_over([other])
-    assert not twin.take(Outcome)
-    assert world.sources(twin) == [("r0", "", 0)]
