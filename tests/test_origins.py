@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ import tensorhub
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Location, VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, Cluster, all_of, cluster
+from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
 from tests.test_resharding import (
     ROLLOUTS,
     SHAPES,
@@ -150,3 +151,54 @@ async def test_no_byte_enters_a_site_again_once_a_group_there_has_all_of_it() ->
         assert "trainer" not in read_from(reports)
         assert holds(theirs, 2)
         assert is_held(others, 2)
+
+
+@pytest.mark.parametrize("how", ["replicate", "update", "staged", "prefetch", "fetch"])
+async def test_a_call_whose_source_leaves_in_mid_read_goes_over_to_it(how: str) -> None:
+    """One call, which ends well; its `before_write` runs once."""
+    seen = list[int]()
+    with gated(0) as gate:
+        gate.open()
+        async with (
+            cluster("trainer", "origin", "reader", transports=["tcp"], options=HOSTED) as c,
+            anyio.create_task_group() as tasks,
+        ):
+            trained, memory = await trainer(c.hubs[:1], 1)
+            await all_of(*(each.publish(1) for each in trained))
+            ranks, _ = await rollout(c.hubs[1:2], "origin")
+            weights, mine = await all_of_it(c.hubs[2])
+            number = 1
+            if how not in ("replicate", "fetch"):
+                await weights.replicate()
+                number = 2
+                await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
+            await all_of(*(each.replicate() if number == 1 else each.update() for each in ranks))
+            reports = list[FetchReport]()
+
+            async def call() -> None:
+                async def note(info: VersionInfo) -> None:
+                    seen.append(info.version)
+
+                if how == "fetch":
+                    fetched = await c.hubs[2].fetch("m", rank=None)
+                    assert holds({name: fetched[name].numpy() for name in SHAPES}, 1)
+                    reports.append(fetched.report)
+                elif how == "replicate":
+                    reports.append(await weights.replicate())
+                elif how == "prefetch":
+                    reports.append(await weights.prefetch())
+                else:
+                    reports.append(await weights.update(staged=how == "staged", before_write=note))
+
+            gate.close(3)
+            tasks.start_soon(call)
+            await until(lambda: gate.holds)
+            await all_of(*(each.unpublish() for each in trained))
+            gate.open()
+        (report,) = reports
+        assert report.version == number
+        assert read_from([report]) == {"trainer", "origin"}
+        assert how == "fetch" or holds(mine, 1 if how in ("prefetch", "replicate") else 2)
+        assert sum(report.phases.values()) == pytest.approx(report.seconds)
+        assert min(report.phases.values()) >= 0
+        assert seen == ([2] if how in ("update", "staged") else [])
