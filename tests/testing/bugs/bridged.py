@@ -10,7 +10,6 @@ from tensorhub.coordinator import bridges, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
-from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
@@ -18,6 +17,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
 from tensorhub.types import RegistrationId
+from tensorhub.worker.filling import Filling
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
 from tests.testing.bugs import bug as any_bug, replaced
@@ -174,14 +174,14 @@ def not_asked_again() -> Iterator[None]:
 
 
 @bug(
-    "G7: who reads an origin that is gone waits for it, though the version can be read out of another one",
-    faults=(Fault.CRASH, Fault.STALL, Fault.SLOW),
+    "G7: who has let go of what it had begun, to go over to another way, does not say its call again",
+    faults=(Fault.CRASH, Fault.RESTART, Fault.SLOW),
     seeds_max=400,
     COUNTS=(3,),
     LEFT_OUT_DRAWN=0.0,
 )
 def nobody_goes_over() -> Iterator[None]:
-    with replaced(Fills, "_is_there_another_way", lambda self, operation, version: False):
+    with replaced(Filling, "_call_again", lambda self: None):
         yield
 
 
