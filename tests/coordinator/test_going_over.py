@@ -196,6 +196,16 @@ def test_in_its_first_lease_a_coordinator_waits_for_those_who_may_come_back() ->
     assert is_told_to_go_over([late])
 
 
+def test_who_is_not_ready_plans_on_until_it_is() -> None:
+    """It is woken by its own word, and by nothing else: nobody looks for another way before."""
+    world, trainers, _ = held()
+    first, second = readers(world, ranks=2, ready=1)
+    world.lose(*trainers)
+    assert not first.take(Outcome)
+    world.ready(second, A, B)
+    assert is_told_to_go_over([first, second])
+
+
 def test_available_goes_over_too() -> None:
     world, trainers, _ = held()
     (reader,) = world.group("s", [("own/s0", ())])

@@ -28,6 +28,7 @@ from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.supply import wants_source
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.waiting import is_of_available
 from tensorhub.coordinator.ways import Way
 from tensorhub.errors import (
     GroupAborted,
@@ -137,10 +138,17 @@ class Fills:
     def _must_go_over(self, operation: Operation) -> bool:
         """Whether the way in which it is read cannot be gone on with, and there is another one: its ranks call again.
 
-        A lost source that still serves is read on. Whoever may come back within a coordinator's first lease is waited for.
-        A copy of one shard is an attempt, after which another one is made.
+        A lost source that still serves is read on, and a rank that is not ready yet plans on, unless its call would end at
+        once. In its first lease a coordinator waits for who may come back. A copy of one shard is an attempt, after which
+        another one is made.
         """
-        if ways.serve(operation) or (operation.writing and not any(map(wants_source, operation.parts.values()))):
+        parts = operation.parts.values()
+        if ways.serve(operation):
+            return False
+        if operation.writing and not any(map(wants_source, parts)):
+            return False
+        would_end = is_of_available(operation) or any(part.is_abandoned for part in parts)
+        if not (operation.writing or would_end or all(part.ready for part in parts)):
             return False
         return self._is_there_another_way(operation, operation.bound)
 
