@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from tensorhub.coordinator.holders import Counted, Counts, Holders
-from tensorhub.scheduler.choice import Wanted
+from tensorhub.scheduler.choice import Load, Wanted
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S
 from tensorhub.scheduler.sources import Standing
 from tensorhub.types import Location
@@ -33,7 +33,7 @@ def held(there: Holders[Held], name: str) -> Held:
 
 def count(there: Holders[Held], holding: Held, way: Way) -> bool:
     counts, can_be_read, is_stranded = way
-    standing = Standing(Location(host=holding.name), TCP, 0, 0, holding.number) if can_be_read else None
+    standing = Standing(Location(host=holding.name), TCP, Load(0, 0), 0, holding.number) if can_be_read else None
     return there.count(holding, Counted(counts, standing, is_stranded, is_steady=False))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.choice import Load, Wanted, finish_s
 from tensorhub.scheduler.links import LATENCY_S, SUPPOSED_BYTES_PER_S, Distance, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import Location
@@ -28,17 +28,18 @@ class At:
     ident: str
     readers: int = 0
     depth: int = 0
+    slowness: int = 0
 
 
-def at(where: Location, ident: str = "", *, readers: int = 0, depth: int = 0) -> At:
-    return At(where, ident or f"{where.host}@{where.site}", readers, depth)
+def at(where: Location, ident: str = "", *, readers: int = 0, depth: int = 0, slowness: int = 0) -> At:
+    return At(where, ident or f"{where.host}@{where.site}", readers, depth, slowness)
 
 
 def chosen(nbytes: int, *candidates: At, rates: Sequence[float] = SUPPOSED_BYTES_PER_S, chunks: int = 1000) -> str:
     """The first is the newest."""
     sources, tcp = Sources[str](), frozenset({"tcp"})
     for number, each in enumerate(reversed(candidates)):
-        sources.put(each.ident, Standing(each.where, tcp, each.readers, each.depth, number))
+        sources.put(each.ident, Standing(each.where, tcp, Load(each.readers, each.slowness), each.depth, number))
     best = sources.best(HERE, tcp, Wanted(nbytes, nbytes / chunks), rates, lambda _: False)
     assert best is not None
     return best
@@ -112,6 +113,14 @@ def test_a_busy_near_source_before_an_idle_far_one() -> None:
     assert chosen(100 * GB, at(FAR, "idle"), at(RACK, "busy", readers=3)) == "busy"
 
 
+def test_a_slow_source_comes_after_those_that_fewer_share() -> None:
+    """It gives as little as a fast one that so many share. Within a host nobody's link is used."""
+    assert chosen(100 * GB, at(RACK, "slow", slowness=1), at(RACK, "other")) == "other"
+    assert chosen(100 * GB, at(RACK, "slow", slowness=2), at(RACK, "shared", readers=2)) == "shared"
+    assert chosen(100 * GB, at(RACK, "slow", slowness=2), at(RACK, "shared", readers=4)) == "slow"
+    assert chosen(100 * GB, at(HERE, "slow", slowness=5), at(RACK, "other")) == "slow"
+
+
 @pytest.mark.parametrize("readers", [2, 4, 8, 30])
 @pytest.mark.parametrize("rates", [SUPPOSED_BYTES_PER_S, (1e9, 25e6, 25e6, 25e6)], ids=["supposed", "slow"])
 def test_readers_that_come_at_once_form_one_chain(readers: int, rates: Sequence[float]) -> None:
@@ -138,13 +147,14 @@ def test_few_chunks_make_a_chain_no_faster_than_a_star() -> None:
 
 
 def test_more_of_anything_bad_is_never_sooner() -> None:
-    def finish(apart: Distance, readers: int, depth: int) -> float:
-        return finish_s(apart, readers, depth, Wanted(100 * GB, GB), SUPPOSED_BYTES_PER_S)
+    def finish(apart: Distance, readers: int, depth: int, slowness: int = 0) -> float:
+        return finish_s(apart, Load(readers, slowness), depth, Wanted(100 * GB, GB), SUPPOSED_BYTES_PER_S)
 
     least = finish(Distance.RACK, 0, 0)
-    assert min(finish(Distance.RACK, 1, 0), finish(Distance.RACK, 0, 1), finish(Distance.FAR, 0, 0)) > least
+    more = (finish(Distance.RACK, 1, 0), finish(Distance.RACK, 0, 1), finish(Distance.FAR, 0, 0))
+    assert min(*more, finish(Distance.RACK, 0, 0, slowness=1)) > least
 
 
 def test_a_source_alone_is_as_fast_as_its_link() -> None:
-    alone_s = finish_s(Distance.RACK, 0, 0, Wanted(10 * GB, GB), [1e9] * 4)
+    alone_s = finish_s(Distance.RACK, Load(0, 0), 0, Wanted(10 * GB, GB), [1e9] * 4)
     assert alone_s == pytest.approx(10 + 1 + LATENCY_S[Distance.RACK])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.choice import Load, Wanted, finish_s
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
@@ -19,7 +19,8 @@ LOCATIONS = st.builds(lambda site, rack, host: Location(site, rack, f"{site}.{ra
 TRANSPORTS = st.frozensets(st.sampled_from(["tcp", "rdma", "cma", "shm"]), max_size=3)
 RATES = st.tuples(*[st.floats(1e5, 1e12)] * 4) | st.just(SUPPOSED_BYTES_PER_S)
 WANTED = st.builds(lambda nbytes, chunks: Wanted(nbytes, nbytes / chunks), st.integers(0, 2**40), st.integers(1, 10_000))
-PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, st.integers(0, 3), st.integers(0, 4))
+LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2))
+PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, LOADS, st.integers(0, 4))
 CHANGES = st.lists(PUT | st.integers(0, 11), max_size=40)
 
 
@@ -38,15 +39,15 @@ def scanned(
         if at.location.host != reader.host:
             common -= SAME_HOST_TRANSPORTS
         if common and not refuses(source):
-            readers = 0 if common & SAME_HOST_TRANSPORTS else at.readers
-            seconds = finish_s(distance(reader, at.location), readers, at.depth, wanted, rates)
+            load = at.load._replace(readers=0) if common & SAME_HOST_TRANSPORTS else at.load
+            seconds = finish_s(distance(reader, at.location), load, at.depth, wanted, rates)
             found.append((seconds, -at.number, source))
     return min(found)[2] if found else None
 
 
 @given(CHANGES, LOCATIONS, TRANSPORTS, WANTED, RATES, st.frozensets(st.integers(0, 11), max_size=4))
 def test_it_chooses_as_a_look_at_all_would(
-    changes: list[tuple[int, Location, frozenset[str], int, int] | int],
+    changes: list[tuple[int, Location, frozenset[str], Load, int] | int],
     reader: Location,
     transports: frozenset[str],
     wanted: Wanted,
@@ -59,8 +60,8 @@ def test_it_chooses_as_a_look_at_all_would(
             sources.drop(change)
             there.pop(change, None)
         else:
-            source, location, theirs, readers, depth = change
-            there[source] = Standing(location, theirs, readers, depth, number)
+            source, location, theirs, load, depth = change
+            there[source] = Standing(location, theirs, load, depth, number)
             sources.put(source, there[source])
         for refuses in (lambda source: source in refused, lambda source: False):
             expected = scanned(there, reader, transports, wanted, rates, refuses)
@@ -74,8 +75,8 @@ def test_it_chooses_as_a_look_at_all_would(
 
 def test_whoever_shares_memory_shares_no_uplink() -> None:
     here, sources = Location("s", "r", "h"), Sources[str]()
-    sources.put("busy", Standing(here, frozenset({"shm", "tcp"}), 3, 0, 1))
-    sources.put("deep", Standing(here, frozenset({"shm", "tcp"}), 0, 1, 2))
+    sources.put("busy", Standing(here, frozenset({"shm", "tcp"}), Load(3, 0), 0, 1))
+    sources.put("deep", Standing(here, frozenset({"shm", "tcp"}), Load(0, 0), 1, 2))
     best = [
         sources.best(here, frozenset({transport}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, lambda _: False)
         for transport in ("shm", "tcp")
@@ -100,7 +101,7 @@ def test_a_change_and_a_choice_cost_the_same_among_many(sources_per_host: int) -
         for number in range(count):
             host = number // sources_per_host
             at = Location("s", f"r{host // 16}", f"h{host}")
-            sources.put(number, Standing(at, frozenset({"tcp"}), min(1, number % 7), number % 5, number))
+            sources.put(number, Standing(at, frozenset({"tcp"}), Load(min(1, number % 7), 0), number % 5, number))
         calls = Calls()
         sys.setprofile(calls)
         try:
@@ -108,7 +109,7 @@ def test_a_change_and_a_choice_cost_the_same_among_many(sources_per_host: int) -
             for number in range(50):
                 found = sources.best(at, frozenset({"tcp"}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, lambda _: False)
                 assert found is not None
-                sources.put(found, Standing(at, frozenset({"tcp"}), 1 + number % 3, number % 5, count + number))
+                sources.put(found, Standing(at, frozenset({"tcp"}), Load(1 + number % 3, 0), number % 5, count + number))
         finally:
             sys.setprofile(None)
         return calls.count
@@ -123,7 +124,7 @@ def test_each_source_that_is_refused_costs_a_few_looks() -> None:
         sources = Sources[int]()
         for number in range(1024):
             at = Location("s", f"r{number // 128}", f"h{number // 8}")
-            sources.put(number, Standing(at, frozenset({"tcp"}), 0, number % 5, number))
+            sources.put(number, Standing(at, frozenset({"tcp"}), Load(0, 0), number % 5, number))
         met: set[int] = set()
 
         def refuses(source: int) -> bool:

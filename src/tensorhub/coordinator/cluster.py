@@ -52,6 +52,7 @@ from tensorhub.machine import Timers
 from tensorhub.manifest import id_of
 from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.scheduler.links import Links
+from tensorhub.scheduler.slowness import Slowness
 from tensorhub.types import OpKey, Options
 
 LOST_KEPT_MAX = 4096
@@ -88,7 +89,9 @@ class Cluster:
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.pending_writes: dict[int, PendingWrite] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
-        self.links = Links()  # what readers report of links; only the choice of sources depends on it
+        # What readers report of links, and of each other's; only the choice of sources depends on that.
+        self.links = Links()
+        self.slowness = Slowness()
         self.manifests = Manifests()  # those of all members and versions
         self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
         self.list_bytes = 0  # of these lists

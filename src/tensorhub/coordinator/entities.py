@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any, ClassVar, TypeVar
 
 from tensorhub.coordinator import limits, states
@@ -50,6 +51,8 @@ from tensorhub.messages import (
     Rollback,
     Unpin,
 )
+from tensorhub.scheduler.choice import Load
+from tensorhub.scheduler.slowness import SLOWNESS_MAX
 from tensorhub.scheduler.sources import Standing
 from tensorhub.types import (
     READ_ONLY,
@@ -66,6 +69,7 @@ from tensorhub.types import (
 LayoutKey = tuple[str, str]  # a layout's id, and its origin's
 SelectionKey = tuple[str, int, str]  # its origin's id, the shard that names the class, and its own id
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
+READER_WEIGHT = 1 << SLOWNESS_MAX  # of a reader that takes all that a link carries
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 
 S = TypeVar("S", bound=StrEnum)
@@ -99,6 +103,7 @@ class Worker(_Moving[WorkerState]):
     read_only: bool = False  # it fetches and looks: it never holds anything for others
     origin: str = ""  # where it first came from
     spot: bool = False  # it has registered as such: all that is in its memory may be gone at any time
+    slowness: int = 0  # how many times slower than others its link is, as a power of two, by what readers said last
     members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
     transports: frozenset[str] = field(init=False)  # of the endpoints; kept, since each reader looks at every source
     strided: frozenset[str] = field(init=False)  # those of them that go across layouts
@@ -358,6 +363,7 @@ class Holding:
     layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
+    behind: int = 0  # its source's slowness at that time; 0 once complete
     number: int = 0  # in the order in which its shard's holdings came
     verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
     is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
@@ -369,6 +375,7 @@ class Holding:
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # how many of these leases are ACTIVE
+    weight: int = 0  # of these, together
     guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
     chunk_answer: ChunkAnswer | None = None  # while it is filled: the newest question which chunks are there, and its answer
     readers_most: int = 0  # the most active readers at a time, since there were none
@@ -391,6 +398,19 @@ class Holding:
         """Of all that it holds, or will."""
         needs = self.layout.needs.get(self.shard)
         return self.member.chunks if needs is None else sum(need.chunks for need in needs)
+
+    @property
+    def slowness(self) -> int:
+        """How many times slower than from others everything comes from there, as a power of two."""
+        return max(self.behind, self.member.worker.slowness)
+
+    @property
+    def load(self) -> Load:
+        return self.load_without(0)
+
+    def load_without(self, weight: int) -> Load:
+        """The same without so much. Slow readers take a part of an uplink each; less than a whole one does not count."""
+        return Load((self.weight - weight) // READER_WEIGHT, self.slowness)
 
     @property
     def takes_readers(self) -> bool:
@@ -445,7 +465,7 @@ class Holding:
         is_live, is_source = worker.state is WorkerState.LIVE, self.committed and takes_readers
         standing = None
         if takes_readers and is_live:
-            standing = Standing(worker.location, worker.transports, self.active_readers, self.depth, self.number)
+            standing = Standing(worker.location, worker.transports, self.load, self.depth, self.number)
         counts = (self.complete, is_source, is_source and is_live)
         return Counted(counts, standing, self.is_stranded, is_source and not self.is_spot)
 
@@ -504,10 +524,17 @@ class ReadLease(_Moving[LeaseState]):
     partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
+    weight: int  # READER_WEIGHT, or less if its reader is slow
+    source_had: int = 0  # so many chunks, as far as was known at that report
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it
     grid: str = ""  # the name of the source's own chunks, where there is a root
     dropping: bool = False  # the reader was told to leave this source for another one
+
+    @property
+    def is_only(self) -> bool:
+        """Whether everything comes through it, and nothing through another one."""
+        return self.need is None and not (self.partial or self.dropping) and len(self.part.leases) == 1
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -545,6 +572,7 @@ class RankPart:
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
+    compared_at: float = -inf  # when a faster source was sought last
     exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
     drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
     rank: int = field(init=False)  # its member's; so below

@@ -57,7 +57,7 @@ class Holdings:
 
     def completed(self, holding: Holding) -> None:
         """It has all that was published."""
-        holding.complete, holding.verified, holding.depth = True, True, 0
+        holding.complete, holding.verified, holding.depth, holding.behind = True, True, 0, 0
         self._feeding.feed(holding)
 
     # -- the end

@@ -13,6 +13,7 @@ from typing import assert_never
 from tensorhub.coordinator.cluster import Cluster, layouts_used
 from tensorhub.coordinator.coverage import must_cover
 from tensorhub.coordinator.entities import (
+    READER_WEIGHT,
     Group,
     Holding,
     Member,
@@ -128,6 +129,13 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         demand(member.worker is worker, "a member belongs to its worker", member)
         if member.holding is not None:
             _ordered(member.holding)
+        for lease in member.reads.values():
+            _weighed(lease)
+
+
+def _weighed(lease: ReadLease) -> None:
+    weighs = lease.weight * 2**lease.part.member.worker.slowness == READER_WEIGHT
+    demand(weighs or lease.state is not LeaseState.ACTIVE, "a reader weighs as it is slow", lease)
 
 
 def _member(cluster: Cluster, member: Member) -> None:
@@ -178,6 +186,8 @@ def _held(member: Member, holding: Holding) -> None:
     demand(holding.member is member, "a holding is one member's", holding)
     readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
     demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
+    weight = sum(lease.weight for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
+    demand(holding.weight == weight, "a source's readers are weighed", holding)
     guests = sum(worker.read_only for worker in readers)
     demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
     for ident, lease in holding.readers.items():
@@ -449,6 +459,7 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         operation = part.operation
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
         demand(known, "a reader knows its leases", lease)
+        _weighed(lease)
         demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
         demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9

@@ -291,6 +291,7 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        cluster.slowness.forget(worker.incarnation)
         self.arrived(worker)
         cluster.guests.away.pop(worker, None)
         del cluster.manifest_bytes[worker.incarnation]

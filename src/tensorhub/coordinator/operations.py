@@ -100,6 +100,7 @@ class Operations:
                     part.progress, part.moved_at = progress, self._cluster.now
                     self._cluster.note(operation)
                 self._readers.learn(part, message.flows)
+                self._readers.improve(part)
             case ReadyToWrite() if operation.running:
                 blame = self._fills.ready(part, message)
                 if blame is not None:

@@ -11,16 +11,20 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import bridges, limits, replicas, supply
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Version, Worker
+from tensorhub.coordinator.entities import READER_WEIGHT, Holding, Member, Operation, RankPart, ReadLease, Version, Worker
 from tensorhub.coordinator.feeding import Feeding
-from tensorhub.coordinator.source_choice import SourceChoice
+from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
 from tensorhub.coordinator.states import LeaseState
 from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, distance
+from tensorhub.scheduler.slowness import CLEARLY
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
+FASTER = CLEARLY  # so many times sooner a reader must have the rest elsewhere, to be moved while it reads
+COMPARE_S = 1.0  # how often that is asked, at most
+MADE_WAY_MAX = 8  # readers of a source of which the slow ones make way for a fast one; among more it matters little
 
 
 @dataclass(eq=False, repr=False)
@@ -40,13 +44,13 @@ class Readers:
     def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
         """A new lease on a source that was chosen for this reader. Everything comes through it, or all of this need."""
         if part.holding is not None:
-            part.holding.depth = holding.depth + 1
+            part.holding.depth, part.holding.behind = holding.depth + 1, holding.slowness
         return self._lend(part, holding, partial=False, need=need)
 
     def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
         ident = self._cluster.new_id()
-        flow = Flow(ident, 0, 0.0)
-        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, need=need)
+        flow, weight = Flow(ident, 0, 0.0), READER_WEIGHT >> part.member.worker.slowness
+        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, weight=weight, need=need)
         if need is not None and (root := bridges.enclosing_root(part, need, holding)):
             lease.root, lease.grid = root, self._grid_of(holding)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
@@ -59,6 +63,7 @@ class Readers:
         if part.member.worker.read_only:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
+        holding.weight += weight
         readers = holding.active_readers
         self._cluster.reckon(holding)
         if part.holding is not None:
@@ -92,11 +97,38 @@ class Readers:
             nbytes, seconds = flow.nbytes - lease.flow.nbytes, flow.seconds - lease.flow.seconds
             if nbytes < 0 or seconds < SECONDS_MIN:
                 continue  # or too little yet
-            apart = distance(reader.location, lease.holding.member.worker.location)
+            source = lease.holding.member.worker
+            apart = distance(reader.location, source.location)
             sharers = lease.holding.readers_most if lease.is_of_whole and len(part.leases) == 1 else None
             self._cluster.links.heard(reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now)
-            lease.flow = flow
+            if lease.is_only and lease.source_had > part.progress[0]:
+                sharers = lease.holding.readers_most  # all that came since then was there
+            heard = reader.incarnation, source.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
+            self._cluster.slowness.heard(*heard)
+            rates = self._cluster.links.rates(self._cluster.now)
+            is_slow = sharers is not None and CLEARLY * sharers * nbytes / seconds <= rates[apart]
+            for each in (reader, source):
+                if is_slow or each.slowness:
+                    self._weigh(each)
+            lease.flow, lease.source_had = flow, lease.holding.chunks_verified
             self._cluster.note(lease)
+
+    def _weigh(self, worker: Worker) -> None:
+        """How slow it is, and what it takes of its sources' uplinks, now."""
+        rates = self._cluster.links.rates(self._cluster.now)
+        slowness = self._cluster.slowness.of(worker.incarnation, rates, self._cluster.now)
+        if slowness == worker.slowness:
+            return
+        worker.slowness = slowness
+        self._cluster.note(worker)
+        self._cluster.reckon_all_of(worker)
+        for lease in (lease for member in worker.members.values() for lease in member.reads.values()):
+            if lease.state is LeaseState.ACTIVE:
+                weight = READER_WEIGHT >> slowness
+                lease.holding.weight += weight - lease.weight
+                lease.weight = weight
+                self._cluster.reckon(lease.holding)
+                self._cluster.note(lease, lease.holding.member)
 
     def assign_sources(self, part: RankPart) -> list[Grant]:
         """New leases for a reader whose leases do not bring it everything: on a source or, while nobody holds the whole
@@ -269,14 +301,55 @@ class Readers:
         is_spare = part.bridges and not needs and not lease.partial
         sources = [] if is_spare else self._choice.sources(part, needs, other_than=lease.holding)
         if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
-            grants = [self.lend(part, *source) for source in sources]
-            lease.dropping = True
-            self._feeding.feed(part.holding)
-            self._cluster.changed(part.operation)
-            self._cluster.note(lease)
-            for grant in grants:
-                self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
-            self.tell_to_drop(lease, "the source leaves")
+            self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
+
+    def improve(self, part: RankPart) -> None:
+        """A reader reads on. If its source is slow or shared, it may have the rest much earlier from another one. If it is
+        fast, and slow ones read there too, these take a part of its uplink: they read at the end of the chain instead.
+
+        That is asked once in a while, since each move costs a new connection.
+        """
+        lease = next(iter(part.leases.values()), None)
+        if lease is None or not lease.is_only or part.compared_at + COMPARE_S > self._cluster.now:
+            return
+        holding, own = lease.holding, part.member.worker.slowness
+        if holding.slowness > own or holding.load.readers > 1:
+            part.compared_at = self._cluster.now
+            self._improve(lease, FASTER, GAIN_S)
+        elif own:
+            return
+        elif holding.weight > READER_WEIGHT and holding.active_readers <= MADE_WAY_MAX:
+            part.compared_at = self._cluster.now
+            for each in list(holding.readers.values()):
+                if each.weight < READER_WEIGHT:
+                    self._improve(each, 1.0)
+        elif (above := self._choice.doubted(lease)) is not None:
+            part.compared_at = self._cluster.now
+            self._swap(lease, above.holding)
+            self._improve(above, 1.0)
+
+    def _improve(self, lease: ReadLease, factor: float, gain_s: float = 0.0) -> None:
+        """If its reader has the rest so many times sooner elsewhere, and as much sooner. (Without a gain: it makes way.)"""
+        part = lease.part
+        if lease.is_only and lease.holding.is_fed and part.reads and not (part.bridges or part.member.worker.read_only):
+            found = self._choice.faster(lease, factor, gain_s)
+            if found is not None:
+                self._swap(lease, found)
+
+    def _swap(self, lease: ReadLease, holding: Holding) -> None:
+        """Its reader reads from that one instead."""
+        lease.dropping = True  # what reads from the other one is not filled through this one any more
+        self._leave_for(lease, [self.lend(lease.part, None, holding)], "another source is better")
+
+    def _leave_for(self, lease: ReadLease, grants: Iterable[Grant], why: str) -> None:
+        part = lease.part
+        lease.dropping = True
+        self._feeding.feed(part.holding)
+        self._cluster.changed(part.operation)
+        self._cluster.note(lease)
+        for grant in grants:
+            self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
+        self.tell_to_drop(lease, why)
 
     def tell_to_drop(self, lease: ReadLease, why: str) -> None:
         part = lease.part
@@ -306,6 +379,7 @@ class Readers:
         holding, guest = lease.holding, lease.part.member.worker
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
             holding.active_readers -= 1
+            holding.weight -= lease.weight
             holding.peers.patches -= lease.partial
             if guest.read_only:
                 if holding.guests.is_used_up:  # there is room for one more

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tensorhub.coordinator import bridges, replicas
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, RankPart, Version, Worker
+from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version, Worker
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import WorkerState
@@ -22,6 +22,9 @@ from tensorhub.scheduler.choice import Wanted, finish_s
 from tensorhub.scheduler.links import distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
 
+LOOKS_MAX = 32  # at sources that might be faster
+DOUBTED_S_MIN = 1.0  # what a reader has before it, if it is to change places, so that a slow one is found
+GAIN_S = 0.25  # so much sooner at least a reader must have the rest elsewhere
 PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
 
 
@@ -96,6 +99,51 @@ class SourceChoice:
             )
             found = min(failed, key=order, default=None)
         return found
+
+    def faster(self, lease: ReadLease, factor: float, gain_s: float) -> Holding | None:
+        """A source from which this lease's reader would have the rest so many times sooner, and as much sooner, if one of
+        the first few is. It is as near at least. It has more than the reader, unless nothing is to be gained.
+        """
+        part, now = lease.part, lease.holding
+        there, own, has = part.layout.of(part.shard), part.holding, part.progress[0]
+        below = self._below(own) if own is not None and own.readers else {}
+        looks = 0
+
+        def refuses(holding: Holding) -> bool:
+            nonlocal looks
+            looks += 1
+            if looks > LOOKS_MAX:
+                return False
+            fits = holding is not now and holding is not own and holding.is_fed and self._reachable(holding, part)
+            if not fits or holding in below or holding.member.worker.incarnation in part.failures:
+                return True
+            return _is_nearer(now, holding, part) or (gain_s > 0 and not holding.complete and holding.chunks_verified <= has)
+
+        found = self._best(part, there, refuses)
+        if found is None or looks > LOOKS_MAX:
+            return None
+        left = max(0, there.chunks - has) / max(1, there.chunks)
+        wanted, rates = _wanted(there, None), self._cluster.links.rates(self._cluster.now)
+        rest = Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
+        now_s, then_s = _estimate(now, part, rest, rates, lease.weight)[0], _estimate(found, part, rest, rates)[0]
+        return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
+
+    def doubted(self, lease: ReadLease) -> ReadLease | None:
+        """The lease through which this lease's source is filled, if that goes slowly, and nobody can know which of its two
+        workers is slow: nobody else reads there, all others wait behind its reader. If that reader and this lease's one
+        change places, it costs nothing, and is seen.
+        """
+        part, now = lease.part, lease.holding
+        above = next(iter(now.fillers), None)
+        if above is None or not (above.is_only and above.is_of_whole) or above.holding.weight > above.weight:
+            return None
+        first, source = now.member.worker, above.holding.member.worker
+        if not self._cluster.slowness.is_open(first.incarnation, source.incarnation, self._cluster.now):
+            return None
+        left = 1 - part.progress[0] / max(1, now.peers.chunks)
+        rest_s = left * now.peers.nbytes * above.flow.seconds / max(1, above.flow.nbytes)
+        can_read = self._reachable(above.holding, part) and not _is_nearer(now, above.holding, part)
+        return above if can_read and rest_s >= DOUBTED_S_MIN else None
 
     def partial_holdings(
         self, part: RankPart, version: Version, there: Holders[Holding], need: Need | None = None
@@ -193,13 +241,16 @@ def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
     return Wanted(there.nbytes, there.nbytes / max(1, there.chunks))
 
 
-def _estimate(holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float]) -> tuple[float, int]:
-    """When it would have everything from there; the newest comes first of equals."""
+def _estimate(
+    holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float], weight: int = 0
+) -> tuple[float, int]:
+    """When it would have everything from there; the newest comes first of equals. `weight`: its own, if it reads there."""
     reader, worker = part.member.worker, holding.member.worker
-    # Who copies out of its memory shares nothing of it with its other readers.
-    readers = 0 if worker.reaches(reader) & SAME_HOST_TRANSPORTS else holding.active_readers
+    load = holding.load_without(weight)
+    if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # who copies out of its memory shares nothing of it with others
+        load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
-    return finish_s(apart, readers, holding.depth, wanted, rates), -holding.number
+    return finish_s(apart, load, holding.depth, wanted, rates), -holding.number
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:

@@ -2,15 +2,17 @@
 
 `finish = bytes / the share of the source's uplink that the reader would get + hops`. A hop takes a latency and one chunk's
 time: a chunk is passed on when it is whole. That one rule gives chains when uplinks are the limit (a source with a child
-offers half, a partial replica without one offers all), shallow trees when latency is, and near copies before far ones. What
-links carry is known to `links`; `sources` finds the best source. Not responsible for who is a source: the caller leaves out
-what must not be read.
+offers half, a partial replica without one offers all), shallow trees when latency is, and near copies before far ones. A
+slow source offers a part only, as if so many shared it: so slow workers stand at the ends of chains. What links carry is
+known to `links`, and who is slow to `slowness`; `sources` finds the best source. Not responsible for who is a source: the
+caller leaves out what must not be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tensorhub.scheduler.links import LATENCY_S, Distance
 
@@ -23,10 +25,19 @@ class Wanted:
     chunk_bytes: float
 
 
-def finish_s(apart: Distance, readers: int, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
-    """Seconds until a reader would be done at a source. `apart`: the distance between the two. `readers`: how many share
-    the source's uplink already. `depth`: hops from the source to a complete copy. `rates`: bytes per second of a link, by
-    distance.
+class Load(NamedTuple):
+    """What makes a source slower than its distance. `readers`: how many share its uplink already. `slowness`: its own, or
+    that of somebody through whom it is filled, as a power of two.
+    """
+
+    readers: int
+    slowness: int
+
+
+def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
+    """Seconds until a reader would be done at a source. `apart`: the distance between the two. `depth`: hops from the source
+    to a complete copy. `rates`: bytes per second of a link, by distance. (Nobody's link is used within a host.)
     """
     rate = rates[apart]
-    return wanted.nbytes * (readers + 1) / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)
+    part = (load.readers + 1) << (0 if apart is Distance.HOST else load.slowness)
+    return wanted.nbytes * part / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)

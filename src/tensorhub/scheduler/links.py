@@ -96,8 +96,8 @@ class Links:
         if seconds < SECONDS_MIN:
             return
         votes = self._votes[apart]
-        least = _bounded(nbytes / seconds)
-        most = RATE_MAX if sharers is None else _bounded(least * max(1, sharers))
+        least = bounded(nbytes / seconds)
+        most = RATE_MAX if sharers is None else bounded(least * max(1, sharers))
         vote = votes.get(voter)
         before = self.rates(now)[apart] if vote is None or vote.said_at + VOTE_S <= now else vote.bytes_per_s
         if sharers is None and least <= before:
@@ -123,7 +123,7 @@ class Links:
         nearer, scale = RATE_MAX, 1.0
         for apart, votes, supposed in zip(Distance, self._votes, SUPPOSED_BYTES_PER_S, strict=True):
             fresh = [vote.bytes_per_s for vote in votes.values() if vote.said_at + VOTE_S > now]
-            nearer = min(nearer, _lower_median([_bounded(supposed * scale), *fresh]))
+            nearer = min(nearer, _lower_median([bounded(supposed * scale), *fresh]))
             scale = 1.0 if apart is Distance.HOST else min(1.0, nearer / supposed)
             rates.append(nearer)
         return tuple(rates)
@@ -132,7 +132,8 @@ class Links:
         return f"<Links {', '.join(f'{d.name} {len(votes)} votes' for d, votes in zip(Distance, self._votes, strict=True))}>"
 
 
-def _bounded(bytes_per_s: float) -> float:
+def bounded(bytes_per_s: float) -> float:
+    """Nothing is taken for slower or faster than that."""
     return min(max(bytes_per_s, RATE_MIN), RATE_MAX)
 
 

@@ -1,13 +1,13 @@
 """The sources of one content, kept in order, so that the best one for a reader is found without a look at all of them.
 
 Theory of operation. `choice` estimates when a reader would be done at a source. Where links carry what their distance
-carries, the estimate depends on three things of a source: how far away it is, how many readers share it, and its depth. So
-sources are kept in a tree site / rack / host. Each node has, for each number of readers, a sorted list: a host of its
-sources, the others of their children, by the best source of each. A reader's candidates are then the firsts of a few lists
-along the way from its host to the root, each without the child that was looked at already.
+carries, the estimate depends on three things of a source: how far away it is, its load (how many readers share it, and how
+slow it is), and its depth. So sources are kept in a tree site / rack / host. Each node has, for each load, a sorted list: a
+host of its sources, the others of their children, by the best source of each. A reader's candidates are then the firsts of a
+few lists along the way from its host to the root, each without the child that was looked at already.
 
 A change costs a few insertions in sorted lists, a choice a few looks. Neither grows with the number of sources, but for the
-number of different counts of readers, which is small. Where the reader refuses the best ones, the next ones are looked at in
+number of different loads, which is small. Where the reader refuses the best ones, the next ones are looked at in
 order, so that a reader whom many sources have failed looks at each of them once.
 
 Responsible for the order. Not responsible for who is a source, nor for who must not be read by a certain reader: the caller
@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.choice import Load, Wanted, finish_s
 from tensorhub.scheduler.links import Distance
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
 
@@ -35,7 +35,7 @@ class Standing(NamedTuple):
 
     location: Location
     transports: frozenset[str]
-    readers: int
+    load: Load
     depth: int
     number: int
 
@@ -45,14 +45,14 @@ class Standing(NamedTuple):
 
 
 class _Node(Generic[T]):
-    """A host, rack, site or everything. `first`: by number of readers, ranks with what they are of, in order."""
+    """A host, rack, site or everything. `first`: by load, ranks with what they are of, in order."""
 
     __slots__ = ("children", "first", "parent")
 
     def __init__(self, parent: _Node[T] | None) -> None:
         self.parent = parent
         self.children: dict[str, _Node[T]] = {}
-        self.first: dict[int, _Entries[T]] = {}
+        self.first: dict[Load, _Entries[T]] = {}
 
     def child(self, name: str) -> _Node[T]:
         found = self.children.get(name)
@@ -60,9 +60,9 @@ class _Node(Generic[T]):
             found = self.children[name] = _Node(self)
         return found
 
-    def change(self, readers: int, rank: Rank, what: _Node[T] | T, *, add: bool) -> None:
+    def change(self, load: Load, rank: Rank, what: _Node[T] | T, *, add: bool) -> None:
         """Enter or remove, here and above."""
-        there = self.first.setdefault(readers, [])
+        there = self.first.setdefault(load, [])
         before = there[0] if there else None
         if add:
             insort(there, (*rank, what))  # no two ranks are equal, so that nothing else is compared
@@ -70,23 +70,23 @@ class _Node(Generic[T]):
             del there[bisect_left(there, rank)]
         after = there[0] if there else None
         if not there:
-            del self.first[readers]
+            del self.first[load]
         if self.parent is not None and before != after:
             if before is not None:
-                self.parent.change(readers, before[:2], self, add=False)
+                self.parent.change(load, before[:2], self, add=False)
             if after is not None:
-                self.parent.change(readers, after[:2], self, add=True)
+                self.parent.change(load, after[:2], self, add=True)
 
 
 _Entries = list[tuple[int, int, _Node[T] | T]]
 
 
 class _Way(NamedTuple, Generic[T]):
-    """To the sources of one list: how far away they are, and how many share each."""
+    """To the sources of one list: how far away they are, and the load of each."""
 
     apart: Distance
-    readers: int
-    shared: int  # readers who share its uplink
+    load: Load
+    felt: Load  # what a reader over this way feels of it
     nearer: _Node[T] | None  # what another list has
 
 
@@ -119,9 +119,9 @@ class Sources(Generic[T]):
         if before is None or host is None:
             host = self._host(standing)
         else:
-            host.change(before.readers, before.rank, source, add=False)
+            host.change(before.load, before.rank, source, add=False)
         self._there[source] = standing, host
-        host.change(standing.readers, standing.rank, source, add=True)
+        host.change(standing.load, standing.rank, source, add=True)
 
     def drop(self, source: T) -> None:
         """It is none of them any more; fine if it was none."""
@@ -129,7 +129,7 @@ class Sources(Generic[T]):
             return
         standing, node = self._there.pop(source)
         where = standing.location
-        node.change(standing.readers, standing.rank, source, add=False)
+        node.change(standing.load, standing.rank, source, add=False)
         for name in (where.host, where.rack, where.site):  # nothing is kept of where no source is
             if node.first or node.parent is None:
                 return
@@ -167,7 +167,7 @@ class Sources(Generic[T]):
                 place += 1
             if place < len(entries):
                 depth, newness, _ = entries[place]
-                finish = finish_s(way.apart, way.shared, depth, wanted, rates)
+                finish = finish_s(way.apart, way.felt, depth, wanted, rates)
                 heappush(ahead, (finish, newness, next(looks), entries, place, way))
 
         for entries, way in self._ways(reader, transports):
@@ -176,13 +176,13 @@ class Sources(Generic[T]):
             *_, entries, place, way = heappop(ahead)
             what = entries[place][2]
             if isinstance(what, _Node):
-                enter(what.first[way.readers], 0, way)
+                enter(what.first[way.load], 0, way)
             else:
                 yield what
             enter(entries, place + 1, way)
 
     def _ways(self, reader: Location, transports: frozenset[str]) -> Iterator[tuple[_Entries[T], _Way[T]]]:
-        """The lists in which all that it reaches are: one for each distance and number of readers."""
+        """The lists in which all that it reaches are: one for each distance and load."""
         for theirs, root in self._roots.items():
             common = theirs & transports
             if not common:
@@ -192,8 +192,9 @@ class Sources(Generic[T]):
             rack = site.children.get(reader.rack) if site is not None else None
             host = rack.children.get(reader.host) if rack is not None else None
             if host is not None:
-                for readers, entries in host.first.items():
-                    yield entries, _Way(Distance.HOST, readers, 0 if shares_memory else readers, None)
+                for load, entries in host.first.items():
+                    felt = load._replace(readers=0) if shares_memory else load
+                    yield entries, _Way(Distance.HOST, load, felt, None)
             if common <= SAME_HOST_TRANSPORTS:
                 continue
             for node, nearer, apart in (
@@ -201,5 +202,5 @@ class Sources(Generic[T]):
                 (site, rack, Distance.SITE),
                 (root, site, Distance.FAR),
             ):
-                for readers, entries in node.first.items() if node is not None else ():
-                    yield entries, _Way(apart, readers, readers, nearer)
+                for load, entries in node.first.items() if node is not None else ():
+                    yield entries, _Way(apart, load, load, nearer)

@@ -1,0 +1,253 @@
+"""Readers that change their source while they read: away from slow and shared ones, slow ones to the end of the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest.mock import patch
+
+from tensorhub.coordinator import readers as rules
+from tensorhub.coordinator.entities import READER_WEIGHT, RankPart
+from tensorhub.messages import Flow, Progress
+from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import CHUNK_BYTES, make_manifest
+from tensorhub.types import Location
+
+CHUNKS = 64
+FAST, SLOW = 3.0, 3 / 8  # chunks in a second: 0.8 GB/s, which is a little less than is supposed, and 0.1
+
+
+class Chain:
+    """A trainer `t`, and readers `a`, `b`, ... which have called one after the other and have read nothing. Nobody reads
+    before `run`: what readers say of themselves is said by the test.
+    """
+
+    def __init__(self, readers: str, places: Sequence[Location] = (), *, only: str = "") -> None:
+        """`places`: of the trainer, and of each reader; else each has a rack of its own. `only`: who calls at once."""
+        self.cluster = StepwiseCluster(manifest=make_manifest(CHUNKS))
+        for number, name in enumerate("t" + readers):
+            place = places[number] if places else Location(rack=f"rack {name}", host=f"host {name}")
+            self.cluster.worker(name, place)
+        self.trainer = self.cluster.handle("t")
+        self.handles: dict[str, SimHandle] = {name: self.cluster.handle(name) for name in readers}
+        self.cluster.run()
+        self.trainer.publish(1)
+        self.cluster.run()
+        self.calls: dict[str, CallRecord] = {}
+        for name in only or readers:
+            self.call(name)
+
+    def call(self, name: str) -> None:
+        self.calls[name] = self.handles[name].replicate()
+        self.settle()
+
+    def settle(self) -> None:
+        while choices := [choice for choice in self.cluster.choices() if choice.kind != "read"]:
+            self.cluster.do(choices[0])
+        self.cluster.coordinator.check_invariants()
+
+    def part(self, name: str) -> RankPart:
+        member = self.cluster.coordinator.cluster.members[self.handles[name].id]
+        assert member.part is not None
+        return member.part
+
+    def says(self, name: str, chunks: int, *, per_s: float) -> None:
+        """It has so many chunks, the newest of which came at this rate in the second since its last word."""
+        key = self.calls[name].key
+        assert key is not None
+        (lease,) = (each for each in self.part(name).leases.values() if not each.dropping)
+        seconds = lease.flow.seconds + 1.0
+        flow = Flow(lease.id, lease.flow.nbytes + int(per_s * CHUNK_BYTES), seconds)
+        self.handles[name].worker.say(Progress(key, 0, chunks, chunks * CHUNK_BYTES, (flow,)))
+        self.settle()
+
+    def sources(self) -> dict[str, str]:
+        """Whom each reads from."""
+        found = {}
+        for name in self.calls:
+            leases = [each for each in self.part(name).leases.values() if not each.dropping]
+            found[name] = "".join(each.holding.member.worker.name for each in leases)
+        return found
+
+    def slowness(self, name: str) -> int:
+        return self.part(name).member.worker.slowness
+
+    def is_taken_for(self, name: str, slowness: int) -> None:
+        coordinator, worker = self.cluster.coordinator, self.part(name).member.worker
+        with patch.object(coordinator.cluster.slowness, "of", lambda *_: slowness):
+            coordinator._readers._weigh(worker)
+        coordinator.cluster.count()
+
+    def passes(self, seconds: float) -> None:
+        self.cluster.now += seconds
+
+    def finish(self) -> None:
+        """All read, and have everything; the world's own judges have seen that nothing was read twice."""
+        self.cluster.run()
+        assert {call.number for call in self.calls.values()} == {1}
+        assert all(not self.handles[name].pull.missing for name in self.calls)  # type: ignore[union-attr]
+
+
+def slow_in_the_midst() -> Chain:
+    """`b` is slow, and known to be: its source has had more than it could read."""
+    chain = Chain("abcd")
+    assert chain.sources() == {"a": "t", "b": "a", "c": "b", "d": "c"}
+    chain.says("a", 16, per_s=FAST)
+    chain.says("b", 2, per_s=SLOW)
+    chain.says("b", 4, per_s=SLOW)
+    assert {name: chain.slowness(name) for name in "abcd"} == {"a": 0, "b": 3, "c": 0, "d": 0}
+    return chain
+
+
+def test_who_waits_behind_a_slow_reader_leaves_it_and_the_slow_one_reads_at_the_end() -> None:
+    chain = slow_in_the_midst()
+    chain.says("c", 4, per_s=SLOW)
+    assert chain.sources() == {"a": "t", "b": "a", "c": "a", "d": "c"}
+    chain.passes(rules.COMPARE_S)
+    chain.says("c", 5, per_s=FAST)
+    assert chain.sources() == {"a": "t", "b": "d", "c": "a", "d": "c"}
+    chain.finish()
+
+
+def test_nobody_is_sent_behind_a_slow_reader_and_that_takes_little_of_its_source() -> None:
+    chain = Chain("abcd", only="ab")
+    chain.says("a", 16, per_s=FAST)
+    chain.says("b", 2, per_s=SLOW)
+    chain.says("b", 4, per_s=SLOW)
+    (lease,) = chain.part("b").leases.values()
+    assert lease.weight == lease.holding.weight == READER_WEIGHT >> 3
+    chain.call("c")
+    assert chain.sources()["c"] == "a"
+    chain.says("c", 1, per_s=FAST)
+    assert chain.sources() == {"a": "t", "b": "c", "c": "a"}
+    chain.call("d")
+    assert chain.sources()["d"] == "c"
+    chain.finish()
+
+
+def test_the_next_version_has_the_slow_one_at_the_end() -> None:
+    chain = slow_in_the_midst()
+    chain.finish()
+    chain.trainer.unpublish()
+    chain.cluster.run()
+    chain.trainer.publish(2)
+    chain.cluster.run()
+    for name in "abcd":
+        chain.calls[name] = chain.handles[name].update()
+        chain.settle()
+    assert chain.sources() == {"a": "t", "b": "a", "c": "a", "d": "c"}
+    chain.says("a", 16, per_s=FAST)
+    chain.says("c", 16, per_s=FAST)
+    assert chain.sources() == {"a": "t", "b": "d", "c": "a", "d": "c"}
+    chain.cluster.run()
+    assert {call.number for call in chain.calls.values()} == {2}
+
+
+def test_of_two_that_nobody_else_has_met_the_next_reader_finds_out_who_is_slow() -> None:
+    """Else everybody would wait behind the first one for ever, and never see that the trainer is fast."""
+    chain = Chain("abc")
+    chain.says("a", 2, per_s=SLOW)
+    chain.says("b", 2, per_s=SLOW)
+    assert chain.sources() == {"a": "c", "b": "t", "c": "b"}
+    chain.says("b", 18, per_s=FAST)
+    chain.says("a", 3, per_s=1)
+    chain.says("c", 18, per_s=FAST)
+    chain.says("a", 4, per_s=1)
+    chain.says("a", 5, per_s=1)
+    assert chain.slowness("a") > 0
+    assert chain.slowness("b") == chain.slowness("c") == 0
+    chain.finish()
+
+
+def test_it_is_found_out_once() -> None:
+    chain = Chain("abc")
+    for name in "ab":
+        chain.says(name, 2, per_s=SLOW)
+    for chunks in range(3, 8):
+        chain.passes(rules.COMPARE_S)
+        for name in "bca":
+            chain.says(name, chunks, per_s=SLOW)
+        assert chain.sources() == {"a": "c", "b": "t", "c": "b"}
+    assert not any(chain.slowness(name) for name in "abc")
+    chain.finish()
+
+
+def test_little_that_is_left_is_read_where_it_is() -> None:
+    chain = Chain("abc")
+    chain.says("a", CHUNKS - 1, per_s=FAST / 2)
+    chain.says("b", CHUNKS - 1, per_s=FAST / 2)
+    assert chain.sources() == {"a": "t", "b": "a", "c": "b"}
+
+
+def test_of_two_that_share_a_source_one_leaves_it_for_an_idle_one_that_has_more() -> None:
+    chain = Chain("ab", only="a")
+    chain.is_taken_for("a", 3)
+    chain.call("b")
+    chain.is_taken_for("a", 0)
+    assert chain.sources() == {"a": "t", "b": "t"}
+    chain.says("b", 4, per_s=FAST / 2)
+    assert chain.sources() == {"a": "t", "b": "t"}
+    chain.passes(rules.COMPARE_S)
+    chain.says("a", 8, per_s=FAST / 2)
+    chain.says("b", 6, per_s=FAST / 2)
+    assert chain.sources() == {"a": "t", "b": "a"}
+    chain.finish()
+
+
+def test_no_move_more_often_than_once_in_a_while() -> None:
+    chain = slow_in_the_midst()
+    chain.says("c", 4, per_s=SLOW)
+    (lease,) = chain.part("c").leases
+    chain.says("c", 5, per_s=FAST)
+    assert chain.sources()["b"] == "a"  # it is not asked for again yet
+    assert lease in chain.part("c").leases
+
+
+def test_nobody_moves_to_what_is_filled_from_it_nor_to_what_has_failed_it() -> None:
+    """All that is left is behind `c` itself, so it stays."""
+    chain = slow_in_the_midst()
+    chain.part("c").failures.update(
+        dict.fromkeys((each.worker.incarnation for each in (chain.trainer, chain.handles["a"])), 1)
+    )
+    chain.says("d", 20, per_s=FAST)
+    chain.says("c", 4, per_s=SLOW)
+    assert chain.sources() == {"a": "t", "b": "a", "c": "b", "d": "c"}
+
+
+def test_nobody_moves_to_what_has_less() -> None:
+    chain = slow_in_the_midst()
+    chain.part("c").failures[chain.trainer.worker.incarnation] = 1
+    chain.says("c", 17, per_s=SLOW)
+    assert chain.sources()["c"] == "b"
+    chain.passes(rules.COMPARE_S)
+    chain.says("a", 30, per_s=FAST)
+    chain.says("c", 18, per_s=SLOW)
+    assert chain.sources()["c"] == "a"
+
+
+def test_a_reader_that_finds_its_source_gone_after_a_move_has_another_one() -> None:
+    chain = slow_in_the_midst()
+    chain.says("c", 4, per_s=SLOW)
+    chain.handles["a"].worker.crash()
+    chain.calls.pop("a")
+    chain.finish()
+
+
+def test_nobody_reads_from_another_site_because_that_is_faster() -> None:
+    """`c` has `b`, which is slow, in its site, and all others are in another one."""
+    places = [Location("there" if name in "bcd" else "here", f"rack {name}", f"host {name}") for name in "tabcd"]
+    chain = Chain("abcd", places)
+    assert chain.sources() == {"a": "t", "b": "a", "c": "b", "d": "c"}
+    chain.is_taken_for("b", 3)
+    for _ in range(3):
+        chain.passes(rules.COMPARE_S)
+        chain.says("c", 4, per_s=SLOW)
+    assert chain.sources()["c"] == "b"
+
+
+def test_a_move_is_told_as_one() -> None:
+    chain = slow_in_the_midst()
+    chain.cluster.log.clear()
+    chain.says("c", 4, per_s=SLOW)
+    told = [line for line in chain.cluster.log if "Source" in line]
+    assert any("c <- AddSource" in line for line in told)
+    assert any("c <- DropSource" in line for line in told)
