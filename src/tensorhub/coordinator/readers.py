@@ -309,22 +309,23 @@ class Readers:
 
         That is asked once in a while, since each move costs a new connection.
         """
+        now = self._cluster.now
         lease = next(iter(part.leases.values()), None)
-        if lease is None or not lease.is_only or part.compared_at + COMPARE_S > self._cluster.now:
+        if lease is None or part.compared_at + COMPARE_S > now:
             return
         holding, own = lease.holding, part.member.worker.slowness
-        if holding.slowness > own or holding.load.readers > 1:
-            part.compared_at = self._cluster.now
+        if holding.weight >= 2 * READER_WEIGHT or holding.slowness > own:
+            part.compared_at = now
             self._improve(lease, FASTER, GAIN_S)
         elif own:
             return
         elif holding.weight > READER_WEIGHT and holding.active_readers <= MADE_WAY_MAX:
-            part.compared_at = self._cluster.now
+            part.compared_at = now
             for each in list(holding.readers.values()):
                 if each.weight < READER_WEIGHT:
                     self._improve(each, 1.0)
-        elif (above := self._choice.doubted(lease)) is not None:
-            part.compared_at = self._cluster.now
+        elif holding.depth == 1 and (above := self._choice.doubted(lease)) is not None:
+            part.compared_at = now
             self._swap(lease, above.holding)
             self._improve(above, 1.0)
 

@@ -106,26 +106,35 @@ class SourceChoice:
         """
         part, now = lease.part, lease.holding
         there, own, has = part.layout.of(part.shard), part.holding, part.progress[0]
-        below = self._below(own) if own is not None and own.readers else {}
+        left, wanted = max(0, there.chunks - has) / max(1, there.chunks), _wanted(there, None)
+        rest, rates = Wanted(round(wanted.nbytes * left), wanted.chunk_bytes), self._cluster.links.rates(self._cluster.now)
+        now_s, _ = _estimate(now, part, rest, rates, lease.weight)
+        if now_s <= gain_s:
+            return None
+        below: dict[Holding, None] | None = None
         looks = 0
 
         def refuses(holding: Holding) -> bool:
-            nonlocal looks
+            nonlocal below, looks
             looks += 1
             if looks > LOOKS_MAX:
                 return False
-            fits = holding is not now and holding is not own and holding.is_fed and self._reachable(holding, part)
-            if not fits or holding in below or holding.member.worker.incarnation in part.failures:
+            if holding is now or holding is own or not holding.is_fed or holding.member.worker.incarnation in part.failures:
                 return True
-            return _is_nearer(now, holding, part) or (gain_s > 0 and not holding.complete and holding.chunks_verified <= has)
+            if not self._reachable(holding, part) or _is_nearer(now, holding, part):
+                return True
+            if holding.complete:
+                return False
+            if gain_s > 0 and holding.chunks_verified <= has:
+                return True
+            if below is None:
+                below = self._below(own) if own is not None else {}
+            return holding in below
 
         found = self._best(part, there, refuses)
         if found is None or looks > LOOKS_MAX:
             return None
-        left = max(0, there.chunks - has) / max(1, there.chunks)
-        wanted, rates = _wanted(there, None), self._cluster.links.rates(self._cluster.now)
-        rest = Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
-        now_s, then_s = _estimate(now, part, rest, rates, lease.weight)[0], _estimate(found, part, rest, rates)[0]
+        then_s, _ = _estimate(found, part, rest, rates)
         return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
 
     def doubted(self, lease: ReadLease) -> ReadLease | None:
@@ -135,7 +144,11 @@ class SourceChoice:
         """
         part, now = lease.part, lease.holding
         above = next(iter(now.fillers), None)
-        if above is None or not (above.is_only and above.is_of_whole) or above.holding.weight > above.weight:
+        if (
+            above is None
+            or not (lease.is_only and above.is_only and above.is_of_whole)
+            or above.holding.weight > above.weight
+        ):
             return None
         first, source = now.member.worker, above.holding.member.worker
         if not self._cluster.slowness.is_open(first.incarnation, source.incarnation, self._cluster.now):

@@ -166,7 +166,7 @@ class AddSource:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """This lease is over, because the source leaves. Verified chunks stay verified."""
+    """This lease is over: the source leaves, or another one is better. Verified chunks stay verified."""
 
     key: OpKey
     rank: Rank
