@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from unittest.mock import patch
 
 from tensorhub.coordinator import readers as rules
 from tensorhub.coordinator.entities import READER_WEIGHT, RankPart
 from tensorhub.messages import Flow, Progress
+from tensorhub.scheduler.slowness import Slowness
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import CHUNK_BYTES, make_manifest
 from tensorhub.types import Location
@@ -33,6 +33,8 @@ class Chain:
         self.trainer.publish(1)
         self.cluster.run()
         self.calls: dict[str, CallRecord] = {}
+        self.taken_for: dict[str, int] = {}
+        vars(self.cluster.coordinator.cluster.slowness)["of"] = self.of
         for name in only or readers:
             self.call(name)
 
@@ -72,10 +74,15 @@ class Chain:
         return self.part(name).member.worker.slowness
 
     def is_taken_for(self, name: str, slowness: int) -> None:
+        """From now on, whatever is said."""
         coordinator, worker = self.cluster.coordinator, self.part(name).member.worker
-        with patch.object(coordinator.cluster.slowness, "of", lambda *_: slowness):
-            coordinator._readers._weigh(worker)
+        self.taken_for[worker.incarnation] = slowness
+        coordinator._readers._weigh(worker)
         coordinator.cluster.count()
+
+    def of(self, worker: str, rates: Sequence[float], now: float) -> int:
+        found = Slowness.of(self.cluster.coordinator.cluster.slowness, worker, rates, now)
+        return self.taken_for.get(worker, found)
 
     def passes(self, seconds: float) -> None:
         self.cluster.now += seconds
@@ -232,16 +239,44 @@ def test_a_reader_that_finds_its_source_gone_after_a_move_has_another_one() -> N
     chain.finish()
 
 
+HERE_AND_THERE = [Location("there" if name in "bcd" else "here", f"rack {name}", f"host {name}") for name in "tabcd"]
+
+
 def test_nobody_reads_from_another_site_because_that_is_faster() -> None:
     """`c` has `b`, which is slow, in its site, and all others are in another one."""
-    places = [Location("there" if name in "bcd" else "here", f"rack {name}", f"host {name}") for name in "tabcd"]
-    chain = Chain("abcd", places)
+    chain = Chain("abcd", HERE_AND_THERE)
     assert chain.sources() == {"a": "t", "b": "a", "c": "b", "d": "c"}
-    chain.is_taken_for("b", 3)
+    chain.is_taken_for("b", 5)
     for _ in range(3):
         chain.passes(rules.COMPARE_S)
         chain.says("c", 4, per_s=SLOW)
     assert chain.sources()["c"] == "b"
+
+
+def test_who_is_filled_behind_a_slow_one_is_as_slow_until_it_has_everything() -> None:
+    chain = Chain("abcd", HERE_AND_THERE, only="ab")
+    chain.is_taken_for("b", 3)
+    chain.call("c")
+    assert chain.sources()["c"] == "b"
+    holding = chain.part("c").holding
+    assert holding is not None
+    assert (holding.slowness, holding.load.slowness) == (3, 3)
+    chain.finish()
+    assert holding.slowness == 0
+
+
+def test_who_waits_for_its_source_is_not_slow() -> None:
+    """`a` has shown more before, and waits for the trainer now: so does `b`, which has as much."""
+    chain = Chain("ab")
+    chain.says("a", 16, per_s=FAST)
+    chain.says("b", 16, per_s=SLOW)
+    chain.says("b", 17, per_s=SLOW)
+    assert chain.slowness("b") == 0
+    chain.says("a", 40, per_s=FAST)
+    chain.says("b", 18, per_s=SLOW)
+    assert chain.slowness("b") == 0
+    chain.says("b", 19, per_s=SLOW)
+    assert chain.slowness("b") == 3
 
 
 def test_a_move_is_told_as_one() -> None:

@@ -144,11 +144,7 @@ class SourceChoice:
         """
         part, now = lease.part, lease.holding
         above = next(iter(now.fillers), None)
-        if (
-            above is None
-            or not (lease.is_only and above.is_only and above.is_of_whole)
-            or above.holding.weight > above.weight
-        ):
+        if above is None or not (lease.is_only and above.is_only and above.is_of_whole):
             return None
         first, source = now.member.worker, above.holding.member.worker
         if not self._cluster.slowness.is_open(first.incarnation, source.incarnation, self._cluster.now):
