@@ -156,13 +156,25 @@ def test_who_has_shown_more_elsewhere_is_not_doubted() -> None:
     assert not told.slowness.is_open("reader", "trainer", told.now)
 
 
-def test_a_slow_reader_that_shares_a_source_is_slow_still() -> None:
+def test_a_slow_reader_that_shares_a_source_or_waits_is_slow_still() -> None:
     told = Told()
     told.reads("fast", "trainer", FAST)
     told.reads("slow", "trainer", FAST / 4)
     told.reads("slow", "trainer", FAST / 4, sharers=4)
     assert told.slow() == {"slow": 2}
-    told.reads("slow", "trainer", FAST / 2, sharers=2)
+    told.waits("slow", "trainer", FAST / 4)
+    assert told.slow() == {"slow": 2}
+    told.waits("slow", "trainer", FAST)
+    assert told.slow() == {}
+
+
+def test_who_waits_does_not_say_again_that_it_was_slow_once() -> None:
+    told = Told()
+    told.reads("fast", "trainer", FAST)
+    told.reads("slow", "trainer", FAST / 4)
+    told.waits("slow", "fast", FAST)
+    assert told.slow() == {}
+    told.waits("slow", "trainer", FAST / 4)
     assert told.slow() == {}
 
 

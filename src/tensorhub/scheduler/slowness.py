@@ -33,7 +33,8 @@ class _Met:
     """What the transfers from one worker to another have shown."""
 
     shown: float  # bytes per second that were carried, or are likely
-    most: float  # that could have been, with the last one that told something
+    most: float  # that could have been
+    limited_at: float  # when that was told
     apart: Distance
     as_reader: bool
     said_at: float
@@ -66,17 +67,17 @@ class Slowness:
             return
         least = bounded(nbytes / seconds)
         most = RATE_MAX if sharers is None else bounded(least * max(1, sharers))
-        shown, before = least, self._met.get(reader, {}).get(source)
+        shown, limited_at, before = least, now, self._met.get(reader, {}).get(source)
         if before is not None and before.as_reader and before.said_at + VOTE_S > now:
             if sharers is None and CLEARLY * least <= before.shown:
                 return  # this says nothing new, and must not keep what is old alive
             shown = min(max(before.shown, least), most)
-            if sharers is not None and sharers > 1 and least <= CLEARLY * before.most:
-                most = max(shown, min(most, before.most))  # it may be slow still: that it shared the source refutes nothing
+            if sharers != 1 and least <= CLEARLY * before.most and before.most < most:
+                most, limited_at = max(shown, before.most), before.limited_at  # that it has shared or waited refutes nothing
         for one, other in ((reader, source), (source, reader)):
             peers = self._met.setdefault(one, {})
             peers.pop(other, None)
-            peers[other] = _Met(shown, most, apart, one is reader, now)
+            peers[other] = _Met(shown, most, limited_at, apart, one is reader, now)
             if len(peers) > PEERS_MAX:
                 del peers[next(iter(peers))]
 
@@ -93,7 +94,7 @@ class Slowness:
             theirs = (o.shown for who, o in self._fresh(other, now).items() if who != worker and o.apart >= each.apart)
             able = min(max(theirs, default=0.0), rates[each.apart]) / (1 << self._slow.get(other, 0))
             if CLEARLY * each.most <= able:
-                (by_itself if each.as_reader else by_readers).append(_Charge(each.said_at, able))
+                (by_itself if each.as_reader else by_readers).append(_Charge(each.limited_at, able))
         if len(by_readers) > 1:
             one, other_one = sorted(by_readers)[-2:]
             by_itself.append(_Charge(one.said_at, min(one.able, other_one.able)))

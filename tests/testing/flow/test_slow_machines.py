@@ -1,0 +1,71 @@
+"""One slow machine among eight, under the real coordinator: what it costs the others, and itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tensorhub.testing.flow.run import Run, run_one
+from tensorhub.testing.flow.scenario import Scenario, load
+from tensorhub.testing.flow.topology import Topology
+
+LONG = 8  # times as many bytes: moves take as long as ever, and the bar is of what they cost beside a copy
+
+
+def scenario_of(name: str, versions: int) -> Scenario:
+    scenario = replace(load(name), versions=versions)
+    return replace(scenario, rank_bytes=LONG * scenario.rank_bytes)
+
+
+def run_with_slow(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, worker: str, share: float) -> Run:
+    """This worker's NIC carries that share of what the others' do."""
+    make = Topology.__init__
+
+    def made(topology: Topology, of: Scenario) -> None:
+        make(topology, of)
+        for link in (topology.places[worker].up, topology.places[worker].down):
+            topology.capacities[link] *= share
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Topology, "__init__", made)
+        return run_one(scenario, "tensorhub")
+
+
+def copies(run: Run, *, without: str, since: int = 2) -> list[float]:
+    """What each call of the others took from that version on, in copies."""
+    calls = [each for each in run.workload.attempts if each.rollout != without and (each.version or 0) >= since]
+    return [each.seconds / run.world.scenario.copy_s for each in calls]
+
+
+@pytest.mark.parametrize("slow", ["rollout-0", "rollout-3", "rollout-7"])
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_from_the_second_version_on_it_costs_the_others_nearly_nothing(
+    monkeypatch: pytest.MonkeyPatch, slow: str, share: float
+) -> None:
+    """All call at once, and it is the first of them, or in the midst, or the last. Before, all behind it took as long as it
+    did: 4 copies.
+    """
+    scenario = scenario_of("update", 3)
+    without = copies(run_one(scenario, "tensorhub"), without=slow)
+    found = run_with_slow(monkeypatch, scenario, slow, share)
+    others = copies(found, without=slow)
+    assert len(others) == 7 * 2
+    assert sum(others) / len(others) <= 1.05 * sum(without) / len(without)
+    assert max(copies(found, without=slow, since=1)) < 1.4  # and while it is learnt
+    its = [each.seconds / scenario.copy_s for each in found.workload.attempts if each.rollout == slow]
+    assert max(its) <= 1.05 / share
+
+
+def test_a_slow_trainer_is_not_taken_for_slow_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are filled at its rate, in one chain, and nothing is moved to and fro."""
+    found = run_with_slow(monkeypatch, scenario_of("update", 2), "trainer-0", 0.25)
+    assert max(copies(found, without="", since=1)) <= 1.05 * 4
+    edges = [edge for edge in found.world.transfers.edges if edge.nbytes > 0]
+    assert len(edges) <= 2 * 8 + 4
+
+
+def test_rollouts_that_update_when_they_are_free_are_not_held_up_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_with_slow(monkeypatch, scenario_of("standalone", 8), "rollout-0", 0.25)
+    others = copies(found, without="rollout-0")
+    assert sum(others) / len(others) <= 1.05
