@@ -13,7 +13,7 @@ all of them take several times as long. So the assumed rates, too, are those of 
 uplink: all share its memory and its cores, whoever reads from whom.)
 
 Rates belong to distances, not to pairs or workers. A reader meets few sources, each perhaps once, and what it says of one
-source would be believed of that source alone. A slow machine is thus one vote, and is not avoided.
+source would be believed of that source alone. A slow machine is thus one vote; `slowness` finds it.
 
 Responsible for what is believed. Not responsible for what follows from it (`choice`), nor for who may speak (the caller).
 """
