@@ -5,7 +5,7 @@ prefetched, and within a site.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.test_resharding import (
     Tensors,
     engine,
     is_held,
+    is_published,
     new_version,
     read_from,
     rollout,
@@ -122,25 +123,60 @@ async def test_what_was_prefetched_out_of_it_is_copied() -> None:
         assert holds(mine, 2)
 
 
+def far(c: Cluster, name: str) -> AbstractAsyncContextManager[Hub]:
+    """A worker in another site than the trainer."""
+    where = Location(site="far")
+    return tensorhub.connect(c.address, name=name, location=where, transports=["tcp"], options=OPTIONS, token="")
+
+
+def waiting(c: Cluster) -> int:
+    """How many groups wait until another one there has all of it."""
+    server = c.coordinator._server
+    assert server is not None
+    return sum(len(gate.waiting) for v in server._core.cluster.models["m"].versions.values() for gate in v.gates.values())
+
+
+async def test_no_byte_enters_a_site_twice_while_a_group_of_another_layout_is_filled_there() -> None:
+    """Neither a third layout nor the published one reads of the trainer, though both begin before anything is complete."""
+    async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        trained, _ = await trainer(c.hubs[:1], 1)
+        await all_of(*(each.publish(1) for each in trained))
+        gate = stack.enter_context(gated(2))
+        hubs = [await stack.enter_async_context(far(c, name)) for name in ("first", "second", "twin")]
+        first, mine = await rollout(hubs[:1], "first")
+        second, theirs = await all_of_it(hubs[1])
+        twins, memory = await trainer(hubs[2:], 0, "twin")
+        entered, others = list[FetchReport](), list[FetchReport]()
+
+        async def fill(into: list[FetchReport], *ranks: Weights) -> None:
+            into += await all_of(*(each.replicate() for each in ranks))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fill, entered, *first)
+            await until(lambda: gate.holds)
+            tasks.start_soon(fill, others, second)
+            tasks.start_soon(fill, others, *twins)
+            await until(lambda: waiting(c) == 2)
+            gate.open()
+        assert read_from(entered) == {"trainer"}
+        assert "trainer" not in read_from(others)
+        assert is_held(mine, 1)
+        assert holds(theirs, 1)
+        assert is_published(memory, 1)
+
+
 async def test_no_byte_enters_a_site_again_once_a_group_there_has_all_of_it() -> None:
     """Whatever the layouts: the first one's group is the origin of the others, or they follow it."""
     async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
-        far = [
-            await stack.enter_async_context(
-                tensorhub.connect(
-                    c.address, name=name, location=Location(site="far"), transports=["tcp"], options=OPTIONS, token=""
-                )
-            )
-            for name in ("first", "second", "third")
-        ]
+        hubs = [await stack.enter_async_context(far(c, name)) for name in ("first", "second", "third")]
         trained, memory = await trainer(c.hubs[:1], 1)
         await all_of(*(each.publish(1) for each in trained))
-        first, mine = await rollout(far[:1], "first")
+        first, mine = await rollout(hubs[:1], "first")
         entered = await all_of(*(each.replicate() for each in first))
         assert read_from(entered) == {"trainer"}
-        second, theirs = await all_of_it(far[1])
+        second, theirs = await all_of_it(hubs[1])
         assert read_from([await second.replicate()]) == {"first"}
-        third, others = await rollout(far[2:], "third")
+        third, others = await rollout(hubs[2:], "third")
         assert read_from(await all_of(*(each.replicate() for each in third))) <= {"first", "second"}
         assert is_held(mine, 1)
         assert holds(theirs, 1)

@@ -130,8 +130,10 @@ def test_what_was_read_as_it_was_is_read_again_once_nobody_can_vouch_for_it() ->
         b"",
         True,
     )
+    (follower,) = filling(world, "follower")
     world.say(reader, Compared(world.operation(reader).key, 0, 2, (), True, A.selection, A.shard))
     assert {added.grant.root for added in reader.take(AddSource)} == {OWN}
+    assert world.sources(follower) == [("r0", "", 0)]
     world.vote(reader, root(A), root(B))
     assert {asked.selection for asked in reader.take(TellDigests)} == {A.selection, B.selection}
     world.tell(reader, A, shard=A.shard)

@@ -189,9 +189,9 @@ class WaitDrive:
 
     def _fails_anyway(self, operation: Operation) -> bool:
         """Whether it waits, unbound, and has no transport of the sources that are left: it hears that at its deadline."""
-        choice, parts = self.core._choice, operation.parts.values()
+        parts = operation.parts.values()
         found = [(version, way) for version in operation.group.model.visible for way in self._ways(version, operation)]
-        offered = (choice.offered_in_vain(part, version, way) for part in parts for version, way in found)
+        offered = (ways.offered_in_vain(part, version, way) for part in parts for version, way in found)
         return operation.version is None and any(offered)
 
     def _ways(self, version: Version, operation: Operation) -> Iterator[ways.Way]:

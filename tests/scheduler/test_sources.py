@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.scheduler.choice import Load, Wanted, finish_s
+from tensorhub.scheduler.choice import Load, Wanted, rank
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
@@ -40,8 +40,8 @@ def scanned(
             common -= SAME_HOST_TRANSPORTS
         if common and not refuses(source):
             load = at.load._replace(readers=0) if common & SAME_HOST_TRANSPORTS else at.load
-            seconds = finish_s(distance(reader, at.location), load, at.depth, wanted, rates)
-            found.append((seconds, -at.number, source))
+            order = rank(distance(reader, at.location), load, at.depth, wanted, rates)
+            found.append((order, -at.number, source))
     return min(found)[2] if found else None
 
 

@@ -11,7 +11,7 @@ from tensorhub.coordinator import ways
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Operation, RankPart, Version
-from tensorhub.coordinator.fills import Fills, is_staged
+from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.refusals import damaged
 from tensorhub.coordinator.retention import Retentions
@@ -138,7 +138,7 @@ def _impatient(operation: Operation) -> list[RankPart]:
     """
     if operation.state is OperationState.PREPARED:
         return []
-    waits = operation.all_voted and operation.kind is not OpKind.PUBLISH and is_staged(operation)
+    waits = operation.all_voted and operation.kind is not OpKind.PUBLISH and operation.is_staged
     voted_too = waits or operation.kind is OpKind.PUBLISH
     return [part for part in operation.parts.values() if voted_too or not part.voted]
 

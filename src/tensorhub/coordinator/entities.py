@@ -245,6 +245,7 @@ class Version(_Moving[VersionState]):
     bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
     guests_bound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
     starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
+    gates: dict[str, Gate] = field(default_factory=dict)  # by site: those through which somebody enters
     holdings: LayoutHoldings[Holding] = field(init=False)  # as it was published
 
     def __post_init__(self) -> None:
@@ -455,8 +456,8 @@ class Holding:
 
     @property
     def is_stranded(self) -> bool:
-        """Whether it lacks something, and a source to have it from."""
-        return not self.complete and not self.fillers
+        """Whether it lacks something, and a source to have it from. What is verified lacks nothing, agreed or not."""
+        return not self.verified and not self.fillers
 
     @property
     def counted(self) -> Counted:
@@ -638,6 +639,7 @@ class Operation(_Moving[OperationState]):
         default_factory=dict
     )  # by number: the digest, and the rank that said it first
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
+    gate: Gate | None = None  # behind which it waits; once it is bound, through which it enters
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED
     name: str = field(init=False)  # its key as a text, as timers name it
@@ -664,6 +666,12 @@ class Operation(_Moving[OperationState]):
         return all(part.member.worker.read_only for part in self.parts.values())
 
     @property
+    def is_staged(self) -> bool:
+        """Whether it fills memory that nobody else knows of, and its ranks overwrite nothing before it is committed."""
+        call = next(iter(self.parts.values())).call
+        return isinstance(call, Fill) and call.staged
+
+    @property
     def running(self) -> bool:
         return self.state is OperationState.RUNNING
 
@@ -688,6 +696,18 @@ class Operation(_Moving[OperationState]):
 
     def __repr__(self) -> str:
         return f"<Operation {self.kind} {self.key} {self.state} ranks={len(self.parts)}/{self.group.world_size}>"
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Through which a version enters a site: who fills memory there, and who waits until that is done (`gates`)."""
+
+    site: str
+    entering: dict[OpKey, Operation] = field(default_factory=dict)  # undecided ones, the one that was bound first is first
+    waiting: dict[OpKey, Operation] = field(default_factory=dict)  # not bound yet; of other layouts than some of these
+
+    def __repr__(self) -> str:
+        return f"<Gate to {self.site}: {len(self.entering)} enter, {len(self.waiting)} wait>"
 
 
 @dataclass(slots=True, eq=False)

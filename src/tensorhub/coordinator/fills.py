@@ -18,6 +18,7 @@ from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
+from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.operation_handlers import Blame
@@ -57,6 +58,7 @@ class Fills:
     _availability: Availability
     _manifest_questions: ManifestQuestions
     _coverage: Coverage
+    _gates: Gates
 
     # -- questions
 
@@ -197,7 +199,7 @@ class Fills:
 
     def may_commit(self, operation: Operation) -> bool:
         """A staged update has overwritten nothing yet. It gives up what it replaces now, if that may go (R4, R7)."""
-        if not is_staged(operation):
+        if not operation.is_staged:
             return True
         if self._must_wait(operation, operation.bound):
             return False
@@ -212,7 +214,8 @@ class Fills:
 
     def commit(self, operation: Operation) -> None:
         """What its ranks filled, and what they held already, is one replica, and counts."""
-        if is_staged(operation):
+        self._gates.ended(operation)
+        if operation.is_staged:
             self._begin_staged(operation)
         filled = [p.holding for p in operation.parts.values() if p.holding is not None]
         if not filled:
@@ -240,6 +243,7 @@ class Fills:
 
     def abort(self, operation: Operation) -> None:
         """Nobody reads any more; what was written to is torn."""
+        self._gates.ended(operation)
         replica = next((p.holding.replica for p in operation.parts.values() if p.holding is not None), None)
         for part in operation.parts.values():
             self._readers.release_all(part, "operation aborted")
@@ -278,7 +282,9 @@ class Fills:
         way = way or next(ways.of(self._cluster, version, operation), None)
         if is_none and (fresh or way is None) and self._is_there_another_way(operation, version):
             return refusals.must_go_over(operation, version)  # what was begun cannot be gone on with
-        if fresh and (is_none or self._must_wait(operation, version)):
+        if fresh and (is_none or way is None or self._gates.must_wait(operation, version, way)):
+            return None
+        if fresh and self._must_wait(operation, version):
             return None
         if way is None or (way.origin is None and self.has_no_room(operation, version)):
             return None
@@ -306,6 +312,7 @@ class Fills:
                 self._cluster.keep_begun(part.member, b"")
             elif origin is not None:
                 self._cluster.learn(version, layout, part.shard, part.member.manifest)
+        self._gates.bound(operation)
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -321,7 +328,7 @@ class Fills:
         if way is None:
             return None
         for part in operation.parts.values():
-            offered = self._choice.offered_in_vain(part, version, way)
+            offered = ways.offered_in_vain(part, version, way)
             if offered:
                 worker = part.member.worker
                 mine = ", ".join(endpoint.transport for endpoint in worker.endpoints) or "none"
@@ -338,7 +345,7 @@ class Fills:
         """Tell all ranks to start. If none has a hook or holds anything, they may overwrite at once: Start is Write, too."""
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
         fresh = [part for part in fillers if not part.has_written]
-        bare = is_staged(operation) or not any(
+        bare = operation.is_staged or not any(
             (isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fresh
         )
         bridging = any(part.bridges for part in fillers)  # what they need is not known before they have planned
@@ -401,7 +408,7 @@ class Fills:
         operation.writing = True
         for part in operation.parts.values():
             part.reading, part.moved_at = part.needs_bytes, self._cluster.now
-        if operation.kind is not OpKind.FETCH and not is_staged(operation):
+        if operation.kind is not OpKind.FETCH and not operation.is_staged:
             self._begin_replica(operation, list(operation.parts.values()))
 
     def _begin_replica(self, operation: Operation, parts: list[RankPart]) -> None:
@@ -458,8 +465,3 @@ def _uses(part: RankPart, version: Version) -> bool:
     others = part.member.worker.members.values()
     mine = (m for m in others if m.rank == part.rank and host_group(m.group.name) == part.member.group.name)
     return any(_holds(member, version) for member in mine)
-
-
-def is_staged(operation: Operation) -> bool:
-    """Whether its ranks overwrite nothing before it is committed."""
-    return first_call(operation).staged

@@ -124,8 +124,11 @@ class Membership:
         """It has come back with other transports: there are other sources for its ranks, and it is one for other readers."""
         cluster = self._cluster
         for member in worker.members.values():
-            if member.group.operation is not None:
-                cluster.wake(member.group.operation)
+            operation = member.group.operation
+            if operation is not None:
+                cluster.wake(operation)
+                if operation.gate is not None:  # who waits there may count on it, or cannot any more
+                    cluster.wake_all(operation.gate.waiting)
             if member.holding is not None:
                 cluster.wake_all(member.holding.version.starving)
                 cluster.wake_all(member.group.model.guests_unbound)

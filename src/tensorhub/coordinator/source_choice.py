@@ -16,9 +16,8 @@ from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.coordinator.ways import Way
 from tensorhub.messages import Need
-from tensorhub.scheduler.choice import Wanted, finish_s
+from tensorhub.scheduler.choice import Wanted, rank
 from tensorhub.scheduler.links import distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
 
@@ -108,7 +107,7 @@ class SourceChoice:
         there, own, has = part.layout.of(part.shard), part.holding, part.progress[0]
         left, wanted = max(0, there.chunks - has) / max(1, there.chunks), _wanted(there, None)
         rest, rates = Wanted(round(wanted.nbytes * left), wanted.chunk_bytes), self._cluster.links.rates(self._cluster.now)
-        now_s, _ = _estimate(now, part, rest, rates, lease.weight)
+        (_, now_s), _ = _estimate(now, part, rest, rates, lease.weight)
         if now_s <= gain_s:
             return None
         below: dict[Holding, None] | None = None
@@ -134,7 +133,7 @@ class SourceChoice:
         found = self._best(part, there, refuses)
         if found is None or looks > LOOKS_MAX:
             return None
-        then_s, _ = _estimate(found, part, rest, rates)
+        (_, then_s), _ = _estimate(found, part, rest, rates)
         return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
 
     def doubted(self, lease: ReadLease) -> ReadLease | None:
@@ -209,27 +208,6 @@ class SourceChoice:
         is_full = worker.read_only and guests.is_used_up
         return not is_full or guests.at_whose_expense(worker.origin, worker) is not None
 
-    @staticmethod
-    def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
-        """The transports of this shard's sources, if there are sources, and the reader has none of those that it needs."""
-        (layout, origin, _), reader = way, part.member.worker
-        held = part.member.holding
-        if held is not None and held.version is version and held.complete:
-            return []
-        own = [layout[part.shard]] if layout is not None and part.shard in layout else []
-        offers = [own]
-        if origin is not None:  # it needs one for each class then
-            offers = [[*own, *(origin[shard] for shard in each)] for each in origin.classes.values()]
-        for each in offers:
-            theirs = set[str]()
-            for source in (holding.member for there in each for holding in there if holding.is_source):
-                if source is not part.member and reader.reaches(source.worker, across=origin is not None):
-                    break  # of very many sources mostly the first
-                theirs |= source.worker.transports
-            else:
-                return sorted(theirs)
-        return []
-
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> tuple[list[Holders[Holding]], list[Holders[Holding]]]:
     """Those of whom it reads this, of its own shard in its own layout or of the shards of a class; and those of other shards
@@ -252,14 +230,14 @@ def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
 
 def _estimate(
     holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float], weight: int = 0
-) -> tuple[float, int]:
+) -> tuple[tuple[bool, float], int]:
     """When it would have everything from there; the newest comes first of equals. `weight`: its own, if it reads there."""
     reader, worker = part.member.worker, holding.member.worker
     load = holding.load_without(weight)
     if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # who copies out of its memory shares nothing of it with others
         load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
-    return finish_s(apart, load, holding.depth, wanted, rates), -holding.number
+    return rank(apart, load, holding.depth, wanted, rates), -holding.number
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:

@@ -27,8 +27,12 @@ def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
     if any(lease.need is None for lease in lasting):
         return []
     covered = {lease.need.shard for lease in lasting if lease.need is not None}
-    needs = (part.needs or ()) if part.rereads is None else (part.rereads,)
-    return [need for need in needs if need.shard not in covered]
+    return [need for need in _reads_now(part) if need.shard not in covered]
+
+
+def _reads_now(part: RankPart) -> tuple[Need, ...]:
+    """All that it needs of other layouts; or what it reads again, since the rest is there."""
+    return (part.needs or ()) if part.rereads is None else (part.rereads,)
 
 
 def wants_source(part: RankPart) -> bool:
@@ -69,7 +73,8 @@ def is_filled_by(holding: Holding, trusted: Callable[[Holding], bool]) -> bool:
     if not holding.bridges or part is None or part.holding is not holding or part.needs is None or not part.reads:
         return False
     fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
-    return len(fed) == len(part.needs) and not (holding.leaving and not part.needs)  # who needs nothing has no lease
+    is_idle = holding.leaving and not part.needs  # who needs nothing has no lease
+    return not is_idle and all(need.shard in fed for need in _reads_now(part))
 
 
 def reads_across(holding: Holding) -> bool:

@@ -26,6 +26,8 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
         found.append(model.flexible)
     if version is None:
         found.append(model.guests_unbound if operation.is_of_guests else model.unbound)
+        if operation.gate is not None:
+            found.append(operation.gate.waiting)
     elif is_starving:
         found.append(version.starving)
     return found

@@ -1,10 +1,10 @@
 """In which layout, and from which origin, a group reads a version.
 
-Theory of operation. As it was published, a version is read by whoever has that layout, as long as each shard has a source.
-Everybody else reads it by a *way*: an origin, whose shards' selections he reads, and his own layout as it follows from that
-origin, whose holders he copies from chunk by chunk. The published layout is an origin. So is another one in which a group
-holds all of the version, if its ranks have said where their tensors lie. Out of that the version can be read when nobody
-holds what was published any more, also in the published layout.
+Theory of operation. A version is read by a *way*: an origin, whose shards' selections are read, and the reader's own layout
+as it follows from that origin, whose holders he copies from chunk by chunk. The published layout is an origin. So is another
+one in which a group holds all of the version, if its ranks have said where their tensors lie. Who has the published layout
+reads it chunk by chunk, without an origin. He has an origin where nobody holds what was published any more, or where
+that would have to come from another site, and all of an origin is in his own.
 
 The way is chosen when an operation is bound, and does not change any more: what has arrived is in its chunks. Where it
 cannot be gone on with, and there is another one, the operation ends, and its ranks make the same call again (`others`). Only
@@ -52,10 +52,23 @@ class Way(NamedTuple):
             self.origin is not None and self.origin.can_each_class_be_read()
         )
 
+    def follows_in(self, site: str) -> bool:
+        """Whether others in that site have the reader's own layout, or are being filled, whom he can copy from."""
+        return self.layout is not None and self.layout.are_in(site, sources=False)
+
+    def bridges_in(self, site: str) -> bool:
+        """Whether all of the origin is in that site, and can be read."""
+        return self.origin is not None and self.origin.has_each_class_in(site)
+
+
+def first_part(operation: Operation) -> RankPart:
+    """That of the rank that has called first."""
+    return next(iter(operation.parts.values()))
+
 
 def first_member(operation: Operation) -> Member:
-    """That of its first rank."""
-    return next(iter(operation.parts.values())).member
+    """The same rank's."""
+    return first_part(operation).member
 
 
 def as_published(version: Version, operation: Operation) -> bool:
@@ -66,7 +79,7 @@ def as_published(version: Version, operation: Operation) -> bool:
 
 def of(cluster: Cluster, version: Version, operation: Operation) -> Iterator[Way]:
     """Those in which it may be read; once it is bound, the one that was chosen."""
-    part, begun = next(iter(operation.parts.values())), operation.resumes
+    part, begun = first_part(operation), operation.resumes
     if part.in_layout is not None and operation.version is version:
         return iter([_chosen(part)])
     return _all(cluster, version, operation, None if begun is None or begun.anew else begun)
@@ -103,17 +116,17 @@ def _all(cluster: Cluster, version: Version, operation: Operation, begun: Begun 
 
 def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None:
     """By which its ranks read it best; None: there is none now."""
-    found = list[Way]()
+    site, found = first_member(operation).worker.location.site, list[Way]()
     for way in of(cluster, version, operation):
         if way.serves:
-            if way.origin is None:
+            if way.origin is None and way.follows_in(site):
                 return way  # it costs those who read what was published nothing that there are others
             found.append(way)
     if len(found) < 2:
         return found[0] if found else None
     held = _held(version, operation)
     found = [way for way in found if id(way.layout) in held] or found
-    site = first_member(operation).worker.location.site
+    found = [way for way in found if not any(offered_in_vain(p, version, way) for p in operation.parts.values())] or found
     return min(found, key=lambda way: _order(way, version, site))
 
 
@@ -123,25 +136,46 @@ def _held(version: Version, operation: Operation) -> set[int]:
     return {id(holding.layout) for holding in held if holding is not None and holding.version is version}
 
 
-def _order(way: Way, version: Version, site: str) -> tuple[bool, bool, bool, bool]:
-    """First comes a way by which nothing enters the site again: the reader's layout or the origin is there. Then what was
-    published, and then the reader's layout.
+def holds_some(version: Version, operation: Operation) -> bool:
+    """Whether some of its ranks hold it already: the others read it in the same way."""
+    return bool(_held(version, operation))
+
+
+def _order(way: Way, version: Version, site: str) -> tuple[bool, bool, bool, bool, bool]:
+    """First comes a way by which nothing enters the site again: the reader's layout or the origin is there, or others there
+    are being filled whom he can follow. Then comes what was published, and then the reader's layout.
     """
     layout, origin, _ = way
-    assert origin is not None
-    follows, bridges = layout is not None and layout.have_sources(), origin.has_each_class()
-    is_near = follows and layout is not None and _is_in(layout, site)
-    return not is_near, not (bridges and _is_in(origin, site)), not (bridges and origin is version.holdings), not follows
+    follows, bridges = layout is not None and layout.have_sources(), origin is not None and origin.has_each_class()
+    is_near = layout is not None and layout.are_in(site, sources=True)
+    is_published = origin is None or (bridges and origin is version.holdings)
+    return not is_near, not way.bridges_in(site), not way.follows_in(site), not is_published, not follows
 
 
-def _is_in(layout: Layout, site: str) -> bool:
-    """Whether each shard has a source in that site."""
-    return all(any(h.is_source and h.member.worker.location.site == site for h in there) for there in layout.values())
+def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:
+    """The transports of this shard's sources, if there are sources, and the reader has none of those that it needs."""
+    (layout, origin, _), reader = way, part.member.worker
+    held = part.member.holding
+    if held is not None and held.version is version and held.complete:
+        return []
+    own = [layout[part.shard]] if layout is not None and part.shard in layout else []
+    offers = [own]
+    if origin is not None:  # it needs one for each class then
+        offers = [[*own, *(origin[shard] for shard in each)] for each in origin.classes.values()]
+    for each in offers:
+        theirs = set[str]()
+        for source in (holding.member for there in each for holding in there if holding.is_source):
+            if source is not part.member and reader.reaches(source.worker, across=origin is not None):
+                break  # of very many sources mostly the first
+            theirs |= source.worker.transports
+        else:
+            return sorted(theirs)
+    return []
 
 
 def serve(operation: Operation) -> bool:
     """Whether the version to which it is bound can be read by the way that was chosen."""
-    return _chosen(next(iter(operation.parts.values()))).serves
+    return _chosen(first_part(operation)).serves
 
 
 def _chosen(part: RankPart) -> Way:

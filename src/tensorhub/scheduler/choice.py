@@ -1,11 +1,12 @@
-"""When a reader would be done at a source: it is sent to the one with the earliest estimated finish.
+"""When a reader would be done at a source: it is sent to the one in its site with the earliest estimated finish.
 
 `finish = bytes / the share of the source's uplink that the reader would get + hops`. A hop takes a latency and one chunk's
 time: a chunk is passed on when it is whole. That one rule gives chains when uplinks are the limit (a source with a child
 offers half, a partial replica without one offers all), shallow trees when latency is, and near copies before far ones. A
-slow source offers a part only, as if so many shared it: so slow workers stand at the ends of chains. What links carry is
-known to `links`, and who is slow to `slowness`; `sources` finds the best source. Not responsible for who is a source: the
-caller leaves out what must not be read.
+slow source offers a part only, as if so many shared it: so slow workers stand at the ends of chains. Only who has no source
+in his site reads from another one, whatever the estimate: no byte enters a site twice. What links carry is known to `links`,
+and who is slow to `slowness`; `sources` finds the best source. Not responsible for who is a source: the caller leaves out
+what must not be read.
 """
 
 from __future__ import annotations
@@ -41,3 +42,8 @@ def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Seq
     rate = rates[apart]
     part = (load.readers + 1) << (0 if apart is Distance.HOST else load.slowness)
     return wanted.nbytes * part / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)
+
+
+def rank(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]) -> tuple[bool, float]:
+    """The source of which this is the least is the best one."""
+    return apart is Distance.FAR, finish_s(apart, load, depth, wanted, rates)

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from tensorhub.scheduler.choice import Load, Wanted, finish_s
+from tensorhub.scheduler.choice import Load, Wanted, rank
 from tensorhub.scheduler.links import Distance
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
 
@@ -159,7 +159,8 @@ class Sources(Generic[T]):
 
     def _in_order(self, reader: Location, transports: frozenset[str], wanted: Wanted, rates: Sequence[float]) -> Iterator[T]:
         """All that it reaches, the best first. Each takes a look at a few entries when it is asked for."""
-        ahead: list[tuple[float, int, int, _Entries[T], int, _Way[T]]] = []  # a heap, of the next entry of each list
+        # A heap, of the next entry of each list.
+        ahead: list[tuple[tuple[bool, float], int, int, _Entries[T], int, _Way[T]]] = []
         looks = count()  # so that nothing else is compared
 
         def enter(entries: _Entries[T], place: int, way: _Way[T]) -> None:
@@ -167,8 +168,8 @@ class Sources(Generic[T]):
                 place += 1
             if place < len(entries):
                 depth, newness, _ = entries[place]
-                finish = finish_s(way.apart, way.felt, depth, wanted, rates)
-                heappush(ahead, (finish, newness, next(looks), entries, place, way))
+                best = rank(way.apart, way.felt, depth, wanted, rates)
+                heappush(ahead, (best, newness, next(looks), entries, place, way))
 
         for entries, way in self._ways(reader, transports):
             enter(entries, 0, way)

@@ -56,6 +56,7 @@ class TimedCluster:
         plan = FaultPlan(random, self.allowed)
         world.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
         self.injector = Injector(world, timeline, plan, events)
+        world.is_unharmed = lambda: not self.injector.happened
         world.data = DataNetwork(world, timeline, self.injector)
         world.keeper = keeper = Keeper(world, timeline)
         world.control = network = ControlNetwork(world, timeline, self.injector, keeper, self.shells.touch)

@@ -113,6 +113,7 @@ class World:
         self.ident = "c"  # of the coordinator's state
         # Whether a coordinator dies, or takes for lost who is not.
         self.forgets: Callable[[], bool] = lambda: True
+        self.is_unharmed: Callable[[], bool] = lambda: False
         self._called: set[tuple[OpKey, int]] = set()  # fills that this coordinator has heard: their operations, and ranks
         self._heard_again = False  # the present event is one of these, said again
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
@@ -282,6 +283,8 @@ class World:
             handle = worker.router.rank_at(message.key.model, message.key.group, message.rank)
             if isinstance(message, Write) or (isinstance(message, Start) and message.write):
                 self.guarantees.told_to_write(handle, message)
+            if handle is not None and isinstance(message, Start):
+                self.guarantees.crossings.told(handle, message.key, message.version.content_id)
             if handle is not None and not isinstance(message, Write):
                 self.guarantees.available.told(handle, message)
 

@@ -21,6 +21,7 @@ from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.crossings import CrossingJudge
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
 from tensorhub.testing.sim.layouts import bytes_read, is_of_other_layout, part_of, tags_in
@@ -46,6 +47,7 @@ class Guarantees:
         self.contents = Contents()
         self.history = CallHistory(world, self.contents)
         self.retained = RetentionJudge(world, self.contents, self.history)
+        self.crossings = CrossingJudge(world)
         self.available = AvailabilityJudge(world, self.contents)
         self._parts: dict[OpKey, dict[int, tuple[Part, ...]]] = {}  # by rank: what those read who were told to overwrite
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -13,7 +13,7 @@ from tensorhub.coordinator import Coordinator, Entry
 from tensorhub.manifest import Manifest
 from tensorhub.testing.sim.judges import reference_model
 from tensorhub.testing.sim.memory import Cells
-from tensorhub.types import OpKey, Options, RegistrationId, VersionInfo
+from tensorhub.types import Location, OpKey, Options, RegistrationId, VersionInfo
 from tensorhub.worker.calls import Action, Call
 from tensorhub.worker.member import Member
 from tensorhub.worker.owner import Owner
@@ -48,6 +48,7 @@ class JudgedWorker(Protocol):
     """A worker process."""
 
     name: str
+    location: Location
     incarnation: str
     alive: bool
     stopped_until: float  # its threads do not run before
@@ -112,6 +113,7 @@ class JudgedWorld(Protocol):
     options: Options
     coordinator: Coordinator
     store: list[Entry]
+    is_unharmed: Callable[[], bool]  # whether no fault has happened so far, as far as anybody knows
     user_errors: tuple[type[Exception], ...]  # that a user's own code raises
 
     def handle_of(self, registration: str) -> JudgedHandle | None:

@@ -1,0 +1,130 @@
+"""No byte of a version enters a site twice, as long as nothing goes wrong: by what arrives, whoever has decided that.
+
+Two groups of a site may each read a version of other sites: where one of them gives up, or a holder leaves; where one reads
+less than all, or does not move; or where one has waited for the other for half of its time. Else what one has read from
+another site is in the site, and the group that was told later where to read has it from there.
+
+Responsible for groups whose ranks are in one site. Not responsible for copies of one shard, which read what was published,
+nor for anything once a fault has happened: then bytes may be lost that had come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
+from tensorhub.testing.sim.layouts import tags_in
+from tensorhub.testing.sim.memory import CHUNK_BYTES
+from tensorhub.types import HandleState, OpKey, Purpose
+
+SLACK_S = 0.5  # until the coordinator hears what has happened, and its ranks what it says
+Where = tuple[str, str]  # a content id, and a site
+
+
+@dataclass(eq=False)
+class _Reading:
+    """What one group reads in one call."""
+
+    key: OpKey
+    content_id: str
+    ranks: list[tuple[JudgedHandle, JudgedCall]]
+    before: list[_Reading]  # who read that there when this one was told where to read, and others can read it there
+    holders: list[JudgedHandle]  # who held that then
+    entered: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # by published cell: bytes from other sites
+    moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
+
+    @property
+    def serves(self) -> bool:
+        """Whether others can read all of the version there, once it is complete."""
+        shards = [handle.shard for handle, _ in self.ranks]
+        return all(s.serves and not (s.declared is not None and s.declared.partial) for s in shards)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it has not ended, and no holder has left since it began; or it holds what it has read, and has not been
+        asked for anything since.
+        """
+        is_there = all(
+            handle.last_call is call and call.error is None and (not call.done or self.is_held_by(handle))
+            for handle, call in self.ranks
+        )
+        return is_there and (self.is_done or all(map(self.is_held_by, self.holders)))
+
+    @property
+    def is_done(self) -> bool:
+        return all(call.done for _, call in self.ranks)
+
+    def moves(self, now: float, lease_s: float) -> bool:
+        """Whether something has arrived at each rank within a lease, or all is there."""
+        return self.is_done or now < min(self.moved_at.values()) + lease_s - SLACK_S
+
+    def is_held_by(self, handle: JudgedHandle) -> bool:
+        return _holds(handle, self.content_id)
+
+
+class CrossingJudge:
+    """What has entered each site of one cluster."""
+
+    def __init__(self, world: JudgedWorld) -> None:
+        self._world = world
+        self._there: dict[Where, list[_Reading]] = {}
+        self._known: dict[OpKey, _Reading] = {}
+
+    def told(self, handle: JudgedHandle, key: OpKey, content_id: str) -> None:
+        """Its group is told where to read that."""
+        if key in self._known or not self._world.is_unharmed():
+            return
+        handles = [h for h in (handle, *self._world.mates(handle)) if h.last_call is not None and h.last_call.key == key]
+        ranks = [(h, h.last_call) for h in handles if h.last_call is not None]
+        sites = {h.worker.location.site for h, _ in ranks}
+        is_one = any(not h.shard.layout_id or h.shard.purpose not in (Purpose.USE, Purpose.PREFETCH) for h, _ in ranks)
+        if len(ranks) < handle.shard.world_size or len(sites) > 1 or is_one:
+            return
+        there = self._there.setdefault((content_id, sites.pop()), [])
+        half = min((call.began + call.until) / 2 for _, call in ranks)
+        now, lease_s = self._world.now, self._world.options.lease_s
+        before = [each for each in there if each.serves and each.lasts and each.moves(now, lease_s)] if now < half else []
+        holders = [each for each in self._world.live_handles() if _holds(each, content_id)]
+        self._known[key] = reading = _Reading(key, content_id, ranks, before, holders)
+        reading.moved_at = dict.fromkeys(handles, now)
+        there.append(reading)
+
+    def arrived(self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str]) -> None:
+        """A reader has got what these hold."""
+        site, record = handle.worker.location.site, handle.last_call
+        reading = self._known.get(record.key) if record is not None and record.key is not None else None
+        if reading is None or not self._world.is_unharmed():
+            return
+        reading.moved_at[handle] = self._world.now
+        if source not in reading.holders and reading.is_held_by(source):
+            reading.holders.append(source)  # it was published just before
+        if site == source.worker.location.site:
+            return
+        others = [
+            other
+            for other in self._there[content_id, site]
+            if (other in reading.before or reading in other.before) and other.lasts and reading.lasts
+        ]
+        for tag, first, end in _pieces(cells):
+            reading.entered.setdefault(tag, []).append((first, end))
+            for other in others:
+                twice = any(least < end and first < most for least, most in other.entered.get(tag, ()))
+                text = (
+                    f"{handle} reads {tag} of {content_id} from {source}, which {other.ranks[0][0]} has brought to {site!r}"
+                )
+                demand(not twice, f"sites: {text}")
+
+
+def _holds(handle: JudgedHandle, content_id: str) -> bool:
+    content = handle.member.content
+    return content is not None and content.version.content_id == content_id and handle.member.state is HandleState.READY
+
+
+def _pieces(cells: Iterable[str]) -> Iterator[tuple[str, int, int]]:
+    """Which bytes of which published cells these are."""
+    for cell in cells:
+        for tag, of in tags_in(cell):
+            first, end = map(int, of.split("-")) if of else (0, CHUNK_BYTES)
+            yield tag, first, end
