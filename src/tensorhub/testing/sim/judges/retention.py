@@ -231,10 +231,11 @@ class RetentionJudge:
 
     def _surely_holds(self, handle: JudgedHandle, content_id: str, since: float, leaver: JudgedHandle) -> bool:
         """Whether the coordinator knew that it holds that when `leaver` was let go: it was told so, and its worker has had
-        its lease all the time. (What is only filled, or published without having heard so, may be given up yet.)
+        its lease all the time. (What is only filled, or published without having heard so, may be given up yet; and who was
+        lost says over each handle alone that it is back, so that one may leave before the others are known.)
         """
         worker = handle.worker
-        sure = worker.unsure_at < since and worker.incarnation in self._world.coordinator.cluster.workers
+        sure = worker.unsure_at < since and handle.id in self._world.coordinator.cluster.members
         if _asks_to_leave(handle) and handle.last_call is not None and handle.last_call.began < leaver.worker.known_since:
             return False  # while `leaver` was lost that was anybody's to give up: it goes, and may not have heard so yet
         leave = self._world.coordinator.cluster.models[handle.shard.model].withdrawals.get(handle.id)
