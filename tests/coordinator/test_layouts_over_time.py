@@ -180,6 +180,28 @@ def test_a_rank_is_registered_without_its_mates_once_nobody_is_expected_back() -
     assert first.take(RegisterAgain)
 
 
+def test_who_names_the_root_of_what_was_published_counts_without_its_mates() -> None:
+    """They may never come back, and it may have the last copy of its shard. (Seed 79.)"""
+    world, trainers = published()
+    copies = world.group("c", [cut(0), cut(1)])
+    world.fill(copies)
+    for trainer, copy, value in zip(trainers, copies, (b"a", b"b"), strict=True):
+        world.tell(trainer, value=value)
+        world.vote(copy, root=root_of(list_of(CHUNKS, value)))
+    roots = [root_of(list_of(CHUNKS, value)) for value in (b"a", b"b")]
+    as_read = [replace(held_by(copy, world.version.info, is_publisher=True), published=False) for copy in copies]
+    world = world.restarted()
+    first = back(world, copies[0], replace(as_read[0], root=roots[0]))
+    assert [answer.keep for answer in first.take(Registered)] == [True]
+    assert world.version.holdings.of(0).sources
+    second = back(world, copies[1], replace(as_read[1], root=roots[0]))  # not the root of its shard
+    assert [answer.keep for answer in second.take(Registered)] == [False]
+    world.register(second, replace(as_read[1], root=roots[1]))
+    assert [answer.keep for answer in second.take(Registered)] == [True]
+    assert not first.take(RegisterAgain)
+    assert world.version.holdings.have_sources()
+
+
 def test_a_rank_that_holds_nothing_any_more_need_not_wait_for_its_mates() -> None:
     world, trainers = published()
     readers = filling(world, ranks=2)

@@ -51,7 +51,11 @@ class Announcements:
         if member.worker.incarnation in version.condemned:
             return False
         is_publishers = held.published and group.name == version.publisher.group
-        is_known = not held.publication and (member.fits_any_layout or is_publishers)
+        testimony = version.testimonies.get(member.shard)
+        root = testimony.root if testimony is not None else b""
+        # Whatever its mates have, who may never come back: it has the bytes of that published shard.
+        is_proven = root != b"" and held.root == root and group.world_size == version.info.world_size
+        is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
         if not is_known and group.layout_id is None:
             member.unheard = request
             return True  # it says this again once all ranks are here
@@ -68,8 +72,7 @@ class Announcements:
             return False
         if member.shard not in layout:
             return False
-        testimony = version.testimonies.get(member.shard) if layout is version.holdings else None
-        if testimony is not None and testimony.root and held.root not in (b"", testimony.root):
+        if layout is version.holdings and root and held.root not in (b"", root):
             return False  # it is not what was published (R8)
         if layout is not version.holdings and not layout.takes(member.shard, parts):
             return False
