@@ -48,5 +48,5 @@ def run(state_dir: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TENSORHUB_TOKEN", secrets.token_hex())  # what `ray.init` starts here inherits it
-    ray.init()
+    ray.init("local")
     run(tempfile.mkdtemp())

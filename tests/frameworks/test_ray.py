@@ -151,7 +151,7 @@ def test_what_any_driver_starts_every_driver_finds(cluster: Any, coordinator: Ca
     assert there.startswith(f"tcp://{HEAD}:")
     with sync.connect(address) as hub:
         assert hub.describe() == ()
-    with pytest.raises(StateError, match="runs already, with state_dir="):
+    with pytest.raises(StateError, match=r"runs already, with state_dir=.* end it: ray.kill\(ray.get_actor\('tensorhub'"):
         tensorhub_ray.start_coordinator(state_dir="/another")
     program = f"""
 import ray
@@ -170,6 +170,15 @@ def test_a_coordinator_that_cannot_be_opened_says_why_and_leaves_no_actor() -> N
     eventually(lambda: not ray.util.list_named_actors(all_namespaces=True))
     with pytest.raises(InvalidValue, match="give an absolute path"):
         tensorhub_ray.start_coordinator(state_dir="state")
+
+
+def test_a_coordinator_for_which_no_node_has_room(cluster: Any, coordinator: Callable[..., str]) -> None:
+    with pytest.raises(CoordinatorUnavailable, match=r"within 2 s, with {'resources': {'haed': 1}}.*: ray.kill\(") as error:
+        tensorhub_ray.start_coordinator(state_dir=cluster.state_dir, timeout=2.0, resources={"haed": 1})
+    ray.kill(the_actor())  # as it says
+    eventually(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    assert str(error.value).endswith("ray.kill(ray.get_actor('tensorhub', namespace='tensorhub'))")
+    assert coordinator(resources={"head": 1}) == "ray-actor://tensorhub"
 
 
 def test_calls_go_on_and_versions_stay_when_the_coordinator_is_killed(cluster: Any, coordinator: Callable[..., str]) -> None:

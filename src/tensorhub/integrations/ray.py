@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental.internal_kv import _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 
@@ -69,14 +69,27 @@ def start_coordinator(
     actor = ray.remote(CoordinatorActor).options(**wanted).remote(directory, options)
     try:
         problem, used = ray.get(actor.opened.remote(), timeout=timeout)
+    except GetTimeoutError as error:
+        raise CoordinatorUnavailable(
+            f"the coordinator's actor {name!r} has not started within {timeout:g} s, with {actor_options or 'no options'}. "
+            f"Ray goes on trying, and the same call finds it; `ray status` says what no node has. If the options are wrong, "
+            f"end it before it is started with others: {_end(name)}"
+        ) from error
     except RayError as error:
         raise CoordinatorUnavailable(f"the coordinator's actor {name!r} has not started: {error}") from error
     if problem is not None:
         ray.kill(actor)
         raise problem
     if used != directory:
-        raise StateError(f"the coordinator {name!r} runs already, with state_dir={used!r} and not {directory!r}")
+        raise StateError(
+            f"the coordinator {name!r} runs already, with state_dir={used!r} and not {directory!r}. Give that one, or "
+            f"another name=, or end it: {_end(name)}"
+        )
     return f"ray-actor://{name}"
+
+
+def _end(name: str) -> str:
+    return f"ray.kill(ray.get_actor({name!r}, namespace={NAMESPACE!r}))"
 
 
 def look_up(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Final
 
 import anyio.to_thread
 
-from tensorhub.errors import CoordinatorUnavailable
+from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.types import check_name, parse_address
 
 # By scheme, a module whose `look_up(name)` gives the coordinator's "tcp://host:port" of now. It is named and not imported:
@@ -25,7 +25,11 @@ def check_address(address: object) -> None:
     if scheme in LOOKED_UP:
         check_name("coordinator", name)
     else:
-        parse_address(address)
+        try:
+            parse_address(address)
+        except StateError as error:
+            others = ", ".join(f'"{each}://NAME"' for each in LOOKED_UP)
+            raise type(error)(f"{error}, or {others}") from None
 
 
 async def locate(address: str) -> tuple[str, int]:
