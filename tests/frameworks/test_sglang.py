@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -374,3 +375,22 @@ def test_an_unsupported_release_is_refused(rank: sglang_cpu.Rank, trainers: Any,
         with pytest.raises(StateError, match=r"SGLang 0\.6\.0 is installed"):
             trainers(actor(), model="other")
     assert rank.checksums() == before
+
+
+def test_a_server_that_is_not_up(coordinator: sync.Coordinator) -> None:
+    from tensorhub.integrations.sglang import Trainer
+
+    url = f"http://127.0.0.1:{sglang_cpu.free_port()}"
+    with pytest.raises(StateError, match=f"the SGLang server {url} does not say what it is: is it up") as error:
+        Trainer(actor(), url, coordinator.address)
+    assert error.value.retryable
+
+
+@pytest.mark.parametrize("loaders", [None, [], ["another.loader"]])
+def test_an_engine_without_the_loader_is_refused_and_lives(engine: Any, trainers: Any, loaders: list[str] | None) -> None:
+    """SGLang's scheduler ends at a load_format that it does not know, and the engine with it."""
+    settings = SimpleNamespace(tp_size=1, custom_weight_loader=loaders)
+    without = SimpleNamespace(**{**vars(engine), "server_args": settings})
+    with pytest.raises(StateError, match=r"this sglang.Engine was started without TensorHub's loader"):
+        trainers(actor(), without)
+    assert engine.tokenizer_manager.calls == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorhub.errors import GroupAborted, InvalidValue, ManifestMismatch, OperationTimeout, StateError
-from tensorhub.integrations.sglang_session import Order, Outcome, check_sglang
+from tensorhub.integrations.sglang_session import LOADER, Order, Outcome, check_loader, check_sglang
 
 ORDER = Order(["tcp://127.0.0.1:1"], "actor", "sglang-1", 7, "content", 2**30, 5.0, ("lm_head.*",))
 
@@ -51,6 +51,13 @@ def test_an_unsupported_release_is_refused() -> None:
     for release in ("0.5.22", "0.5.230", "0.6.23", "0.5"):
         with pytest.raises(StateError, match=rf"SGLang {release} is installed.*made for 0\.5\.23:"):
             check_sglang(release)
+
+
+def test_an_engine_that_was_started_without_the_loader_is_refused() -> None:
+    check_loader("E", [LOADER, "another.loader"])
+    for loaders in (None, [], ["another.loader"]):
+        with pytest.raises(StateError, match=f"E was started without .* would end it: start it with .*-loader {LOADER}"):
+            check_loader("E", loaders)
 
 
 def test_a_trainer_needs_no_sglang() -> None:

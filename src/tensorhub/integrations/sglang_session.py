@@ -29,6 +29,15 @@ def check_sglang(release: str) -> None:
     check_release("SGLang", release, SUPPORTED)
 
 
+def check_loader(engine: str, loaders: Sequence[str] | None) -> None:
+    """Raise StateError unless the engine was started with our loader. Without it the first update would end the engine."""
+    if LOADER not in (loaders or ()):
+        raise StateError(
+            f"{engine} was started without TensorHub's loader, and the first update would end it: start it with "
+            f"--custom-weight-loader {LOADER} (an sglang.Engine with custom_weight_loader=[...])"
+        )
+
+
 @dataclass(frozen=True)
 class Order:
     """Of which version the engine is to be made, and how. `replica`: the trainer's word for this engine. `unused`: names of

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, TensorHubError, shown, text_of
-from tensorhub.integrations.sglang_session import LOADER, PREFIX, Order, Outcome, check_sglang
+from tensorhub.errors import InvalidType, InvalidValue, StateError, TensorHubError, shown, text_of
+from tensorhub.integrations.sglang_session import LOADER, PREFIX, Order, Outcome, check_loader, check_sglang
 from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tensorhub.layouts.entries import Sources
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
+PAUSES = ("abort", "retract", "in_place", None)
 MARGIN_S = 30.0  # an engine answers so much later than its own deadline, at most
 
 
@@ -48,16 +49,23 @@ class Server:
     """An SGLang server, by HTTP."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidValue(f'{shown(url)} is not the URL of an SGLang server: give "http://HOST:PORT"')
         import requests
 
         self._url, self._timeout_s = url.rstrip("/"), timeout_s + MARGIN_S
         self._http = requests.Session()
         if api_key is not None:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
-        answer = self._http.get(f"{self._url}/server_info", timeout=self._timeout_s)
-        answer.raise_for_status()
-        info = answer.json()
+        try:
+            answer = self._http.get(f"{self._url}/server_info", timeout=self._timeout_s)
+            answer.raise_for_status()
+            info = answer.json()
+        except requests.RequestException as error:
+            text = f"the SGLang server {self._url} does not say what it is: is it up, and is api_key= right? ({error})"
+            raise StateError(text, retryable=True) from error
         check_sglang(info["version"])
+        check_loader(f"the SGLang server {self._url}", info.get("custom_weight_loader"))
         self.ranks = int(info["tp_size"])
 
     def __repr__(self) -> str:
@@ -84,6 +92,7 @@ class Offline:
         from sglang import __version__
 
         check_sglang(__version__)
+        check_loader("this sglang.Engine", engine.server_args.custom_weight_loader)
         self._engine = engine
         self.ranks = int(engine.server_args.tp_size)
 
@@ -109,7 +118,8 @@ class Trainer:
     failed update leaves the old weights whole. `unused`: names of published tensors, with `*`, that the engine's model
     leaves alone. `api_key`: of the servers. `sources`, `options`: as `Hub.register` and `tensorhub.connect` take them.
 
-    Raises StateError: this release of SGLang, or a server's, is not supported; as `tensorhub.connect` and `Hub.register`.
+    Raises StateError: this release of SGLang, or a server's, is not supported, an engine was started without the loader, or
+    a server does not answer; InvalidValue; as `tensorhub.connect` and `Hub.register`.
     """
 
     def __init__(
@@ -130,6 +140,8 @@ class Trainer:
         sources: Sources | None = None,
         options: Options | None = None,
     ) -> None:
+        if pause not in PAUSES:
+            raise InvalidValue(f"pause={shown(pause)}: give one of {', '.join(map(repr, PAUSES))}")
         self._pause, self._flush, self._timeout_s = pause, clear_cache and pause != "in_place", timeout_s
         self._world_size = world_size
         self._engines: list[tuple[Engine, Order]] = []
