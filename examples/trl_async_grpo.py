@@ -61,7 +61,8 @@ class Rollouts:
 
     def stop(self) -> None:
         self.stopped.set()
-        self.thread.join()
+        if self.thread.ident is not None:  # it was started
+            self.thread.join()
         self.weights.close()
 
 

@@ -31,7 +31,14 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # no
 
 from examples.trl_async_grpo import PROMPTS, Rollouts, main  # noqa: E402
 from tensorhub import sync  # noqa: E402
-from tensorhub.errors import ManifestMismatch, StateError, TensorHubError, VersionConflict  # noqa: E402
+from tensorhub.errors import (  # noqa: E402
+    CoordinatorUnavailable,
+    InvalidType,
+    ManifestMismatch,
+    StateError,
+    TensorHubError,
+    VersionConflict,
+)
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<unk>", *sorted(set(" ".join(PROMPTS).split())), *[f"w{number}" for number in range(20)]]
@@ -170,6 +177,20 @@ def test_rollouts_have_the_trainers_weights_after_each_step(model: Path, tmp_pat
 def test_the_example_runs(model: Path, tmp_path: Path) -> None:
     rollouts = main(str(model), **ON_A_CPU, output_dir=str(tmp_path))
     assert rollouts.weights.version >= 1
+
+
+def test_the_example_says_why_training_could_not_begin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL stops a rollout worker then that was never started."""
+    monkeypatch.setenv("TENSORHUB_ADDRESS", "tcp://127.0.0.1:1")
+    with pytest.raises(CoordinatorUnavailable, match="is one running there"):
+        main(str(model), **ON_A_CPU, output_dir=str(tmp_path))
+
+
+def test_settings_of_a_rollout_that_are_none(model: Path) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    for wrong, named in ((WeightTransfer(), "WeightTransfer"), (None, "NoneType"), ({"token": "secret"}, r"\['token'\]")):
+        with pytest.raises(InvalidType, match=f"WeightTransfer.rollout_settings, .* returned there, not {named}$"):
+            RolloutWeights(policy, wrong)  # type: ignore[arg-type]
 
 
 def test_a_second_run_goes_on_above_the_versions_of_the_first(model: Path, tmp_path: Path) -> None:

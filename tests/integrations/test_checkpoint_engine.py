@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import AuthenticationFailed, InvalidType, OperationTimeout, StateError, VersionConflict
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError, VersionConflict
 from tensorhub.integrations.checkpoint_engine import KEY, Exchange
 from tensorhub.integrations.releases import check_release
 from tests.rig import OPTIONS, library_threads
@@ -150,12 +150,25 @@ def test_calls_in_the_wrong_order_say_what_comes_first(make: Make) -> None:
         anyio.run(received, sender, 1)
 
 
-def test_settings_that_cannot_be_used(make: Make) -> None:
-    for wrong in ({"address": "host:1"}, {"timeout_s": "soon"}, {"model": ""}, {"options": {"chunk_bytes": 1}}):
-        with pytest.raises((InvalidType, StateError)):
-            make(**wrong)
-    with pytest.raises(TypeError, match="adress"):
-        make(adress="tcp://127.0.0.1:1")
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"adress": "tcp://127.0.0.1:1"}, r"no setting 'adress' \(did you mean 'address'\?\); there are host, address,"),
+        ({"address": "host:1"}, r"'host:1' is not .* give \"tcp://HOST:PORT\", or \"ray-actor://NAME\""),
+        ({"timeout_s": "soon"}, "timeout='soon': give seconds"),
+        ({"model": ""}, "cannot name a model"),
+        ({"device": "gpu"}, "device='gpu': give 'cpu', or 'cuda'"),
+        ({"transports": "tcp"}, r"transports='tcp': give a list"),
+        ({"options": 5}, "options=5: give values by their names"),
+        ({"options": {"chunk_bytes": 1}}, "chunk_bytes = 1: give 4096"),
+        ({"options": {"host_memory": 1}}, r"no option 'host_memory' \(did you mean 'host_memory_bytes'\?\)"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named_before_the_first_update(
+    make: Make, wrong: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(StateError, match=says):
+        make(**wrong)
 
 
 def test_other_releases_than_the_supported_ones() -> None:

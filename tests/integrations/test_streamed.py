@@ -10,7 +10,7 @@ import torch
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.errors import ManifestMismatch, OperationTimeout, RegistrationError, VersionConflict
+from tensorhub.errors import InvalidValue, ManifestMismatch, OperationTimeout, RegistrationError, VersionConflict
 from tensorhub.integrations.streamed import Receiver, Sender
 from tests.rig import OPTIONS
 
@@ -170,3 +170,10 @@ def test_a_sender_that_has_other_tensors_than_the_one_before(address: str, hub: 
     second.send(2, {"norm": torch.zeros(16)}.items())
     with pytest.raises(ManifestMismatch, match="embed"):
         received(address, 1, 2)
+
+
+def test_buffers_on_a_device_that_is_not_there(hub: sync.Hub) -> None:
+    left = iter(weights(1).items())
+    with pytest.raises(InvalidValue, match=r"device='cuda:99': a buffer for a tensor of shape \(64, 16\) cannot be made"):
+        Sender(hub, "m", device="cuda:99").send(1, left)
+    assert next(left, None) is None

@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +22,8 @@ import anyio
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.errors import StateError, VersionConflict, VersionUnavailable
+from tensorhub.arguments import is_list
+from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionConflict, VersionUnavailable, shown
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import check_address
@@ -59,6 +62,8 @@ class Exchange:
     name under which weights are published; trainers that share a coordinator need different ones. `device`: of the buffers.
     `timeout_s`: how long an update may take, from this process's call on. `transports`, `options`: as for
     `tensorhub.connect`; `options` by name.
+
+    They come from a configuration, perhaps in many processes. So all of it is checked here, before the first update.
     """
 
     def __init__(
@@ -72,18 +77,26 @@ class Exchange:
         timeout_s: float = 300.0,
         transports: Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
+        **unknown: object,
     ) -> None:
+        _check_known("setting", unknown, [name for name in signature(Exchange).parameters if name != "unknown"])
         self._address = address or os.environ.get("TENSORHUB_ADDRESS", "")
         if self._address:
             check_address(self._address)
         self.model = check_name("model", model)
         self._host = host
         self._token = None if token is None else Path(token)
+        if str(device).partition(":")[0] not in ("cpu", "cuda"):
+            raise InvalidValue(f"device={shown(device)}: give 'cpu', or 'cuda' for the GPU that the process uses")
         self._device = device
         self._timeout_s = as_timeout_s(timeout_s, 0.0)
+        if transports is not None and not is_list(transports):
+            raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"]')
         self._transports = None if transports is None else list(transports)
-        given = dict(options or {})
-        self._options = Options(**{"op_timeout_s": self._timeout_s, **given})
+        if not isinstance(options, Mapping | None):
+            raise InvalidType(f'options={shown(options)}: give values by their names, as {{"host_memory_bytes": 2**30}}')
+        _check_known("option", options or (), [field.name for field in fields(Options)])
+        self._options = Options(**{"op_timeout_s": self._timeout_s, **(options or {})})
         self._coordinator: sync.Coordinator | None = None
         self._own_token = secrets.token_hex(32)
         self._hub: sync.Hub | None = None  # the sender's
@@ -210,6 +223,14 @@ class Exchange:
             if each is not None:
                 each.close()
         self._hub = self._coordinator = None
+
+
+def _check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            close = get_close_matches(str(name), known, 1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise InvalidType(f"TensorHub has no {what} {shown(name)}{hint}; there are {', '.join(known)}")
 
 
 def _mark(hub: sync.Hub, model: str) -> int | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorhub import sync
-from tensorhub.errors import RegistrationError, VersionConflict, some
+from tensorhub.errors import InvalidValue, RegistrationError, VersionConflict, shown, some
 from tensorhub.hub import Hub
 from tensorhub.logs import get_logger
 from tensorhub.tools import published_tensors
@@ -100,7 +100,7 @@ class Sender:
                 if name in buffers:
                     twice.append(repr(name))
                     continue
-                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                buffers[name] = _empty(tuple(tensor.shape), tensor.dtype, self._device)
                 buffers[name].copy_(tensor)
         if twice:
             raise RegistrationError(f"{len(twice)} name(s) came twice in one update: {some(twice)}")
@@ -196,6 +196,8 @@ class Receiver:
         Raises OperationTimeout (it was not published in time), VersionUnavailable (it is gone already), ManifestMismatch
         (other names, shapes or dtypes than the first time, all listed), and as `Weights.update`.
         """
+        import torch
+
         deadline = time.monotonic() + timeout_s
 
         def left_s() -> float:
@@ -204,7 +206,7 @@ class Receiver:
         await self._hub.wait_for(self._model, at_least=version, timeout=left_s())
         if self._weights is None:
             _, kinds = await published_tensors(self._hub, self._model, version, left_s())
-            buffers = {name: self._allocated(*kind) for name, kind in kinds.items()}
+            buffers = {name: _empty(shape, getattr(torch, dtype), self._device) for name, (dtype, shape) in kinds.items()}
             self._weights = await self._hub.register(self._model, buffers)
             self._buffers = buffers
             nbytes = sum(buffer.nbytes for buffer in buffers.values())
@@ -212,12 +214,20 @@ class Receiver:
         report = await self._weights.update(version, timeout=left_s())
         return self._buffers, report
 
-    def _allocated(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        import torch
-
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-
     async def close(self) -> None:
         """Leave the cluster, and free the buffers."""
         self._buffers, self._weights = {}, None
         await self._hub.close()
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    import torch
+
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = str(error).partition("\n")[0]
+        raise InvalidValue(
+            f"device={shown(str(device))}: a buffer for a tensor of shape {shape} cannot be made there ({reason}). Give "
+            f"device='cpu', or 'cuda' in a process that has a GPU with room for all weights"
+        ) from error

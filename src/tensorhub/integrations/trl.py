@@ -12,7 +12,7 @@ from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from tensorhub import sync
-from tensorhub.errors import StateError
+from tensorhub.errors import InvalidType, StateError
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.releases import check_release
 from tensorhub.types import Options
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SUPPORTED = ("1.16",)
+SETTINGS = {"address", "token", "model", "before"}  # of a rollout
 
 
 class WeightTransfer:
@@ -102,6 +103,8 @@ class RolloutWeights:
         """`settings`: what `WeightTransfer.rollout_settings()` gives. In the trainer's process it may be that method itself,
         which the first `refresh` calls.
         """
+        if not callable(settings):
+            _check_settings(settings)
         self._policy, self._settings, self._options = policy, settings, options
         self._timeout_s = timeout_s
         self._wanted = 1  # the newest version that was heard of; there is none before it
@@ -129,6 +132,7 @@ class RolloutWeights:
 
     def _joined(self) -> sync.Weights:
         settings = self._settings() if callable(self._settings) else self._settings
+        _check_settings(settings)
         self._before = settings["before"]
         if self._hub is None:
             self._hub = sync.connect(settings["address"], token=settings["token"], options=self._options)
@@ -140,3 +144,12 @@ class RolloutWeights:
         """Leave the cluster."""
         if self._hub is not None:
             self._hub.close()
+
+
+def _check_settings(settings: object) -> None:
+    if not isinstance(settings, Mapping) or not settings.keys() >= SETTINGS:
+        given = sorted(map(str, settings)) if isinstance(settings, Mapping) else type(settings).__name__  # never the token
+        raise InvalidType(
+            f"settings: give the trainer's WeightTransfer.rollout_settings, or what that method has returned there, "
+            f"not {given}"
+        )
