@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -10,7 +12,14 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError, VersionConflict
+from tensorhub.errors import (
+    AuthenticationFailed,
+    InvalidType,
+    OperationTimeout,
+    StateError,
+    TensorHubError,
+    VersionConflict,
+)
 from tensorhub.integrations.checkpoint_engine import KEY, Exchange
 from tensorhub.integrations.releases import check_release
 from tests.rig import OPTIONS, library_threads
@@ -105,6 +114,79 @@ def test_a_trainer_that_starts_anew_has_another_coordinator(make: Make) -> None:
     assert update(make(), receiver, 1.0, 1) == [1.0, 1.0]
 
 
+def test_a_sender_that_was_closed_begins_anew(make: Make) -> None:
+    sender, receiver = make(), make()
+    assert update(sender, receiver, 9.0, 9) == [9.0, 9.0]
+    sender.close()
+    anyio.run(receiver.leave)
+    assert not library_threads()
+    with pytest.raises(StateError, match="takes no part in updates yet"):
+        sender.send(weights(1.0), 1)
+    assert (sender.prepare()[KEY]["mark"], sender.prepare()[KEY]["held"]) == (None, None)
+    assert update(sender, receiver, 1.0, 1) == [1.0, 1.0]
+
+
+def test_who_does_not_send_leaves_what_its_own_prepare_has_opened(make: Make) -> None:
+    def threads() -> list[str]:
+        return sorted(each.name for each in threading.enumerate() if each.name.startswith("tensorhub-"))
+
+    sender = make()
+    meeting, opened = sender.prepare(), threads()
+    for role in ("idle", "receiver"):
+        other = make()
+        other.prepare()  # NeMo-RL calls it on each
+        other.join(role, meeting)  # type: ignore[arg-type]
+        assert threads() == opened
+
+
+def test_what_an_update_has_cost_is_said_by_name(make: Make) -> None:
+    sender = make()
+    sender.join("sender", sender.prepare())
+    costs = sender.send(weights(1.0), 3)
+    assert sorted(costs) == ["tensorhub/bytes", "tensorhub/copy_s", "tensorhub/seconds", "tensorhub/version"]
+    assert (costs["tensorhub/version"], costs["tensorhub/bytes"]) == (3.0, 4.0 * 17)
+    assert 0 < costs["tensorhub/copy_s"] < costs["tensorhub/seconds"]
+
+
+def test_a_coordinator_that_is_given_by_its_address_is_joined_by_a_token_file(make: Make, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("a secret that only this cluster has")
+    with sync.serve(token=token, options=OPTIONS) as coordinator:
+        given = {"address": coordinator.address, "token": str(token)}
+        sender, receiver = make(**given), make(**given)
+        assert update(sender, receiver, 1.0, 1) == [1.0, 1.0]
+        assert sender.prepare()[KEY]["token"] is None, "a token of others goes nowhere"
+        sender.close()
+        anyio.run(receiver.leave)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"transports": ["pigeon"]}, "pigeon"),
+        ({"options": {"listen_host": "192.0.2.1"}}, "192.0.2.1"),
+        ({"device": "meta"}, "meta"),
+    ],
+)
+def test_each_setting_reaches_both_sides(make: Make, address: str, setting: dict[str, Any], said: str) -> None:
+    """One that cannot be used is refused by either."""
+
+    def publish(exchange: Exchange) -> None:
+        exchange.join("sender", exchange.prepare())
+        exchange.send(weights(1.0), None)
+
+    sender = make(address=address)
+    publish(sender)
+    meeting = sender.prepare()
+    wrong = make(address=address, **setting)
+    wrong.join("receiver", meeting)
+    with pytest.raises(TensorHubError, match=said):
+        anyio.run(received, wrong, 1)
+    with pytest.raises(TensorHubError, match=said):
+        publish(wrong)
+
+
 def test_who_waits_for_an_update_is_let_go_by_the_next_one_or_the_deadline(make: Make) -> None:
     sender, receiver = make(), make(timeout_s=0.5)
     receiver.join("receiver", sender.prepare())
@@ -127,6 +209,37 @@ def test_who_waits_for_an_update_is_let_go_by_the_next_one_or_the_deadline(make:
             waits.join("receiver", meeting)
 
     meeting = sender.prepare()
+    anyio.run(run)
+
+
+def test_an_update_that_ends_late_does_not_forget_the_one_that_has_begun(make: Make) -> None:
+    sender, receiver = make(), make()
+    assert update(sender, receiver, 1.0, 1) == [1.0, 1.0]
+    meeting = sender.prepare()
+
+    async def second() -> None:
+        with pytest.raises(StateError, match="to version 3 was given up here: a later one has begun"):
+            await received(receiver, 3)
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            first = anyio.Event()
+
+            async def receive_first() -> None:
+                assert await received(receiver, 2) == [2.0, 2.0]
+                first.set()
+
+            tasks.start_soon(receive_first)
+            while receiver._receiving is None:
+                await anyio.lowlevel.checkpoint()
+            begun = receiver._receiving
+            tasks.start_soon(second)
+            while receiver._receiving is begun:
+                await anyio.lowlevel.checkpoint()
+            await anyio.to_thread.run_sync(sender.send, weights(2.0), 2)
+            await first.wait()
+            receiver.join("receiver", meeting)
+
     anyio.run(run)
 
 

@@ -27,6 +27,7 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.ones(SHAPE).to(dtype), requires_grad=False)
         self.register_buffer("scale", torch.ones(2))
         self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_parameter("bias", None)
         self.quant_method = Method(process)
 
 
@@ -36,6 +37,33 @@ def swap_halves(layer: Any) -> None:
 
 def transpose(layer: Any) -> None:
     layer.weight = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
+
+
+def turn(layer: Any) -> None:
+    """The same numbers, column by column."""
+    layer.weight = nn.Parameter(layer.weight.data.t().contiguous().t(), requires_grad=False)
+
+
+def remove(layer: Any) -> None:
+    del layer.scale
+
+
+def derive_for_method(layer: Any) -> None:
+    layer.quant_method.derived = layer.weight.data.float()
+
+
+def derive_again(layer: Any) -> None:
+    layer.kept = layer.weight.data.float()  # in place of what an earlier processing has derived
+
+
+def enclose(layer: Any) -> None:
+    weight = layer.weight.data.float()
+    layer.apply_weights = lambda x: x @ weight
+
+
+def enclose_as_default(layer: Any) -> None:
+    weight = layer.weight.data.float()
+    layer.apply_weights = lambda x, weight=weight: x @ weight
 
 
 def derive(layer: Any) -> None:
@@ -52,6 +80,7 @@ def scale(layer: Any) -> None:
 
 def note(layer: Any) -> None:
     layer.is_processed = True
+    layer.weight.is_processed = True
     layer.quant_method.kernel = "plain"
 
 
@@ -59,9 +88,13 @@ def process(layer: Any) -> None:
     layer.quant_method.process_weights_after_loading(layer)
 
 
-@pytest.mark.parametrize("change", [swap_halves, transpose, add, scale, derive])
+CHANGES = [swap_halves, transpose, turn, add, remove, scale, derive, derive_for_method, derive_again]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, enclose, enclose_as_default])
 def test_what_is_changed_is_found_and_the_layer_is_untouched(change: Callable[[Any], object]) -> None:
     layer = Layer(change)
+    layer.kept = torch.ones(SHAPE)
     before = {name: (id(tensor), tensor.clone()) for name, tensor in own_tensors(layer).items()}
     attributes = set(layer.__dict__)
     assert not leaves_bytes(layer, own_tensors(layer), process)
@@ -77,6 +110,15 @@ def test_what_stays_as_it_is(change: Callable[[Any], object], dtype: torch.dtype
     assert leaves_bytes(layer, own_tensors(layer), process)
     assert not hasattr(layer, "is_processed")
     assert not hasattr(layer.quant_method, "kernel")
+    assert not hasattr(layer.weight, "is_processed")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_a_trial_draws_nothing_from_the_numbers_that_sampling_uses(dtype: torch.dtype) -> None:
+    layer = Layer(note, dtype)
+    before = torch.get_rng_state()
+    leaves_bytes(layer, own_tensors(layer), process)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_is_undone() -> None:

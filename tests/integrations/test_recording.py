@@ -250,3 +250,145 @@ def test_a_later_copy_to_the_same_place_is_not_taken_for_two() -> None:
     model = Loading({"w": bf16(4, 2)}, {"a": whole("w"), "b": columns("w", 2, 2)})
     found = record(model.load_weights, model.tensors, specs(a=(4, 2), b=(2, 2)))
     assert "copied to twice" in found.computed["w"]
+
+
+def test_parameters_that_share_a_storage_are_told_apart_by_their_places() -> None:
+    """As a model has them that lays all of its parameters into one buffer."""
+    flat = bf16(12, 4)
+
+    def padded(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["c"].data[:1].fill_(3)
+        tensors["c"].data[1:].copy_(loaded)
+
+    loaders = {"x": whole("b"), "y": padded, "z": whole("a")}
+    model = Loading({"a": flat[:4], "b": flat[4:8], "c": flat[8:]}, loaders)
+    published = specs(x=(4, 4), y=(3, 4), z=(4, 4))
+    found = record(model.load_weights, model.tensors, published)
+    assert not found.computed
+    assert not found.gaps
+    assert found.filled == [("c", (0, slice(0, 4, 1)), 3)]
+    checkpoint = values(published)
+    by_hub = filled(model, found, checkpoint)
+    model.load_weights(checkpoint.items())
+    assert all(torch.equal(by_hub[name], tensor.data) for name, tensor in model.tensors.items())
+
+
+def test_a_write_over_several_parameters_is_not_taken_for_one() -> None:
+    flat = bf16(8, 4)
+    model = Loading({"a": flat[:4], "b": flat[4:]}, {"x": lambda tensors, loaded: flat[2:6].copy_(loaded)})
+    found = record(model.load_weights, model.tensors, specs(x=(4, 4)))
+    assert not found.sources
+    assert set(found.computed) == {"a", "b"}
+    assert "writes several parameters that share memory, of 'x'" in found.computed["a"]
+    assert found.needs == {"a": ("x",), "b": ("x",)}
+
+
+def test_a_parameter_that_is_not_contiguous() -> None:
+    model = Loading({"w": bf16(6, 4).t()}, {"w": whole("w")})
+    found = record(model.load_weights, model.tensors, specs(w=(4, 6)))
+    assert found.computed == {"w": "the parameter is not contiguous, of 'w'"}
+
+
+def test_results_that_go_straight_into_a_parameter() -> None:
+    """One is computed; of several at once nothing can be said."""
+
+    def add(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        torch.add(loaded, loaded, out=tensors["w"].data)
+
+    def largest(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        torch.max(loaded, 0, out=(tensors["w"].data, torch.empty(4, dtype=torch.int64, device="meta")))
+
+    model = Loading({"w": bf16(4).to("meta")}, {"x": add, "y": largest})
+    assert record(model.load_weights, model.tensors, specs(x=(4,))).computed == {"w": "aten.add.out, of 'x'"}
+    with pytest.raises(RegistrationError, match=r"cannot be recorded at 'y': .* writes 'w'"):
+        record(model.load_weights, model.tensors, specs(y=(3, 4)))
+
+
+def test_a_permutation_that_is_not_its_own_inverse() -> None:
+    def turn(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data.copy_(loaded.permute(2, 0, 1))
+
+    assert not check(Loading({"w": bf16(5, 3, 4)}, {"w": turn}), specs(w=(3, 4, 5))).gaps
+
+
+def test_what_is_no_box_of_both_tensors_is_told_with_its_reason() -> None:
+    def rows(first: int, last: int) -> Callable[..., object]:
+        return lambda tensors, loaded: tensors[f"{first}"].data.copy_(loaded.view(-1)[first:last])
+
+    def diagonal(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["diagonal"].data.copy_(loaded.diagonal())
+
+    def pieces(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["pieces"].data.view(320, 320, 320).copy_(loaded.view(320, 320, 320).permute(2, 1, 0))
+
+    loaders = {"a": rows(2, 6), "b": rows(4, 12), "c": rows(0, 6), "d": diagonal, "e": pieces}
+    parameters = {"2": bf16(4), "4": bf16(8), "0": bf16(6), "diagonal": bf16(4), "pieces": bf16(1).expand(320**3)}
+    meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in parameters.items()}
+    model = Loading(meta, loaders)
+    published = specs(a=(3, 4), b=(3, 4), c=(3, 4), d=(4, 4), e=(320**3,))
+    found = record(model.load_weights, model.tensors, published)
+    assert found.computed == {
+        "2": "it crosses rows, of 'a'",
+        "0": "it crosses rows, of 'c'",
+        "diagonal": "it goes diagonally, of 'd'",
+        "pieces": "it falls into too many pieces, of 'e'",
+    }
+    assert set(found.sources) == {"4"}
+
+
+def test_padding_before_the_copies_and_over_them() -> None:
+    def before(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data.fill_(3)
+        tensors["w"].data[:2].copy_(loaded)
+
+    found = check(Loading({"w": bf16(4, 2)}, {"a": before}), specs(a=(2, 2)))
+    assert not found.gaps
+    assert [value for _, _, value in found.filled] == [3]
+
+    def after(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data.copy_(loaded)
+        tensors["w"].data[2:].zero_()
+
+    model = Loading({"w": bf16(4, 2)}, {"a": after})
+    found = record(model.load_weights, model.tensors, specs(a=(4, 2)))
+    assert found.computed == {"w": "it is filled with a number after it was copied, of no published tensor"}
+    assert not found.filled
+
+
+def test_a_gap_of_one_element_and_one_behind_a_fill_that_copies_overlap() -> None:
+    def overlapped(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data[:4].fill_(0)
+        tensors["w"].data[2:6].copy_(loaded)
+
+    model = Loading({"v": bf16(4), "w": bf16(8)}, {"a": columns("v", 0, 3), "b": overlapped})
+    assert record(model.load_weights, model.tensors, specs(a=(3,), b=(4,))).gaps == {"v": 1, "w": 4}  # at least 2
+
+
+def test_places_that_share_one_row_or_are_stepped_through_otherwise() -> None:
+    def stepped(step: int, first: int) -> Callable[..., object]:
+        return lambda tensors, loaded: tensors["w"].data[first::step].copy_(loaded)
+
+    rows = Loading({"w": bf16(4, 2)}, {"a": columns("w", 0, 3), "b": columns("w", 2, 2)})
+    found = record(rows.load_weights, rows.tensors, specs(a=(3, 2), b=(2, 2)))
+    assert "copied to twice" in found.computed["w"]
+    steps = Loading({"w": bf16(8)}, {"a": stepped(2, 0), "b": stepped(3, 1)})  # both write element 4
+    found = record(steps.load_weights, steps.tensors, specs(a=(4,), b=(3,)))
+    assert "copied to twice" in found.computed["w"]
+
+
+def test_what_is_made_of_another_parameter_needs_what_that_is_made_of() -> None:
+    def tie(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        tensors["w"].data.copy_(loaded)
+        tensors["scaled"].data.copy_(tensors["w"].data * 2)
+
+    def joined(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+        kept.append(loaded)
+        if len(kept) == 2:
+            tensors["sum"].data.copy_(kept[0] + kept[1])
+
+    kept: list[torch.Tensor] = []
+    model = Loading({"w": bf16(4), "scaled": bf16(4), "sum": bf16(4)}, {"a": tie, "b": joined, "c": joined})
+    found = record(model.load_weights, model.tensors, specs(a=(4,), b=(4,), c=(4,)))
+    assert found.needs == {"w": ("a",), "scaled": ("a",), "sum": ("b", "c")}
+    assert set(found.sources) == {"w"}
+    assert not found.unread

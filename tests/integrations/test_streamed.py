@@ -10,7 +10,14 @@ import torch
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, ManifestMismatch, OperationTimeout, RegistrationError, VersionConflict
+from tensorhub.errors import (
+    InvalidValue,
+    ManifestMismatch,
+    OperationTimeout,
+    RegistrationError,
+    VersionConflict,
+    VersionUnavailable,
+)
 from tensorhub.integrations.streamed import Receiver, Sender
 from tests.rig import OPTIONS
 
@@ -133,6 +140,14 @@ def test_all_that_differs_is_in_one_error_and_nothing_is_published(address: str,
     assert same(received(address, 2)[0], weights(2))
 
 
+def test_parameters_that_are_trained_are_copied_without_a_graph(address: str, hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    for version in (1, 2):
+        sender.send(version, ((name, torch.nn.Parameter(each)) for name, each in weights(version).items()))
+        assert same(received(address, version)[0], weights(version))
+    assert not any(buffer.requires_grad for buffer in sender._buffers.values())
+
+
 def test_a_name_that_comes_twice_at_first(hub: sync.Hub) -> None:
     with pytest.raises(RegistrationError, match=r"1 name\(s\) came twice in one update: 'norm'"):
         Sender(hub, "m").send(1, [*weights(1).items(), ("norm", torch.zeros(16))])
@@ -146,6 +161,49 @@ def test_the_same_number_again_is_the_same_bytes_or_a_conflict(address: str, hub
     with pytest.raises(VersionConflict, match=r"with other bytes in 1 tensor\(s\): 'norm'"):
         sender.send(1, (first | {"norm": torch.zeros(16)}).items())
     assert sender.version == 1
+
+
+def test_the_same_number_again_has_all_tensors(hub: sync.Hub) -> None:
+    sender = Sender(hub, "m")
+    sender.send(1, weights(1).items())
+    with pytest.raises(RegistrationError, match="'norm' is missing; 'scale' is missing"):
+        sender.send(1, list(weights(1).items())[:1])
+    assert sender.version == 1
+
+
+def test_what_a_generator_raises_after_a_failure_does_not_hide_it(hub: sync.Hub) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights(4).items())[:1]
+        raise RuntimeError("a rank is gone")
+
+    sender = Sender(hub, "m")
+    sender.send(5, weights(5).items())
+    with pytest.raises(VersionConflict):
+        sender.send(4, broken())
+
+
+def test_a_first_publication_that_is_refused_leaves_buffers_that_serve_the_next(address: str, hub: sync.Hub) -> None:
+    other = Sender(hub, "m")
+    other.send(5, weights(5).items())
+    other.close()
+    assert other.nbytes == 0
+    sender = Sender(hub, "m")
+    with pytest.raises(VersionConflict):
+        sender.send(4, weights(4).items())
+    held = [buffer.data_ptr() for buffer in sender._buffers.values()]
+    sender.send(6, weights(6).items())
+    assert same(received(address, 6)[0], weights(6))
+    assert held == [buffer.data_ptr() for buffer in sender._buffers.values()]
+    assert "handles=1" in repr(hub), "the refused one is registered once"
+
+
+def test_a_receiver_that_is_late_is_told_that_its_version_is_gone(address: str, hub: sync.Hub) -> None:
+    """It does not take a newer one for it."""
+    sender = Sender(hub, "m")
+    for version in (1, 2):
+        sender.send(version, weights(version).items())
+    with pytest.raises(VersionUnavailable, match="version 1"):
+        received(address, 1)
 
 
 def test_when_publication_fails_the_generator_is_still_run_through(hub: sync.Hub) -> None:

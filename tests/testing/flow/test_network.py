@@ -96,3 +96,34 @@ def test_a_flow_that_may_follow_nobody_gets_nothing() -> None:
 def test_a_chain_gets_what_its_narrowest_link_carries_from_there_on() -> None:
     paths = {1: (0,), 2: (1,), 3: (2,)}
     assert max_min(paths, [3.0, 1.0, 3.0], {2: (0.0, (1,)), 3: (0.0, (2,))}) == {1: 3.0, 2: 1.0, 3: 1.0}
+
+
+def test_a_bound_may_have_a_constant_part() -> None:
+    paths = {1: (0,), 2: (1,), 3: (2,)}
+    assert max_min(paths, [1.0, 9.0, 9.0], {2: (0.5, (1,)), 3: (2.0, ())}) == {1: 1.0, 2: 1.5, 3: 2.0}
+
+
+def test_who_follows_flows_over_other_links_hears_of_each_change() -> None:
+    """Flow 9 shares no link with those that it follows: one that comes, slows down, goes, or is not followed any more."""
+    network: Network[int] = Network([6.0, 6.0, 100.0])
+    network.add(9, (2,))
+    network.follow(9, (1, 2))
+
+    def rate() -> float:
+        network.settle()
+        return network.rates[9]
+
+    assert rate() == 0.0
+    network.add(1, (0,))
+    assert rate() == 6.0
+    network.add(2, (1,))
+    assert rate() == 12.0
+    network.add(3, (0,))  # shares link 0 with flow 1
+    assert rate() == 9.0
+    network.remove(2)
+    assert rate() == 3.0
+    network.follow(9, (3,))
+    network.remove(1)
+    assert rate() == 6.0
+    network.follow(9, None)
+    assert rate() == 100.0

@@ -124,3 +124,68 @@ def test_two_sources_bring_their_bytes_together() -> None:
     wires.read("a", "b", 1)
     wires.read("z", "b", 0)
     assert wires.run() == {"b": pytest.approx(1000 / 150)}
+
+
+def test_a_source_that_was_gone_before_is_told_as_one_that_is_lost() -> None:
+    wires = Wires([100.0] * 2)
+    wires.transfers.end(wires.memory("a"))
+    wires.read("a", "b", 0, 1, after_s=2.0)
+    assert wires.run() == {}
+    assert (wires.lost, wires.timeline.now) == (["b"], 2.0)
+
+
+def test_what_a_flow_has_carried_is_known_when_it_is_closed_and_one_that_carried_nothing_leaves_no_trace() -> None:
+    wires = Wires([100.0] * 2)
+    flow = wires.read("a", "b", 0, 1)
+    wires.at(4.0, lambda: wires.transfers.close(flow))
+    wires.at(4.0, lambda: wires.transfers.close(flow))
+    wires.at(5.0, lambda: wires.transfers.close(wires.read("a", "b", 0, 1, after_s=1.0)))
+    assert wires.run() == {}
+    assert [(each.source, each.reader, each.nbytes, each.ended_s) for each in wires.transfers.edges] == [
+        ("a", "b", 400.0, 4.0)
+    ]
+    assert wires.memory("b").have == pytest.approx(400.0)
+    assert wires.transfers.carried == pytest.approx([400.0, 400.0])
+
+
+def test_a_flow_has_begun_when_its_first_byte_came_however_often_it_had_to_wait() -> None:
+    """c reads from a from 1 on. Then b, which has less than c, is its only source, until b is ahead."""
+    wires = Wires([100.0, 200.0, 100.0, 100.0])
+    first = wires.read("a", "b", 0, 2)
+    wires.read("b", "c", 3, 1)
+    begun: list[float] = []
+    wires.at(5.0, lambda: wires.transfers.close(first))  # c waits for more of b
+    wires.at(7.0, lambda: wires.read("a", "b", 0, 2))
+    wires.at(8.0, lambda: begun.extend(each.began for each in wires.memory("c").inflows))
+    assert wires.run() == {"b": 12.0, "c": 12.1}
+    assert begun == pytest.approx([0.1])
+
+
+def test_who_follows_a_source_of_two_gets_what_both_bring() -> None:
+    """b has 50 from a, and 50 more from z from 4 on; c, behind it, comes in as fast as b fills."""
+    wires = Wires([50.0, 50.0, 100.0, 100.0])
+    wires.memories["z"] = Memory("z", BYTES)
+    wires.transfers.put(wires.memories["z"], BYTES)
+    wires.read("a", "b", 0)
+    wires.read("z", "b", 1, after_s=4.0)
+    flow = wires.read("b", "c", 2, 3)
+    rates: list[float] = []
+    for when in (3.0, 5.0):
+        wires.at(when, lambda: rates.append(flow.rate))
+    assert wires.run() == {"b": 12.0, "c": 12.1}
+    assert rates == pytest.approx([50.0, 100.0])
+
+
+def test_a_source_that_loses_one_of_its_two_slows_its_reader_down() -> None:
+    wires = Wires([50.0, 50.0, 100.0, 100.0])
+    wires.memories["z"] = Memory("z", BYTES)
+    wires.transfers.put(wires.memories["z"], BYTES)
+    wires.read("a", "b", 0)
+    second = wires.read("z", "b", 1)
+    flow = wires.read("b", "c", 2, 3)
+    rates: list[float] = []
+    for when in (3.0, 5.0):
+        wires.at(when, lambda: rates.append(flow.rate))
+    wires.at(4.0, lambda: wires.transfers.close(second))
+    assert wires.run() == {"b": 16.0, "c": pytest.approx(16.1)}
+    assert rates == pytest.approx([100.0, 50.0])
