@@ -194,8 +194,12 @@ def test_missing_and_unexpected_names_are_all_listed(rank: sglang_cpu.Rank, engi
     assert [each.split("'")[1] for each in unexpected.value.differences] == list(extra)
     assert rank.checksums() == before
     trainer.close()
-    trainers({**model.state_dict(), **extra}, unused=["value_*", "*.new.weight"]).send_weights()
+    trainer = trainers({**model.state_dict(), **extra}, unused=["value_*", "*.new.weight"])
+    trainer.send_weights()
     check(rank, model)
+    trainer.close()
+    with pytest.raises(ManifestMismatch, match="has no place for 2 published"):  # though the last update was agreed on
+        trainers({**model.state_dict(), **extra}).send_weights()
 
 
 def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(

@@ -135,7 +135,7 @@ def test_who_does_not_send_leaves_what_its_own_prepare_has_opened(make: Make) ->
     for role in ("idle", "receiver"):
         other = make()
         other.prepare()  # NeMo-RL calls it on each
-        other.join(role, meeting)  # type: ignore[arg-type]
+        other.join(role, meeting)
         assert threads() == opened
 
 

@@ -198,10 +198,20 @@ def test_a_first_publication_that_is_refused_leaves_buffers_that_serve_the_next(
 
 
 def test_a_receiver_that_is_late_is_told_that_its_version_is_gone(address: str, hub: sync.Hub) -> None:
-    """It does not take a newer one for it."""
+    """It does not take a newer one for it, neither at first nor later."""
+
+    async def run() -> None:
+        async with tensorhub.connect(address, name="rollout", token="", options=OPTIONS) as mine:
+            receiver = Receiver(mine, "m")
+            await receiver.receive(1, 30.0)
+            for version in (2, 3):
+                await anyio.to_thread.run_sync(sender.send, version, weights(version).items())
+            with pytest.raises(VersionUnavailable, match="no live worker holds 2 of 'm'"):
+                await receiver.receive(2, 1.0)
+
     sender = Sender(hub, "m")
-    for version in (1, 2):
-        sender.send(version, weights(version).items())
+    sender.send(1, weights(1).items())
+    anyio.run(run)
     with pytest.raises(VersionUnavailable, match="version 1"):
         received(address, 1)
 

@@ -119,9 +119,9 @@ class RolloutWeights:
     def refresh(self) -> int:
         """The version that the policy has, once that is as new as the newest that was heard of, or as the first.
 
-        Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed), VersionUnavailable (it was not
-        sent in time), and as `tensorhub.connect`, `Hub.register` and `Weights.update`. The policy's memory may be torn then,
-        and the next call repairs it.
+        Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed), VersionUnavailable (it was
+        not sent in time), and as `tensorhub.connect`, `Hub.register` and `Weights.update`. The policy's memory may be torn
+        then, and the next call repairs it.
         """
         weights, wanted = self._weights or self._joined(), self._wanted
         if wanted > self.version or weights.version is None:

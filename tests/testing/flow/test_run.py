@@ -61,6 +61,15 @@ def test_a_rollout_that_updates_alone_is_stalled_for_a_copy() -> None:
     found.workload.system.coordinated.coordinator.check_invariants()  # type: ignore[attr-defined]
 
 
+def test_the_phases_of_an_update_add_up_to_its_stall() -> None:
+    """Alone, nearly all of it is the reading; all eight at once wait for nothing but that either."""
+    found = run_one(short("standalone"), "tensorhub")
+    phases, stalls = found.row.phases, updates(found)
+    assert phases["read_s"] == pytest.approx(found.world.scenario.copy_s, rel=0.005)
+    assert sum(phases.values()) == pytest.approx(sum(stalls) / len(stalls), rel=1e-6)
+    assert len(found.workload.system.phases) == len(stalls)  # type: ignore[attr-defined]
+
+
 def test_a_chain_of_all_costs_a_lag_for_each_hop() -> None:
     """All eight call at once: one reads from the trainer, each other one from the one before."""
     scenario = short("update", 2)

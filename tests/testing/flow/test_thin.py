@@ -12,6 +12,7 @@ from tensorhub.messages import (
     ChunksThere,
     DropSource,
     Fenced,
+    Fill,
     FromWorker,
     Grant,
     LeaveGranted,
@@ -41,7 +42,9 @@ def version(number: int) -> VersionInfo:
 
 
 class Given:
-    """A worker over links of a chunk a second, of which ten are all, with memories by the lease that grants them. `said`: by this rank."""
+    """A worker over links of a chunk a second, of which ten are all; with memories by the lease that grants them. `said`: by
+    its rank.
+    """
 
     def __init__(self) -> None:
         made = load("standalone")
@@ -141,6 +144,17 @@ def test_a_fill_reads_votes_and_holds_what_was_committed(shell: Given) -> None:
     assert shell.live == {1}
 
 
+def test_a_call_says_into_which_generation_it_reads_and_whether_an_engine_is_held(shell: Given) -> None:
+    rank = rank_of(shell)
+    for number, kind in enumerate((OpKind.REPLICATE, OpKind.UPDATE), 1):
+        begin(rank, number, shell.source(f"{number}"), kind=kind)
+        shell.until(20.0 * number)
+        end(rank, number)
+    said = [(each.kind, each.generation, each.hold) for each in shell.heard(Fill) if isinstance(each, Fill)]
+    assert said == [(OpKind.REPLICATE, 1, False), (OpKind.UPDATE, 2, True)]
+    assert rank.generation == 2
+
+
 def test_it_reports_what_has_come_each_second_and_no_more_when_all_is_there(shell: Given) -> None:
     rank = rank_of(shell)
     begin(rank, 1, shell.source("a"))
@@ -191,7 +205,8 @@ def test_a_source_that_is_lost_dropped_or_never_there_is_said_and_another_one_go
     rank.hear(DropSource(rank.key, 0, "b", "once more"))
     rank.hear(AddSource(rank.key, 0, shell.source("c")))
     rank.hear(AddSource(rank.key, 0, grant("c")))
-    assert len(rank.lanes) == 1
+    assert rank.memory is not None
+    assert len(rank.lanes) == len(rank.memory.inflows) == 1
     shell.until(30.0)
     failed = [(each.lease, each.reason) for each in shell.heard(ReadFailed) if isinstance(each, ReadFailed)]
     assert failed == [("nowhere", "lost"), ("a", "lost"), ("b", "dropped")]
@@ -238,6 +253,7 @@ def test_a_copy_of_a_call_that_has_ended_does_not_count(shell: Given) -> None:
     shell.until(30.0)
     assert rank.memory is not None
     assert rank.memory.have == 0
+    assert len(shell.heard(Prepared)) == 1, "of the host memory"
 
 
 def test_it_tells_which_chunks_are_there_under_that_generation_alone(shell: Given) -> None:

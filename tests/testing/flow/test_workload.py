@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ class Given:
     def _note(self, what: str) -> None:
         self.said.append((what, self.world.timeline.now))
 
-    def run(self) -> list[tuple[bool, float, float, int, str]]:
+    def run(self) -> list[tuple[Any, ...]]:
         self.workload.run()
         return [(a.joins, pytest.approx(a.began_s), pytest.approx(a.ended_s), a.version, a.outcome) for a in self.attempts]
 

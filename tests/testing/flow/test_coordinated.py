@@ -1,0 +1,53 @@
+"""Who is heard when: half a round trip later, one after the other, and not once its process is gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tensorhub.messages import Announce, Watch
+from tensorhub.testing.flow.coordinated import CALL_S, Coordinated
+from tensorhub.testing.flow.scenario import load
+from tensorhub.testing.flow.thin import MODEL
+from tensorhub.testing.flow.workload import World
+from tensorhub.types import VersionInfo
+
+ROUND_TRIP_S = 0.2
+
+
+@pytest.fixture
+def hub() -> Coordinated:
+    made = load("standalone")
+    return Coordinated(World.of(replace(made, links=replace(made.links, round_trip_ms=1000 * ROUND_TRIP_S))))
+
+
+def rollouts(hub: Coordinated) -> list[str]:
+    return [name for name in hub.world.topology.places if name.startswith("rollout")]
+
+
+def test_calls_at_once_wait_for_one_another(hub: Coordinated) -> None:
+    times: list[float] = []
+    for name in rollouts(hub):
+        rank = hub.peer(hub.world.topology.places[name]).register(name, 0)
+        rank.registered = lambda: times.append(hub.world.timeline.now)
+    hub.world.timeline.run(2.0)
+    assert len(times) == 8
+    assert times[0] >= ROUND_TRIP_S + CALL_S
+    assert times[-1] - times[0] >= 7 * CALL_S * (1 - 1e-9)
+
+
+def test_who_is_gone_says_and_hears_nothing_more(hub: Coordinated) -> None:
+    gone, lives = (hub.peer(hub.world.topology.places[name]) for name in rollouts(hub)[:2])
+    hub.world.timeline.run(1.0)
+    heard: list[str] = []
+    for peer, name in ((gone, "gone"), (lives, "lives")):
+        peer.announced = lambda name=name: heard.append(name)  # type: ignore[misc]
+    gone.end()
+    steps, said = hub.steps, VersionInfo(MODEL, 1, "c" * 32, 1, 1)
+    for peer in (gone, lives):
+        peer.say(Watch(MODEL))
+        peer.hear(Announce(MODEL, said))
+    assert heard == ["lives"]
+    hub.world.timeline.run(1.0 + ROUND_TRIP_S)
+    assert hub.steps == steps + 2, "that its connection has ended, and what the other one says"
