@@ -14,7 +14,6 @@ import torch
 from tensorhub import sync
 from tensorhub.errors import (
     AuthenticationFailed,
-    InvalidType,
     OperationTimeout,
     StateError,
     TensorHubError,
