@@ -165,7 +165,7 @@ def test_a_coordinator_that_is_given_by_its_address_is_joined_by_a_token_file(ma
     [
         ({"transports": ["pigeon"]}, "pigeon"),
         ({"options": {"listen_host": "192.0.2.1"}}, "192.0.2.1"),
-        ({"device": "meta"}, "meta"),
+        ({"device": "cuda:99"}, "cuda:99"),
     ],
 )
 def test_each_setting_reaches_both_sides(make: Make, address: str, setting: dict[str, Any], said: str) -> None:
