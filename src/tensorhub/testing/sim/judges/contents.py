@@ -25,6 +25,7 @@ class Contents:
         self.publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self.retired: set[str] = set()  # content ids that were rolled back
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
+        self.minted_as: dict[tuple[str, int], set[str]] = {}  # by model and number: all content ids, rolled back or not
         self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
         self._publishers: dict[OpKey, dict[int, Shard]] = {}  # who has promised that, by rank
         self._same: dict[str, str] = {}  # cells by which users have overwritten others, which come first
@@ -50,6 +51,7 @@ class Contents:
         self.truth[entry.content_id] = cells
         self.publications[entry.content_id] = entry.key
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
+        self.minted_as.setdefault((entry.model, entry.number), set()).add(entry.content_id)
 
     def spoil(self, handle: JudgedHandle, content_id: str, chunk: int, cell: str) -> None:
         """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk

@@ -114,7 +114,7 @@ class CrossingJudge:
                 text = (
                     f"{handle} reads {tag} of {content_id} from {source}, which {other.ranks[0][0]} has brought to {site!r}"
                 )
-                demand(not twice, f"sites: {text}")
+                demand(not twice, f"partial fills: {text}")
 
 
 def _holds(handle: JudgedHandle, content_id: str) -> bool:

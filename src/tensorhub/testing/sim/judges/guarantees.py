@@ -8,6 +8,7 @@ its own affair. `check_*` costs what it looks at.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import inf
 
@@ -159,9 +160,8 @@ class Guarantees:
 
     def _left(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R12: only where a last holder leaves on purpose nobody waits for it."""
-        wanted = {
-            c for n, c in self.contents.numbers.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")
-        }
+        number = re.match(r"version (\d+) of ", text)
+        wanted = self.contents.minted_as.get((handle.shard.model, int(number[1])), set()) if number is not None else set()
         # In another layout others may have held it, when those who held it as it was published had left, and be lost since.
         other = handle.shard.declared is not None
         gone = any(self._given_up.get(content_id, -inf) >= record.began for content_id in wanted)
