@@ -31,6 +31,7 @@ class _Reading:
     content_id: str
     ranks: list[tuple[JudgedHandle, JudgedCall]]
     before: list[_Reading]  # who read that there when this one was told where to read, and others can read it there
+    beside: list[_Reading]  # who was reading it there then: it may have followed one of them
     holders: list[JudgedHandle]  # who held that then
     entered: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # by published cell: bytes from other sites
     moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
@@ -87,7 +88,8 @@ class CrossingJudge:
         now, lease_s = self._world.now, self._world.options.lease_s
         before = [each for each in there if each.serves and each.lasts and each.moves(now, lease_s)] if now < half else []
         holders = [each for each in self._world.live_handles() if _holds(each, content_id)]
-        self._known[key] = reading = _Reading(key, content_id, ranks, before, holders)
+        beside = [each for each in there if each.lasts and not each.is_done]
+        self._known[key] = reading = _Reading(key, content_id, ranks, before, beside, holders)
         reading.moved_at = dict.fromkeys(handles, now)
         there.append(reading)
 
@@ -105,7 +107,10 @@ class CrossingJudge:
         others = [
             other
             for other in self._there[content_id, site]
-            if (other in reading.before or reading in other.before) and other.lasts and reading.lasts
+            if (other in reading.before or reading in other.before)
+            and other.lasts
+            and reading.lasts
+            and all(each.lasts for each in reading.beside)
         ]
         for tag, first, end in _pieces(cells):
             reading.entered.setdefault(tag, []).append((first, end))
