@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from tensorhub.scheduler.choice import Load, Wanted
 from tensorhub.scheduler.links import LATENCY_S, Distance
@@ -91,7 +91,8 @@ class Tree:
 
     def load(self, worker: int, without: int | None = None) -> Load:
         weights = [UNIT >> self.slowness[each] for each in self.readers(worker) if each != without]
-        return Load(sum(weights) // UNIT, max(self.slowness[each] for each in (worker, *self.above(worker))))
+        whole = (sum(weights) << self.slowness[worker]) // UNIT
+        return Load(min(len(weights), whole), max(self.slowness[each] for each in (worker, *self.above(worker))))
 
     def rates(self) -> dict[int, float]:
         """With which each is filled."""
@@ -144,6 +145,7 @@ def test_one_slow_machine_among_eight_costs_the_others_nothing(slow: int, slowne
     st.integers(1, 2**36),
     st.integers(1, 10_000),
 )
+@example([3, 3, 1, 1], 2, 500_066, 3825)  # two readers that are less slow than their sources
 def test_no_star_is_sooner_through(slowness: list[int], complete: int, nbytes: int, chunks: int) -> None:
     """However many are slow, and among the sources, too."""
     tree = joined(slowness, min(complete, len(slowness) - 1), nbytes=nbytes, chunks=chunks)

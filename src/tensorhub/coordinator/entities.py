@@ -410,8 +410,10 @@ class Holding:
         return self.load_without(0)
 
     def load_without(self, weight: int) -> Load:
-        """The same without so much. Slow readers take a part of an uplink each; less than a whole one does not count."""
-        return Load((self.weight - weight) // READER_WEIGHT, self.slowness)
+        """The same without so much. Slow readers take a part of its uplink each; less than a whole one does not count."""
+        readers = self.active_readers - (weight > 0)
+        whole = (self.weight - weight) * 2**self.member.worker.slowness // READER_WEIGHT
+        return Load(min(readers, whole), self.slowness)
 
     @property
     def takes_readers(self) -> bool:
