@@ -302,10 +302,10 @@ class Relay:
             del self._watched[sock]
 
     def _drop(self, link: Link, *, reset: bool) -> None:
-        link.path.links.discard(link)
         for sock in link.socks:
             self._watch(sock, link, 0)
             _end(sock, reset=reset)
+        link.path.links.discard(link)
 
 
 def _end(sock: socket.socket, *, reset: bool) -> None:

@@ -15,7 +15,7 @@ import tensorhub
 from benches.chaos.relay import Path, Relay
 from tensorhub.errors import AuthenticationFailed, StateError
 from tensorhub.types import Options
-from tests.rig import OPTIONS, cluster, connect, holds, tensors
+from tests.rig import OPTIONS, cluster, connect, holds, tensors, until
 
 HOST = "127.0.0.1"
 
@@ -50,6 +50,8 @@ async def test_readers_come_through_what_is_advertised(relay: Relay) -> None:
         [shown] = [worker for worker in (await trainer.describe("m")).workers if worker.name == "trainer"]
         assert [endpoint.address for endpoint in shown.endpoints] == [f"tcp://{options.advertise}"]
         assert path.bytes_passed > sum(tensor.nbytes for tensor in source.values())
+        path.cut(reset=False)  # the relay's sockets are this process' too, and end when its thread comes to that
+        await until(lambda: not path.links)
 
 
 async def test_a_port_that_is_taken_is_named() -> None:
