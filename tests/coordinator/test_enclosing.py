@@ -177,6 +177,32 @@ def test_the_equal_of_a_publisher_that_is_lost_tells_it_and_nobody_reads_again()
     assert reader.take(Outcome)[0].committed
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_who_has_read_all_ends_once_the_last_who_could_vouch_for_it_has_left(is_elsewhere: bool) -> None:
+    """It goes over to what is in another layout, if something is. (Seed 2135 without faults.)"""
+    world, trainers, copies = copied()
+    if is_elsewhere:
+        (other,) = world.group("o", [("own/o", ())], site="there")
+        world.fill([other])
+        others = replace(A, selection="other"), replace(B, selection="other")
+        world.ready(other, *others)
+        finish(world, [other], trainers, others)
+    (reader,) = filling(world)
+    world.lose(*trainers)
+    for copy in copies:
+        world.leave(copy)
+    world.vote(reader, root(A), root(B))
+    for copy in copies:
+        world.fenced(copy)
+    assert not reader.take(Outcome)  # it may have read all with what encloses it
+    for asked in reader.take(TellDigests):
+        none = Digests(reader.name, reader.generation, 0, (), b"", True, asked.selection, asked.shard)
+        world.say(reader, none)
+    (outcome,) = reader.take(Outcome)
+    assert outcome.error is not None
+    assert (outcome.error.kind, outcome.again) == (("GroupAborted", True) if is_elsewhere else ("VersionUnavailable", False))
+
+
 def test_who_has_read_all_of_it_so_and_does_not_say_its_digests_ends() -> None:
     world, trainers, _ = copied()
     world.lose(*trainers)

@@ -147,7 +147,7 @@ class Fills:
         parts = operation.parts.values()
         if ways.serve(operation):
             return False
-        if operation.writing and not any(map(wants_source, parts)):
+        if operation.writing and not any(wants_source(part) or self._testimonies.cannot_be_proved(part) for part in parts):
             return False
         would_end = is_of_available(operation) or any(part.is_abandoned for part in parts)
         if not (operation.writing or would_end or all(part.ready for part in parts)):
@@ -436,6 +436,8 @@ class Fills:
             if part.holding is not None and part.holding.condemned:
                 return Blame(refusals.condemned(operation, part), part.rank)
             if not reads:
+                if part.is_abandoned and self._testimonies.cannot_be_proved(part) and not ways.serve(operation):
+                    return refusals.abandoned(operation)
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))

@@ -213,6 +213,17 @@ class Testimonies:
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
 
+    def cannot_be_proved(self, part: RankPart) -> bool:
+        """Whether it has read all, nobody can tell digests that count, and nobody is left whose chunks would enclose it."""
+        for need in part.claim or ():
+            if need is None or part.origin is None or not bridges.must_enclose(part, need):
+                continue
+            testimony = self.of_need(part, need)
+            has_told = part.member.registration in testimony.answered and not self._tellers.is_anybody_awaited(testimony)
+            if has_told and not part.origin.is_class_whole(need.shard):
+                return True
+        return False
+
     def _enclose(self, part: RankPart, testimony: Testimony, need: Need) -> None:
         """Nobody can tell digests of that selection which count. Where the source's own digests are known, the rank reads it
         again with the chunks that enclose it, and is believed then.
