@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -140,6 +141,27 @@ def test_a_second_training_counts_from_the_versions_of_the_first(transfer: Weigh
         assert weights.refresh() == 1
         assert values(policy) == ({3.0}, {77.0})
         for each in (older, weights):
+            each.close()
+        second.destroy()
+
+
+def test_a_version_that_nobody_has_any_more_is_given_up_for_the_next_one(transfer: WeightTransfer) -> None:
+    with sync.serve(token="") as coordinator:
+        first, second = (WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2))
+        first.init_weight_transfer()
+        settings = first.rollout_settings()
+        first.send_weights(sent(1.0))
+        first.destroy()
+        late = RolloutWeights(Policy(), settings, timeout_s=0.2)
+        with pytest.raises(VersionUnavailable, match="nobody holds version 1 of 'actor' or a newer one"):
+            late.refresh()
+        weights = RolloutWeights(Policy(), settings, timeout_s=20.0)
+        with ThreadPoolExecutor(1) as thread:
+            refreshed = thread.submit(weights.refresh)
+            second.init_weight_transfer()
+            second.send_weights(sent(2.0))
+            assert refreshed.result() == 2
+        for each in (late, weights):
             each.close()
         second.destroy()
 
