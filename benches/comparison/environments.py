@@ -82,11 +82,21 @@ def lacking(directory: Path, environment: str | None, programs: tuple[str, ...])
     missing = [PROGRAMS[name] for name in programs if shutil.which(name, path=_path()) is None]
     if missing:
         return f"not installed: apt install {' '.join(missing)}"
-    if not interpreter(directory, environment).exists():
-        failed = _failure(directory, environment or "")
+    if environment is not None and not _is_there(directory, environment):
+        failed = _failure(directory, environment)
         why = failed.read_text().strip() if failed.exists() else "tensorhub bench --install"
         return f"not installed: {why}"
     return None
+
+
+def _is_there(directory: Path, name: str) -> bool:
+    """With these versions, and made for this interpreter: another one's packages may be gone."""
+    stamp = directory / name / "packages.txt"
+    return stamp.exists() and stamp.read_text() == _wanted(name)
+
+
+def _wanted(name: str) -> str:
+    return "\n".join((*PACKAGES[name], sysconfig.get_path("purelib"), ""))
 
 
 def program(name: str) -> str:
@@ -100,9 +110,8 @@ def _path() -> str:
 
 def install(directory: Path, name: str) -> str | None:
     """Make that environment anew, unless it is there with these versions; the last line of what went wrong, or None."""
-    home, stamp = directory / name, directory / name / "packages.txt"
-    wanted = "\n".join((*PACKAGES[name], sysconfig.get_path("purelib"), ""))
-    if stamp.exists() and stamp.read_text() == wanted:
+    home = directory / name
+    if _is_there(directory, name):
         return None
     directory.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(home, ignore_errors=True)
@@ -115,7 +124,7 @@ def install(directory: Path, name: str) -> str | None:
         return reason
     failed.unlink(missing_ok=True)
     _share(home)
-    stamp.write_text(wanted)
+    (home / "packages.txt").write_text(_wanted(name))
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -24,7 +25,7 @@ def drawn(*what: object) -> int:
 @pytest.mark.timeout(600)
 def test_whatever_is_believed_the_guarantees_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = 0
-    swap, improve = Readers._swap, Readers.improve
+    swap, improve, known = Readers._swap, Readers.improve, source_choice._estimate
 
     def counted(self: Readers, *lease_and_source: object) -> None:
         nonlocal moves
@@ -38,8 +39,10 @@ def test_whatever_is_believed_the_guarantees_hold(monkeypatch: pytest.MonkeyPatc
     def slowness(_: Slowness, worker: str, rates: object, now: float) -> int:
         return max(0, drawn(worker, round(now, 1)) % (SLOWNESS_MAX + 4) - 3)
 
-    def estimate(holding: Holding, part: RankPart, *_: object) -> tuple[float, int]:
-        return 1.0 + drawn(holding.number, holding.member.registration, part.operation.name), -holding.number
+    def estimate(holding: Holding, part: RankPart, *what: Any) -> tuple[tuple[bool, float], int]:
+        """Who is in another site is known, and comes last."""
+        (is_far, _), number = known(holding, part, *what)
+        return (is_far, 1.0 + drawn(holding.number, holding.member.registration, part.operation.name)), number
 
     monkeypatch.setattr(Readers, "_swap", counted)
     monkeypatch.setattr(Readers, "improve", weighed)

@@ -97,6 +97,7 @@ class Healing:
             self._timeline.coordinator.alive
             and not world.unstored
             and self._timeline.coordinator.stopped_until <= world.now
+            and all(link.read_due <= world.now for _, link in world.links.values())  # those that ended as well
             and all(self._is_connected(w) and w.copies.machine.is_idle for w in world.workers.values() if w.alive)
             and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in world.live_handles())
         )
