@@ -14,6 +14,7 @@ from tensorhub.messages import (
     AddSource,
     Compare,
     Compared,
+    Deregister,
     DigestAgain,
     Digests,
     Fill,
@@ -155,6 +156,22 @@ def test_nobody_reads_again_as_long_as_a_publisher_that_is_out_of_touch_may_come
     world.say(reader, Digests(reader.name, reader.generation, 0, (), b"", True, A.selection, A.shard))
     (compare,) = reader.take(Compare)
     assert (compare.enclose, compare.selection, compare.shard) == (True, A.selection, 0)
+
+
+def test_nobody_waits_for_the_word_of_one_that_is_gone() -> None:
+    """(Drive 248 of other layouts.)"""
+    world, trainers, _ = copied()
+    (reader,) = filling(world)
+    (other,) = filling(world, "other", site="there")
+    world.lose(*trainers)
+    world.vote(reader, root(A), root(B))
+    for asked in reader.take(TellDigests):
+        world.say(reader, Digests(reader.name, reader.generation, 0, (), b"", True, asked.selection, asked.shard))
+    assert other.take(TellDigests)
+    assert not reader.take(Compare)
+    world.say(other, Deregister(next(world.numbers), other.name, abandon=True))
+    (compare,) = reader.take(Compare)
+    assert compare.enclose
 
 
 def test_the_equal_of_a_publisher_that_is_lost_tells_it_and_nobody_reads_again() -> None:

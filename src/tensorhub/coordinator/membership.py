@@ -22,6 +22,7 @@ from tensorhub.coordinator.registrations import misfit, too_much
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.tellers import is_asked
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.layouts.identity import layout_id_together
@@ -486,6 +487,9 @@ class Membership:
             cluster.manifests.release(member.manifest, *member.parts)
             cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.manifest, *member.parts)))
             self._count(member, -1)
+        for version in group.model.versions.values():
+            if version.starving and is_asked(version, member.registration):
+                cluster.wake_all(version.starving)  # nobody waits for its word any more
         if group.model.copies.pop(member.registration, None) is not None:
             self._handovers.room_changed()
         member.worker.members.pop(member.registration, None)

@@ -154,6 +154,11 @@ def all_of(version: Version) -> Iterator[Testimony]:
     yield from version.selections.values()
 
 
+def is_asked(version: Version, registration: str) -> bool:
+    """Whether somebody waits for what it says of that version's digests."""
+    return any(registration in testimony.asked for testimony in all_of(version))
+
+
 def _reads_it(member: Member, testimony: Testimony) -> bool:
     """Whether what it fills, or holds, was read from that of which the selection is."""
     part, holding = member.part, member.holding
