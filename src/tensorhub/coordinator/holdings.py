@@ -116,6 +116,8 @@ class Holdings:
         holding.layout.remove(holding)
         member.group.model.unaware.pop(member.registration, None)
         layout = holding.layout
+        if replica.state is ReplicaState.READY and on_purpose:
+            self._cluster.become(replica, ReplicaState.DRAINING, why)  # its other ranks are no sources any more either
         if on_purpose and holding.committed and version.visible and not layout.have_sources():
             layout.abandoned = True
         if layout.abandoned or (holding.complete and not (layout.are_whole() and layout.have_sources())):
@@ -126,8 +128,6 @@ class Holdings:
             member.holding = None
         member.leaving.append(holding)
         self._cluster.note(member, replica)
-        if replica.state is ReplicaState.READY and on_purpose:
-            self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
 
     def _reconsider_readers(self, version: Version) -> None:
