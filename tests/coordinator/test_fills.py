@@ -154,7 +154,7 @@ def test_a_hook_that_raises_ends_the_update_on_all_ranks_intact() -> None:
 
 
 def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -> None:
-    """Its Start is no Write: nobody writes before its manifest, however late, has come and fits."""
+    """Its Start is no Write where another one has a hook: nobody writes before its manifest, however late, has come."""
     cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
@@ -173,7 +173,7 @@ def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -
     for handle in trainers:
         handle.publish(2)
     cluster.run()
-    calls = [readers[0].update(), newcomer.update()]
+    calls = [readers[0].update(hold=True), newcomer.update()]
     slow = Choice("up", "spare")
     while not any(isinstance(message, Start) for message in newcomer.worker.heard_soon()):
         cluster.do(cluster.choices()[0])
@@ -287,8 +287,29 @@ def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
     assert again.number == 1
 
 
-def test_an_abandon_that_crosses_write_keeps_the_old_version_published() -> None:
-    """R7: aborted before the first write, the old version is published again."""
+@pytest.mark.parametrize("hooks", [(False, False), (True, False), (False, True)])
+def test_ranks_without_a_hook_overwrite_what_has_the_same_manifest_at_once(hooks: tuple[bool, bool]) -> None:
+    """Nothing can keep them from it, so nobody asks: an update is two round trips to the coordinator, and not three."""
+    cluster = StepwiseCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for number in (1, 2):
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+        calls = [handle.update(hold=hold) for handle, hold in zip(readers, hooks, strict=True)]
+        cluster.run()
+        assert [call.number for call in calls] == [number, number]
+        for handle in trainers:
+            handle.unpublish()
+        cluster.run()
+    asked = sum("-> ReadyToWrite" in line for line in cluster.log)
+    assert asked == (4 if any(hooks) else 0)
+
+
+@pytest.mark.parametrize("hold", [True, False], ids=["hook", "bare"])
+def test_an_abandon_that_crosses_write_keeps_the_old_version_published(hold: bool) -> None:
+    """R7: aborted before the first write, the old version is published again. Without a hook, Start is Write, too."""
     cluster, trainer, reader = trainer_and_reader()
     reader.replicate()
     cluster.run()
@@ -296,8 +317,8 @@ def test_an_abandon_that_crosses_write_keeps_the_old_version_published() -> None
     cluster.run()
     trainer.publish(2)
     cluster.run()
-    asked = reader.update()
-    while not any(isinstance(message, Write) for message in reader.worker.heard_soon()):
+    asked = reader.update(hold=hold)
+    while not any(isinstance(message, Write if hold else Start) for message in reader.worker.heard_soon()):
         cluster.do(cluster.choices()[0])
     reader.cancel("enough")
     cluster.run()

@@ -54,7 +54,7 @@ def test_a_rank_that_is_restarted_in_the_midst_of_an_update_ends_it_for_the_othe
         third.worker.manifests.clear()
     if phase == "fencing":
         third.hold_access()
-    calls = [handle.update(hold=phase in ("hook", "held")) for handle in ranks]
+    calls = [handle.update(hold=phase in ("manifest", "hook", "held")) for handle in ranks]
     others = {Choice("hook", handle.name) for handle in (first,)} if phase in ("hook", "held") else set()
     slow = Choice("read", first.name)  # so that nothing is decided yet
     while not in_phase(third, phase):

@@ -181,6 +181,7 @@ class WaitDrive:
             return
         for operation in cluster.operations():
             if operation.gathered and not self._fails_anyway(operation):
+                operation.news = None
                 core._operations.settle(operation)
                 self._demand_rest(operation)
         for model in list(cluster.models.values()):

@@ -335,7 +335,7 @@ def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() 
     cluster.run()
     trainer.publish(2)
     cluster.run()
-    asked = reader.update()
+    asked = reader.update(hold=True)
     while not any("reader -> ReadyToWrite" in line for line in cluster.log):
         cluster.do(cluster.choices()[0])
     reader.worker.disconnect()  # Write is on its way

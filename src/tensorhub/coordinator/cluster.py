@@ -32,6 +32,7 @@ from tensorhub.coordinator.entities import (
     Noted,
     Operation,
     PendingWrite,
+    RankPart,
     ReadLease,
     Replica,
     SelectionKey,
@@ -44,7 +45,7 @@ from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.manifests import Manifests
 from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.coordinator.waiting import waits_in
+from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.digests import head_of
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.published import Published
@@ -235,8 +236,12 @@ class Cluster:
         self.changed_models[model.name] = wakes or self.changed_models.get(model.name, False)
         self.noted[model] = None
 
-    def changed(self, operation: Operation) -> None:
-        """Have the operation settled at the end of this step, if it is not decided."""
+    def changed(self, operation: Operation, part: RankPart | None = None) -> None:
+        """Have the operation settled at the end of this step, if it is not decided. `part`: this rank alone has news."""
+        if part is None:
+            operation.news = None
+        elif operation.news is not None:
+            operation.news[part] = None
         if not operation.decided:
             self.changed_operations[operation.key] = operation
 
@@ -248,6 +253,7 @@ class Cluster:
 
     def wake(self, operation: Operation) -> None:
         """Have an operation settled in its turn: in this step, unless there are many."""
+        operation.news = None
         if not operation.decided:
             (self.woken_guests if operation.is_of_guests else self.woken)[operation.key] = operation
 
@@ -270,6 +276,8 @@ class Cluster:
 
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""
+        operation.is_starving = operation.version is not None and starves(operation)
+        operation.news = {}
         now = waits_in(operation)
         for before in operation.filed_in:
             if not any(before is each for each in now):

@@ -242,6 +242,7 @@ class Coordinator(Stateful[CoordinatorState]):
         for operation in self.cluster.operations():
             asks = is_of_available(operation) or awaits_agreement(operation)
             if not asks and not self.cluster.is_woken(operation):
+                operation.news = None  # of whichever rank
                 self._operations.settle(operation)
                 if self.cluster.unsettled != before:
                     raise InvariantBroken(f"who can go on is woken: {operation!r}. Story:\n{operation.story}")  # G7

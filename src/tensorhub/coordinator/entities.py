@@ -641,6 +641,9 @@ class Operation(_Moving[OperationState]):
         default_factory=dict
     )  # by number: the digest, and the rank that said it first
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
+    # Of whose ranks' sources something may have changed since they were looked at; None: of all of them.
+    news: dict[RankPart, None] | None = None
+    is_starving: bool = False  # `starves`, when it was settled last
     gate: Gate | None = None  # behind which it waits; once it is bound, through which it enters
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED

@@ -177,7 +177,7 @@ class Fills:
             part.needs = part.layout.needs[part.shard] = message.needs
             self._testimonies.expect(part)
         part.ready, part.checks, part.moved_at = True, "", self._cluster.now
-        self._cluster.changed(part.operation)
+        self._cluster.changed(part.operation, part)
         return None
 
     def _arranged(self, part: RankPart, parts: tuple[bytes, ...]) -> TensorHubError | None:
@@ -342,11 +342,13 @@ class Fills:
     # -- writing
 
     def _start(self, operation: Operation) -> None:
-        """Tell all ranks to start. If none has a hook or holds anything, they may overwrite at once: Start is Write, too."""
+        """Tell all ranks to start. Start is Write, too, if nothing can keep a rank from writing: none has a hook, and what
+        some hold is overwritten by what has the same manifest.
+        """
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
         fresh = [part for part in fillers if not part.has_written]
         bare = operation.is_staged or not any(
-            (isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fresh
+            (isinstance(p.call, Fill) and p.call.hold) or (p.member.holding is not None and not _is_alike(p)) for p in fresh
         )
         bridging = any(part.bridges for part in fillers)  # what they need is not known before they have planned
         sources = self.first_sources(operation) if bare and not bridging else None
@@ -405,7 +407,7 @@ class Fills:
 
     def _begin_write(self, operation: Operation) -> None:
         """Every rank is ready: the old replica leaves, the new one begins. From here on an abort leaves torn memory."""
-        operation.writing = True
+        operation.writing, operation.news = True, None
         for part in operation.parts.values():
             part.reading, part.moved_at = part.needs_bytes, self._cluster.now
         if operation.kind is not OpKind.FETCH and not operation.is_staged:
@@ -427,7 +429,7 @@ class Fills:
 
     def _feed(self, operation: Operation) -> Blame | None:
         """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
-        for part in operation.parts.values():
+        for part in list(operation.parts.values() if operation.news is None else operation.news):
             reads = part.reads
             if reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(refusals.damaged(operation, part), part.rank)
@@ -460,6 +462,11 @@ def _holds(member: Member, version: Version) -> bool:
 
 def _holds_in(member: Member, way: Way) -> bool:
     return member.holding is not None and member.holding.layout is way.layout
+
+
+def _is_alike(part: RankPart) -> bool:
+    """Whether what it fills has the same manifest as what it has registered."""
+    return not part.bridges and part.member.manifest != b"" and part.layout.manifests.get(part.shard) == part.member.manifest
 
 
 def _uses(part: RankPart, version: Version) -> bool:

@@ -110,7 +110,7 @@ class Testimonies:
             part.holding.chunks_verified = part.chunks
             self._holdings.verified(part.holding, is_so=True)
         self._readers.release_all(part, "verified")
-        self._cluster.changed(part.operation)
+        self._cluster.changed(part.operation, part)
 
     def settle(self, operation: Operation) -> Blame | None:
         """Count the votes that agree with their publisher. For each of the others, do what brings it on."""
@@ -205,7 +205,7 @@ class Testimonies:
         if part.holding is not None:
             self._holdings.completed(part.holding)
         self._cluster.note(part.member)
-        self._cluster.changed(part.operation)
+        self._cluster.changed(part.operation, part)
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
         part.page, part.page_session = page, part.member.worker.session

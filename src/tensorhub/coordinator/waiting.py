@@ -18,8 +18,7 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
     if operation.decided or not operation.gathered or operation.state is OperationState.PREPARED:
         return []
     found = []
-    is_starving = version is not None and starves(operation)
-    is_open = version is None or is_starving or not operation.writing
+    is_open = version is None or operation.is_starving or not operation.writing
     if operation.staying or operation.kind is OpKind.PUBLISH:
         found.append(model.restless)
     if is_of_available(operation) and is_open and not operation.unchanged:
@@ -28,16 +27,17 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
         found.append(model.guests_unbound if operation.is_of_guests else model.unbound)
         if operation.gate is not None:
             found.append(operation.gate.waiting)
-    elif is_starving:
+    elif operation.is_starving:
         found.append(version.starving)
     return found
 
 
 def starves(operation: Operation) -> bool:
     """Whether some rank lacks a source that stays, or agreement on its digests; not yet begun, whether all are ready."""
-    parts = operation.parts.values()
+    # Of hundreds of ranks mostly one has said something: what was said of the others still is so.
+    parts = operation.parts.values() if operation.is_starving or operation.news is None else operation.news
     fills = operation.kind is not OpKind.PUBLISH
-    if fills and not operation.writing and not operation.unchanged and all(part.ready for part in parts):
+    if fills and not operation.writing and not operation.unchanged and all(part.ready for part in operation.parts.values()):
         return True
     return any(part.claim is not None or needs_source(part) or is_to_move(part) for part in parts)
 
