@@ -144,14 +144,14 @@ def test_a_fill_reads_votes_and_holds_what_was_committed(shell: Given) -> None:
     assert shell.live == {1}
 
 
-def test_a_call_says_into_which_generation_it_reads_and_whether_an_engine_is_held(shell: Given) -> None:
+def test_a_call_says_into_which_generation_it_reads_and_that_no_engine_is_held(shell: Given) -> None:
     rank = rank_of(shell)
     for number, kind in enumerate((OpKind.REPLICATE, OpKind.UPDATE), 1):
         begin(rank, number, shell.source(f"{number}"), kind=kind)
         shell.until(20.0 * number)
         end(rank, number)
     said = [(each.kind, each.generation, each.hold) for each in shell.heard(Fill) if isinstance(each, Fill)]
-    assert said == [(OpKind.REPLICATE, 1, False), (OpKind.UPDATE, 2, True)]
+    assert said == [(OpKind.REPLICATE, 1, False), (OpKind.UPDATE, 2, False)]
     assert rank.generation == 2
 
 

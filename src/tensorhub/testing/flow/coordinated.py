@@ -9,8 +9,9 @@ Responsible for delivering. Not responsible for what is said (`thin`), nor for w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
+from typing import Final
 
 from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
 from tensorhub.coordinator.core import Coordinator
@@ -43,12 +44,15 @@ from tensorhub.testing.flow.workload import World
 from tensorhub.types import Endpoint, Medium, Options, Purpose, VersionInfo
 from tensorhub.worker.heartbeats import BEATS_PER_LEASE
 
-CALL_S = 100e-6  # of the coordinator's CPU: a call, a readiness, a vote
-REPORT_S = 6e-6  # anything else
+# Of the coordinator's CPU, as measured: of the core (`python -m benches scale --verbose`, 1,024 workers), and of the shell,
+# which reads, decodes and sends (`python -m benches.scale.server`: what is left, by message).
+SHELL_S = 21e-6
+CORE_S: Final[Mapping[type, float]] = {Fill: 67e-6, ReadyToWrite: 70e-6, Prepared: 70e-6, Register: 39e-6, Publish: 30e-6}
+CORE_ALONE_S: Final[Mapping[type, float]] = {**CORE_S, Fill: 147e-6, ReadyToWrite: 113e-6, Prepared: 87e-6}  # in groups of 1
+REPORT_S = 4e-6  # anything else
 PERSIST_S = 0.002  # until an entry is durable
 REPORTS_MAX = 32  # of one fill; real workers report every `PROGRESS_S`, however long it takes
 BEATS_MAX = 100_000  # of all workers in a run: a longer run has longer leases
-_CALLS = (Fill, Publish, ReadyToWrite, Prepared, Register)
 
 
 class Peer:
@@ -212,9 +216,14 @@ class Coordinated:
     def _hear(self, event: Event) -> None:
         """It has arrived, and is heard in its turn."""
         timeline = self.world.timeline
-        is_call = isinstance(event, Received) and isinstance(event.message, _CALLS)
-        self._busy_until = max(self._busy_until, timeline.now) + (CALL_S if is_call else REPORT_S)
+        self._busy_until = max(self._busy_until, timeline.now) + self.takes_s(event)
         timeline.at(self._busy_until, lambda: self._step(event))
+
+    def takes_s(self, event: Event) -> float:
+        """How long the coordinator is busy with it."""
+        of = CORE_S if self.world.scenario.ranks > 1 else CORE_ALONE_S
+        core_s = of.get(type(event.message), REPORT_S) if isinstance(event, Received) else REPORT_S
+        return core_s + SHELL_S
 
     def _step(self, event: Event) -> None:
         timeline = self.world.timeline

@@ -170,9 +170,9 @@ class ThinRank:
     def fill(self, kind: OpKind, ended: Callable[[VersionInfo | None], None]) -> None:
         self.ended = ended
         self.times = [self.shell.now]
-        hold = kind is OpKind.UPDATE  # the engine is paused by before_write
         call = (self._next_key(), self.rank, self.registration, kind, "latest", None, self.generation + 1)
-        self.shell.say(Fill(*call, hold=hold, staged=False, timeout_s=TIMEOUT_S))
+        # No hook: a rollout updates between two generations, so there is no engine to pause.
+        self.shell.say(Fill(*call, hold=False, staged=False, timeout_s=TIMEOUT_S))
 
     def _next_key(self) -> OpKey:
         self.key = OpKey(MODEL, self.group, self.epoch, self.sequence)
