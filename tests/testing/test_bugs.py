@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
 
 from tensorhub.testing import GuaranteeBroken, run_seed
-from tensorhub.testing.sim import layouts
+from tensorhub.testing.sim import layouts, sites
 from tests.testing.bugs import BUGS, Bug
 
 for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged"):
@@ -30,10 +32,20 @@ def test_what_it_breaks_is_still_there(planted: Bug) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("found", BUGS.values(), ids=lambda found: found.name)
 def test_the_simulator_finds(found: Bug) -> None:
-    with patch.dict(vars(layouts), found.draws):
+    with drawing(found):
         seed = first_failing(found)
         assert seed is not None, f"{found.name} survived {found.seeds_max} seeds: {found.breaks}"
         run_seed(seed, faults=found.faults)  # it is the bug that was found
+
+
+@contextmanager
+def drawing(found: Bug) -> Iterator[None]:
+    """With that bug's chances, of whichever module they are."""
+    with ExitStack() as stack:
+        for module in (layouts, sites):
+            mine = {name: value for name, value in found.draws.items() if hasattr(module, name)}
+            stack.enter_context(patch.dict(vars(module), mine))
+        yield
 
 
 def first_failing(found: Bug) -> int | None:

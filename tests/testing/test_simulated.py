@@ -9,7 +9,9 @@ import pytest
 
 from tensorhub.testing import Fault, GuaranteeBroken, SimulatedCluster
 from tensorhub.testing.search import run_seed
-from tensorhub.types import HandleState
+from tensorhub.testing.sim import sites
+from tensorhub.testing.sim.network import Partitions
+from tensorhub.types import HandleState, Purpose
 
 
 def tens(first: int, end: int) -> list[range]:
@@ -59,6 +61,28 @@ def test_each_kind_of_fault_can_be_had_alone(kind: Fault) -> None:
             break
     assert happened[kind]
     assert set(happened) <= allowed
+
+
+def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a part of all seeds, without which the others would be other ones."""
+    monkeypatch.setattr(sites, "SEEDERS_DRAWN", 1.0)
+    monkeypatch.setattr(sites, "PARTED_DRAWN", 1.0)
+    parted, seeded = 0, set[str]()
+    block = Partitions.block
+
+    def counted(self: Partitions, a: str, b: str, until: float) -> None:
+        nonlocal parted
+        parted += 1
+        block(self, a, b, until)
+
+    monkeypatch.setattr(Partitions, "block", counted)
+    for seed in range(3):
+        cluster = SimulatedCluster(seed, faults={Fault.PARTITION}, events=500)
+        cluster.run()
+        handles = (handle for handle in cluster.world.all_handles() if handle.shard.purpose is Purpose.SEED)
+        seeded.update(handle.worker.name for handle in handles if handle.member.content is not None)
+    assert seeded
+    assert parted > 10  # workers, and not one
 
 
 def test_without_faults_everything_ends_well() -> None:

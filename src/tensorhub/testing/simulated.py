@@ -24,6 +24,7 @@ from tensorhub.testing.running import RunningCluster, running
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault
 from tensorhub.testing.sim.layouts import draw_layouts
+from tensorhub.testing.sim.sites import draw_sites
 from tensorhub.types import Options
 
 SEED_VARIABLE = "TENSORHUB_SEED"
@@ -46,7 +47,9 @@ class SimulatedCluster:
         self.world = timed.world
         self.options_given = options
         self.events_least = events
-        self.users = Users(timed.world, timed.timeline, draw_layouts(seed, timed.world.chunks))
+        sites = draw_sites(seed)
+        timed.injector.parts_sites = sites.parted
+        self.users = Users(timed.world, timed.timeline, draw_layouts(seed, timed.world.chunks), sites.seeders)
         self.users.differed = lambda: timed.injector.happens(Fault.DIFFER)
         timed.populate(self.users)
 

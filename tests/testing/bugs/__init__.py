@@ -29,7 +29,7 @@ class Bug:
     enter: Callable[[], AbstractContextManager[None]]
     faults: tuple[Fault, ...] | None = None  # that a seed may draw; None: all
     seeds_max: int = 200
-    draws: Mapping[str, object] = field(default_factory=dict)  # how `sim.layouts` draws instead; {}: as everywhere
+    draws: Mapping[str, object] = field(default_factory=dict)  # how `sim.layouts` and `sim.sites` draw instead
 
 
 def bug(

@@ -24,6 +24,7 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
+from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.lineage import Lineages
@@ -571,4 +572,14 @@ def whatever_was_asked_for_is_copied() -> Iterator[None]:
 @bug("G7: a worker does not give up a connection in which nothing comes back", faults=(Fault.DROP,))
 def silence_is_not_noticed() -> Iterator[None]:
     with replaced(Heartbeats, "is_in_vain", lambda self: False):
+        yield
+
+
+@bug("G5: a seed takes the next version although it alone keeps one that is retained", SEEDERS_DRAWN=1.0)
+def seed_gives_up_what_is_retained() -> Iterator[None]:
+    def staying(before: Callable[..., list[Held]], self: Fills, operation: Operation, version: Version) -> list[Held]:
+        seeds = all(part.member.purpose is Purpose.SEED for part in operation.parts.values())
+        return [] if seeds else before(self, operation, version)
+
+    with around(Fills, "staying", staying):
         yield

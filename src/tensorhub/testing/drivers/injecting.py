@@ -6,6 +6,7 @@ A new kind gets its case in `Injector._inject`. Counts only what really happened
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Protocol
 
 from tensorhub.coordinator import Action, Send
@@ -17,6 +18,7 @@ from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.network import COORDINATOR, Link
 from tensorhub.testing.sim.pulling import SimLane
+from tensorhub.testing.sim.sites import HERE
 from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
@@ -76,6 +78,7 @@ class Injector:
         self._events_least = events_least
         self.happened: Counter[str] = Counter()
         self.is_over = False
+        self.parts_sites = False  # whether half of all partitions are between the two sites
         # Also set by order:
         self.slow_store_until = 0.0
         self.failing_store_until = 0.0
@@ -392,6 +395,15 @@ class Injector:
                 return False
         return True
 
+    def _part_sites(self, until: float) -> None:
+        """Nothing passes between the coordinator's site and the other one."""
+        workers, partitions = self._world.workers.values(), self._timeline.partitions
+        here = [COORDINATOR, *(each.name for each in workers if each.location.site == HERE)]
+        there = [each.name for each in workers if each.location.site != HERE]
+        self._world.driver.note(f"{', '.join(there)} are cut off from {', '.join(here)} until {until:.3f}")
+        for one, other in product(here, there):
+            partitions.block(one, other, until)
+
     @staticmethod
     def _mend_hook(handle: SimHandle) -> None:
         handle.hook_error = None
@@ -406,6 +418,8 @@ class Injector:
                 if sum(each.alive for each in world.workers.values()) < 2:
                     return False
                 worker.crash()
+            case Fault.PARTITION if self.parts_sites and random.random() < 0.5:
+                self._part_sites(now + random.choice(LONG_S))
             case Fault.PARTITION:
                 others = [w.name for w in world.workers.values() if w.alive and w is not worker]
                 lane = self._lane()

@@ -19,6 +19,7 @@ from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.handle import CallRecord, HandleShell
 from tensorhub.testing.sim.layouts import Layout, described, is_of_other_layout
 from tensorhub.testing.sim.pulling import Reading
+from tensorhub.testing.sim.sites import SITES
 from tensorhub.testing.sim.worker import SimHandle, SimWorker
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState, Location, Purpose, Selector
@@ -69,8 +70,8 @@ class UserGroup:
 class Users(StruckUsers):
     """Everybody who calls."""
 
-    def __init__(self, world: World, timeline: Timeline, layouts: list[Layout]) -> None:
-        """`layouts`: of the groups, where these differ; none: they have one layout."""
+    def __init__(self, world: World, timeline: Timeline, layouts: list[Layout], seeders: int) -> None:
+        """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how many workers seed."""
         self._world = world
         self._timeline = timeline
         self._random = random = timeline.random
@@ -88,6 +89,7 @@ class Users(StruckUsers):
         self._orders = self._habits(ORDERS)
         self._workers = 0
         self._layouts = layouts
+        self._seeders = seeders
 
     def __repr__(self) -> str:
         return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
@@ -121,6 +123,8 @@ class Users(StruckUsers):
             self.groups.append(group)
             self._timeline.after(random.random(), None, self._turn, group)
         self._timeline.after(REVIVE_S, None, self._revive)
+        for _ in range(self._seeders):
+            self._seed(self.new_process(shards=world_size))
 
     def _all_publish(self) -> bool:
         """Whether every group so far does: enough of them must, or hardly anything happens."""
@@ -131,12 +135,12 @@ class Users(StruckUsers):
         self._world.chunks = rows
         self._world.manifest, _, _ = described(Layout(rows, 1), 0)
 
-    def new_process(self) -> SimWorker:
-        """A new worker, somewhere."""
+    def new_process(self, shards: int = 0) -> SimWorker:
+        """A new worker, somewhere; with host memory for so many shards, or for some."""
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
-        location = Location(site=random.choice(("here", "there")), host=random.choice((name, "shared")))
-        self._world.host_bytes = random.choice((0, 1, 2, 3)) * self._world.manifest.nbytes
+        location = Location(site=random.choice(SITES), host=random.choice((name, "shared")))
+        self._world.host_bytes = (shards or random.choice((0, 1, 2, 3))) * self._world.manifest.nbytes
         worker = self._world.worker(name, location)
         worker.newest["actor"] = None
         self._timeline.after(RECONNECT_S_MAX, worker, self._end_pins, worker)
@@ -286,6 +290,14 @@ class Users(StruckUsers):
             worker, shard = random.choice(workers), random.randrange(group.world_size)
             fetcher = worker.fetcher(None if self._layouts and random.random() < 0.5 else shard)
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
+
+    def _seed(self, worker: SimWorker) -> None:
+        """It brings the newest version that it has heard of into its host memory, again and again."""
+        self._timeline.after(self._random.expovariate(1 / self._pause_s), worker, self._seed, worker)
+        newest = worker.newest["actor"]
+        if newest is not None and not self.is_over:
+            for shard in range(newest.world_size):
+                worker.copies.seed(newest, shard, self._random.choice(TIMEOUTS_S))
 
     def _order(self, group: UserGroup) -> None:
         """A worker asks for something that concerns the whole model."""

@@ -17,7 +17,7 @@ from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
 from tensorhub.testing.sim.judges.rooms import Rooms
 from tensorhub.testing.sim.ports import HandlePort, SimWorkerPort
-from tensorhub.types import FetchReport, Purpose, Selector
+from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import FillCall, Finish, Say
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
@@ -87,6 +87,9 @@ class SimHostCopies:
 
     def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> CopyRequest:
         return self.want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
+
+    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
+        return self.want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
 
     def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> CopyRequest:
         return self.want(

@@ -1,0 +1,26 @@
+"""Two sites: which seeds cut them off from each other as a whole, and which have workers that seed for their site.
+
+The coordinator is in `HERE`. Responsible for these chances. Not responsible for what is done with them (`drivers`).
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Final, NamedTuple
+
+HERE: Final = "here"
+SITES: Final = (HERE, "there")
+PARTED_DRAWN = 0.2  # of all seeds; partitions there are between sites, half of them
+SEEDERS_DRAWN = 0.2  # of all seeds
+
+
+class Drawn(NamedTuple):
+    parted: bool
+    seeders: int  # workers that bring each version into their own host memory
+
+
+def draw_sites(seed: int) -> Drawn:
+    """That of one seed. Its other chances stay as they are."""
+    random = Random(f"sites of {seed}")
+    parted = random.random() < PARTED_DRAWN
+    return Drawn(parted, random.randint(1, 2) if random.random() < SEEDERS_DRAWN else 0)
