@@ -222,9 +222,7 @@ class Cluster:
                     layout.has_grown = False
                     self.wake_all(version.starving)
                     self.wake_all(model.guests_unbound)
-                    for copy in model.copies.values():  # it may lack one shard only
-                        if copy.group.operation is not None and copy.group.operation.version is None:
-                            self.wake(copy.group.operation)
+                    self.wake_all(model.unbound_copies)
 
     def reckon_all_of(self, worker: Worker) -> None:
         self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))

@@ -771,6 +771,7 @@ class Model:
     steady: dict[str, Group] = field(default_factory=dict)  # those of these that are not spot
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
     guests_unbound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers; or for a place
+    unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)  # of `unbound`, those that may lack one shard only
     restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
     flexible: dict[OpKey, Operation] = field(default_factory=dict)  # the same, for "available": there may be very many
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted

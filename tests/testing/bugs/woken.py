@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Model
+from tensorhub.coordinator.entities import Model, Operation
 from tensorhub.coordinator.versions import Versions
+from tensorhub.types import OpKey
 from tests.testing.bugs import bug, replaced
 
 
@@ -36,4 +37,16 @@ def version_held_again_wakes_nobody() -> Iterator[None]:
             self._cluster.wake_all(unbound)
 
     with replaced(Versions, "refresh", refresh):
+        yield
+
+
+@bug("G7: one shard comes back, and a copy that needs no other waits on", seeds_max=300, SEEDERS_DRAWN=1.0, PARTED_DRAWN=1.0)
+def shard_that_comes_back_wakes_no_copy() -> Iterator[None]:
+    wake_all_ = Cluster.wake_all
+
+    def wake_all(self: Cluster, waiting: dict[OpKey, Operation]) -> None:
+        if not any(waiting is model.unbound_copies for model in self.models.values()):
+            wake_all_(self, waiting)
+
+    with replaced(Cluster, "wake_all", wake_all):
         yield
