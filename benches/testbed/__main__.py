@@ -25,7 +25,7 @@ from benches.comparison.facts import facts
 from benches.prepared import popen
 from benches.testbed import network, picture, prediction, report
 from benches.testbed.run import Result, Run
-from benches.testbed.sizes import SIZES, Size, Variant, check, fitted, with_rollouts, with_wan
+from benches.testbed.sizes import SIZES, Size, check, fitted, with_rollouts, with_slow, with_wan
 from benches.testbed.ways import WAYS, Way, chosen
 from tensorhub.testing.flow import scenario as scenarios
 from tensorhub.testing.flow.scenario import Scenario, ScenarioError
@@ -66,13 +66,23 @@ def main(arguments: Sequence[str]) -> int:
         ways = chosen(given.systems or DEFAULTS.get(given.scenario, DEFAULTS["standalone"]))
         variants = _variants(fitted(base, size), given)
         for each in variants.values():
-            check(each.scenario)
+            check(each)
     except (ScenarioError, ValueError) as error:
         parser.error(str(error))
     if (reason := network.why_not()) is not None:
         print(f"skipped: {reason}")
         return 0
-    known = facts() | _conditions(next(iter(variants.values())).scenario)
+    first = next(iter(variants.values()))
+    lacking = [f"{way.name}: {reason}" for way in ways if (reason := _why_not(first, way)) is not None]
+    if len(lacking) == len(ways):
+        parser.error(f"none of these systems can be run: {'; '.join(lacking)}")
+    drawn = given.picture or Path(f"{base.name}.svg")
+    try:  # whether they can be written is known before it takes long
+        for file in filter(None, (drawn, given.json)):
+            file.open("a").close()
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    known = facts() | _conditions(first)
     for name, value in known.items():
         print(f"{name}: {value}")
     imported = _IMPORTED_WITH_TORCH if any(way.module == "gloo" for way in ways) else _IMPORTED
@@ -82,25 +92,46 @@ def main(arguments: Sequence[str]) -> int:
         told = {str(value): [row.as_json() for row in rows] for value, (rows, _) in measured.items()}
         results = {str(value): [result.as_json() for result in results] for value, (_, results) in measured.items()}
         given.json.write_text(json.dumps({"machine": known, "rows": told, "results": results}) + "\n")
-    drawn = given.picture or Path(f"{base.name}.svg")
     drawn.write_text(_picture(base, measured, known, given))
     print(f"\npicture: {drawn}")
     return 1 if any(row.failure and WAYS[row.way].is_ours for rows, _ in measured.values() for row in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benches.testbed", description=__doc__)
+    usual = [
+        f"{name}: {size.mb:g} MB, {size.nic_mbit:g} Mbit/s, {size.versions} versions, {' '.join(DEFAULTS[name])}"
+        for name, size in SIZES.items()
+    ]
+    parser = argparse.ArgumentParser(
+        prog="python -m benches.testbed",
+        description=__doc__,
+        epilog=f"Without options: {'; '.join(usual)}; a file: as standalone.",
+    )
     parser.add_argument("scenario", help=f"{', '.join(DEFAULTS)}, or a file")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--rounds", type=_number(int), default=1)
-    parser.add_argument("--mb", type=_number(float), help="of one copy, 10**6 bytes")
+    parser.add_argument("--rounds", type=_number(int), default=1, help="of all systems; default: 1")
+    parser.add_argument("--mb", type=_number(float), help="of one copy, 10**6 bytes, whatever the scenario says")
     parser.add_argument("--mbit", type=_number(float), help="of each host's link; the WAN keeps its ratio to it")
     parser.add_argument("--versions", type=_number(int), help="that are published, the first included")
-    parser.add_argument("--every", type=_number(float), metavar="COPIES", help="between publications, in times of one copy")
+    parser.add_argument(
+        "--every", type=_number(float), metavar="COPIES", help="between publications; default: as the scenario says"
+    )
     curve = parser.add_mutually_exclusive_group()
     curve.add_argument("--rollouts", type=_number(int), nargs="+", metavar="N", help="draw the curve over so many rollouts")
-    curve.add_argument("--wan-ratio", type=_number(float), nargs="+", metavar="N", help="draw it over links to WAN")
-    curve.add_argument("--slow", type=_number(float), nargs="+", metavar="N", help="one rollout's link is so much slower")
+    curve.add_argument(
+        "--wan-ratio",
+        type=_number(float),
+        nargs="+",
+        metavar="N",
+        help="draw it over how many times a link carries what the WAN does",
+    )
+    curve.add_argument(
+        "--slow",
+        type=_number(float),
+        nargs="+",
+        metavar="N",
+        help="draw it over how many times slower one rollout's link is",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and all events")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="default: the scenario's name, .svg")
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="leave what the processes wrote there")
@@ -118,15 +149,15 @@ def _number(kind: type[int] | type[float]) -> Any:
     return parse
 
 
-def _variants(scenario: Scenario, given: argparse.Namespace) -> dict[float, Variant]:
+def _variants(scenario: Scenario, given: argparse.Namespace) -> dict[float, Scenario]:
     """What is measured, by its place on the curve; without a curve, one."""
     if given.rollouts:
-        return {count: Variant(with_rollouts(scenario, count)) for count in sorted(given.rollouts)}
+        return {count: with_rollouts(scenario, count) for count in sorted(given.rollouts)}
     if given.wan_ratio:
-        return {ratio: Variant(with_wan(scenario, ratio)) for ratio in sorted(given.wan_ratio)}
+        return {ratio: with_wan(scenario, ratio) for ratio in sorted(given.wan_ratio)}
     if given.slow:
-        return {slow: Variant(scenario, slow) for slow in sorted(given.slow)}
-    return {0.0: Variant(scenario)}
+        return {slow: with_slow(scenario, slow) for slow in sorted(given.slow)}
+    return {0.0: scenario}
 
 
 def _conditions(scenario: Scenario) -> dict[str, object]:
@@ -143,9 +174,10 @@ def _conditions(scenario: Scenario) -> dict[str, object]:
     return found
 
 
-def _measure(variant: Variant, ways: Sequence[Way], rounds: int, keep: Path | None) -> tuple[list[report.Row], list[Result]]:
+def _measure(
+    scenario: Scenario, ways: Sequence[Way], rounds: int, keep: Path | None
+) -> tuple[list[report.Row], list[Result]]:
     """All systems in all rounds; the table is printed."""
-    scenario = variant.scenario
     results: dict[str, list[Result]] = {way.name: [] for way in ways}
     failures = {way.name: failure for way in ways if (failure := _why_not(scenario, way)) is not None}
     for number in range(rounds):
@@ -154,17 +186,18 @@ def _measure(variant: Variant, ways: Sequence[Way], rounds: int, keep: Path | No
                 continue
             began_s = time.monotonic()
             try:
-                results[way.name].append(_run(variant, way, keep))
+                results[way.name].append(_run(scenario, way, keep))
             except Exception as error:
                 failures[way.name] = f"failed: {type(error).__name__}: {error}"
             said = failures.get(way.name, f"{time.monotonic() - began_s:.0f} s")
             print(f"round {number + 1}: {way.title}: {said}", file=sys.stderr, flush=True)
     rows = [
-        report.row(variant, way, results[way.name]) if results[way.name] else report.Row(way.name, failures.get(way.name))
+        report.row(scenario, way, results[way.name]) if results[way.name] else report.Row(way.name, failures.get(way.name))
         for way in ways
     ]
-    slow = f", one of them {variant.slow:g} times slower" if variant.slow != 1 else ""
-    print(f"\n{scenario.title}; {scenario.count('rollout')} rollouts{slow}.")
+    slow = sum(hosts.count for hosts in scenario.hosts if hosts.role == "rollout" and hosts.slow > 1)
+    slowly = f", {slow} of them with a slower link, whose own stalls do not count" if slow else ""
+    print(f"\n{scenario.title}; {scenario.count('rollout')} rollouts{slowly}.")
     print("Stalls of updates and publications, all workers together:\n")
     print(*report.table(rows), sep="\n")
     print("\nUntil who joins or updates has the newest version (broken-off ones are censored):\n")
@@ -187,9 +220,9 @@ def _why_not(scenario: Scenario, way: Way) -> str | None:
     return way.lacks()
 
 
-def _run(variant: Variant, way: Way, keep: Path | None) -> Result:
+def _run(scenario: Scenario, way: Way, keep: Path | None) -> Result:
     with _ended_after(RUN_S), _scratch(keep) as scratch:
-        return Run(variant, way, scratch).run()
+        return Run(scenario, way, scratch).run()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from benches.testbed.accounting import Attempt, Stalls, Waits, attempts, middle, stalls, waits
 from benches.testbed.run import Result
-from benches.testbed.sizes import Variant
+from benches.testbed.sizes import of_groups
 from benches.testbed.systems.base import PHASES
 from benches.testbed.ways import WAYS, Way
 from tensorhub.testing.flow import timetable
@@ -43,10 +43,15 @@ class Row:
         return asdict(self)
 
 
-def row(variant: Variant, way: Way, results: Sequence[Result]) -> Row:
-    """Of the round whose total stall is the median."""
-    results = [replace(each, events=[event for event in each.events if variant.counts(event["who"])]) for each in results]
-    found = [(stalls(result.events, floors(variant.scenario, way, result)), result) for result in results]
+def row(scenario: Scenario, way: Way, results: Sequence[Result]) -> Row:
+    """Of the round whose total stall is the median. Slow rollouts do not count."""
+    hosts = timetable.rollouts(of_groups(scenario, way.options.get("ranks", 1)))
+    slow = {name for name, kind in hosts if kind.slow > 1}
+    results = [
+        replace(each, events=[event for event in each.events if event["who"].partition(".")[0] not in slow])
+        for each in results
+    ]
+    found = [(stalls(result.events, floors(scenario, way, result)), result) for result in results]
     middle_s = middle([stalled.total_s for stalled, _ in found])
     stalled, result = next(each for each in found if each[0].total_s == middle_s)
     every: list[Attempt] = [attempt for _, each in found for attempt in attempts(each.events)]

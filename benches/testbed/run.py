@@ -20,7 +20,7 @@ from typing import Any, Final
 from benches.child_processes import Failed, Pending, Process
 from benches.comparison import environments
 from benches.testbed.network import Host, Network, Wan
-from benches.testbed.sizes import SLOW, Variant, with_rollouts
+from benches.testbed.sizes import of_groups
 from benches.testbed.systems.base import Setting
 from benches.testbed.ways import Way
 from tensorhub.testing.flow import timetable
@@ -53,13 +53,14 @@ class Result:
 
 
 class Run:
-    def __init__(self, variant: Variant, way: Way, scratch: Path) -> None:
-        self.way, self._scratch, self._slow = way, scratch, variant.slow
+    def __init__(self, scenario: Scenario, way: Way, scratch: Path) -> None:
+        self.way, self._scratch = way, scratch
         self._group_size = int(way.options.get("ranks", 1))
-        scenario = self.scenario = _of_groups(variant.scenario, self._group_size)
+        scenario = self.scenario = of_groups(scenario, self._group_size)
         self._stack = ExitStack()
         self._log = scratch / "events.jsonl"
         self._sites = {name: hosts.site for name, hosts in timetable.rollouts(scenario)}
+        self._slow = {name: hosts.slow for name, hosts in timetable.rollouts(scenario)}
         self._spot = {name for name, hosts in timetable.rollouts(scenario) if hosts.spot}
         self._lengths = {
             host: timetable.generations(scenario, name) for name in self._sites for host in self._ranks_of(name)
@@ -74,12 +75,13 @@ class Run:
 
     def _all_hosts(self) -> list[Host]:
         home, mbit = self.scenario.sites[0], self.scenario.links.nic_mbit_per_s
-        hosts = [Host(name, home, mbit) for name in (*self._ranks_of("trainer"), "coordinator", "store")]
+        trainer = next(kind for kind in self.scenario.hosts if kind.role == "trainer")
+        hosts = [Host(name, home, mbit / trainer.slow) for name in self._ranks_of("trainer")]
+        hosts += [Host(name, home, mbit) for name in ("coordinator", "store")]
         for group, site in self._sites.items():
-            own = mbit / self._slow if group == SLOW else mbit
-            hosts += [Host(name, site, own) for name in self._ranks_of(group)]
-        seeds = [hosts.site for hosts in self.scenario.hosts if hosts.role == "seed" for _ in range(hosts.count)]
-        return hosts + [Host(f"seed-{number}", site, mbit) for number, site in enumerate(seeds)]
+            hosts += [Host(name, site, mbit / self._slow[group]) for name in self._ranks_of(group)]
+        seeds = [kind for kind in self.scenario.hosts if kind.role == "seed" for _ in range(kind.count)]
+        return hosts + [Host(f"seed-{number}", kind.site, mbit / kind.slow) for number, kind in enumerate(seeds)]
 
     def _ranks_of(self, group: str) -> list[str]:
         """The hosts of a group, one for each rank."""
@@ -159,8 +161,8 @@ class Run:
                     servers.append(self._process(host))
                     self._join(servers[-1], "seed").result(START_S)
         self._workers = [*trainers, *first.values(), *servers]
-        cpu_s, machine_s = self._cpu_s(), _machine_s()
-        began_s = time.monotonic() + 0.5
+        counted_s, cpu_s, machine_s = time.monotonic(), self._cpu_s(), _machine_s()
+        began_s = counted_s + 0.5
         every_s = self.scenario.every_copies * self.scenario.copy_s
         told = {"versions": self.scenario.versions, "at_s": began_s, "every_s": every_s}
         training = [trainer.begin("train", **told) for trainer in trainers]
@@ -171,7 +173,7 @@ class Run:
             pending.result(1.0)
         self._finish(every_s)
         ended_s = time.monotonic()
-        cores = len(os.sched_getaffinity(0)) * (ended_s - began_s)
+        cores = len(os.sched_getaffinity(0)) * (ended_s - counted_s)
         cpu, machine = (self._cpu_s() - cpu_s) / cores, (_machine_s() - machine_s) / cores
         return Result(self.way.name, self._events(began_s, ended_s), floor_s, far_floor_s, ended_s - began_s, cpu, machine)
 
@@ -238,8 +240,9 @@ class Run:
     def _floors(self) -> tuple[float, float | None]:
         """Seconds of one copy over one link, and over the WAN: plain sockets, the least of several."""
         home = self._hosts["trainer"].site
-        away = [name for name, site in self._sites.items() if site != home]
-        near = [name for name, site in self._sites.items() if site == home and (name != SLOW or self._slow == 1.0)]
+        fastest_first = sorted(self._sites, key=self._slow.__getitem__)
+        away = [name for name in fastest_first if self._sites[name] != home]
+        near = [name for name in fastest_first if self._sites[name] == home]
         pair = ("trainer", near[0]) if near else (away[0], away[1] if len(away) > 1 else away[0])
         return self._floor(*pair, 3), self._floor("trainer", away[0], 2) if away else None
 
@@ -270,11 +273,6 @@ class Run:
 
 
 _ALWAYS: Final = Presence(0.0, float("inf"), None)
-
-
-def _of_groups(scenario: Scenario, size: int) -> Scenario:
-    """The same on as many hosts, where each rollout has several."""
-    return scenario if size == 1 else with_rollouts(scenario, scenario.count("rollout") // size)
 
 
 def _cpu_s(pid: int) -> float:

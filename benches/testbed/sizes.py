@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from tensorhub.testing.flow.scenario import Scenario, ScenarioError
 
-SLOW: Final = "rollout-0"  # the slow machine, where there is one
-
 WORKERS_PER_CORE: Final = 16  # each takes some 70 MiB, and a core goes round among those that read
 CHUNKS: Final = 64  # of one copy, as in the scenario files
 
@@ -47,6 +45,8 @@ def check(scenario: Scenario) -> Scenario:
         raise ScenarioError(f"{scenario.name} has {workers} workers, and this machine can run {most}: give fewer hosts")
     if len(scenario.sites) > 2:
         raise ScenarioError(f"{scenario.name} has {len(scenario.sites)} sites: the testbed has one WAN, between two sites")
+    if not scenario.generate_mean_copies:
+        raise ScenarioError(f"{scenario.name} has generate_mean_copies = 0, and rollouts of the testbed have to generate")
     return scenario
 
 
@@ -71,15 +71,24 @@ def with_rollouts(scenario: Scenario, count: int) -> Scenario:
     return replace(scenario, hosts=tuple(replace(each, count=count) if each is first else each for each in scenario.hosts))
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What is measured. `slow`: by how much the link of one rollout's host is slower; it does not count then."""
+def of_groups(scenario: Scenario, size: int) -> Scenario:
+    """The same on about as many hosts, where each rollout has several."""
+    return replace(
+        scenario,
+        hosts=tuple(
+            replace(each, count=max(1, each.count // size)) if each.role == "rollout" else each for each in scenario.hosts
+        ),
+    )
 
-    scenario: Scenario
-    slow: float = 1.0
 
-    def counts(self, host: str) -> bool:
-        return self.slow == 1.0 or host.partition(".")[0] != SLOW
+def with_slow(scenario: Scenario, slow: float) -> Scenario:
+    """The same where the link of the first rollout carries so many times less."""
+    at = next(number for number, hosts in enumerate(scenario.hosts) if hosts.role == "rollout")
+    first = scenario.hosts[at]
+    kinds = [replace(first, count=1, slow=slow), replace(first, count=first.count - 1)]
+    return replace(
+        scenario, hosts=(*scenario.hosts[:at], *(each for each in kinds if each.count), *scenario.hosts[at + 1 :])
+    )
 
 
 def with_wan(scenario: Scenario, ratio: float) -> Scenario:

@@ -21,6 +21,12 @@ def test_a_table_comes_with_its_conditions() -> None:
     assert done.stderr == ""
 
 
+def test_sites_are_counted_where_there_are_several() -> None:
+    """A site whose name has a typo is one more."""
+    done = run_here("simulate", "cross-datacenter", "--systems", "pull", "--quiet")
+    assert done.stdout.splitlines()[1].startswith("8 rollouts in 2 sites (a, b); ")
+
+
 def test_json_is_all_there_is_on_stdout_and_a_picture_is_drawn(tmp_path: Path) -> None:
     plot = tmp_path / "update.svg"
     done = run_here("simulate", "update", "--gpus", "16", "--parameters", "7B", "--seed", "5", "--json", "--plot", str(plot))

@@ -67,6 +67,10 @@ def _conditions(scenario: Scenario) -> str:
     groups = f"{scenario.count('rollout'):,} rollouts of {scenario.ranks} GPUs" if scenario.ranks > 1 else ""
     who = groups or f"{scenario.count('rollout'):,} rollouts"
     size = f"{common.format_bytes(scenario.rank_bytes)} a rank over {links.nic_mbit_per_s / 1000:g} Gbit/s"
+    if len(scenario.sites) > 1:  # a site that is written in two ways is seen here
+        who += (
+            f" in {len(scenario.sites)} sites ({', '.join(scenario.sites[:8])}{', ...' if len(scenario.sites) > 8 else ''})"
+        )
     return f"{who}; {size}: floor {scenario.copy_s:.3f} s; cut bound {bound[0]:.3f} s ({bound[1]}); seed {scenario.seed}"
 
 

@@ -22,6 +22,7 @@ from benches.testbed import __main__ as program, network
         ("standalone --versions 0", "give a number above 0"),
         ("standalone --mb nan", "give a number above 0"),
         ("standalone --rollouts 2 --wan-ratio 4", "not allowed with"),
+        ("update", "update has generate_mean_copies = 0, and rollouts of the testbed have to generate"),
     ],
 )
 def test_what_cannot_be_run_is_refused(wrong: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,6 +38,26 @@ def test_a_mistake_in_a_file_is_shown_with_its_line(tmp_path: Path, capsys: pyte
     with pytest.raises(SystemExit):
         program.main([str(file)])
     assert "mine.toml, line 4: version: a scenario has no such key: did you mean 'versions'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ("standalone --systems tensorhub+seeds", "tensorhub+seeds: not run: the scenario has no hosts for seeds"),
+        ("standalone --picture nowhere/p.svg", "nowhere/p.svg: No such file or directory"),
+        ("standalone --picture p.svg --json nowhere/f.json", "nowhere/f.json: No such file or directory"),
+    ],
+)
+def test_what_would_be_in_vain_is_refused_before_it_takes_long(
+    wrong: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "why_not", lambda: None)
+    monkeypatch.setattr(program, "_measure", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        program.main(wrong.split())
+    assert ended.value.code == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_without_the_rights_of_root_it_is_skipped(

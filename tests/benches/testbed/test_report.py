@@ -10,7 +10,7 @@ import pytest
 from benches.testbed import picture, prediction, report
 from benches.testbed.report import Row
 from benches.testbed.run import Result
-from benches.testbed.sizes import SIZES, Variant, fitted
+from benches.testbed.sizes import SIZES, fitted, with_slow
 from benches.testbed.ways import WAYS
 from tensorhub.testing.flow.scenario import load
 from tests.benches.testbed.test_accounting import END, begin, done, publish
@@ -29,7 +29,7 @@ def result(way: str, *seconds: float, far_floor_s: float | None = None) -> Resul
 
 def test_a_row_is_of_the_round_in_the_middle() -> None:
     results = [result("sockets", seconds) for seconds in (9.0, 3.0, 4.0)]
-    row = report.row(Variant(STANDALONE), WAYS["sockets"], results)
+    row = report.row(STANDALONE, WAYS["sockets"], results)
     assert row.stalls is not None
     assert (row.rounds, row.stalls.total_s, row.floor_s, row.per_update_s) == (3, 4.5, 1.0, 4.5)
     assert row.updates is not None
@@ -37,8 +37,7 @@ def test_a_row_is_of_the_round_in_the_middle() -> None:
 
 
 def test_a_slow_machine_does_not_count_itself() -> None:
-    slow = Variant(STANDALONE, slow=4.0)
-    row = report.row(slow, WAYS["tensorhub"], [result("tensorhub", 9.0, 1.5)])
+    row = report.row(with_slow(STANDALONE, 4.0), WAYS["tensorhub"], [result("tensorhub", 9.0, 1.5)])
     assert row.stalls is not None
     assert (row.stalls.updates, row.stalls.total_s) == (1, 2.0)  # rollout-1's, and the trainer's
 
@@ -54,8 +53,8 @@ def test_every_rank_of_a_group_has_a_floor() -> None:
 
 
 def test_tables_compare_with_the_first_row() -> None:
-    ours = report.row(Variant(STANDALONE), WAYS["tensorhub"], [result("tensorhub", 1.0, 1.0)])
-    theirs = report.row(Variant(STANDALONE), WAYS["sockets"], [result("sockets", 3.0, 4.5)])
+    ours = report.row(STANDALONE, WAYS["tensorhub"], [result("tensorhub", 1.0, 1.0)])
+    theirs = report.row(STANDALONE, WAYS["sockets"], [result("sockets", 3.0, 4.5)])
     failed = Row("nixl", "not installed: ...")
     head, first, second, third = report.table([ours, theirs, failed])
     assert head.split()[:5] == ["system", "updates", "stall", "s", "each"]
@@ -67,7 +66,7 @@ def test_tables_compare_with_the_first_row() -> None:
 
 
 def test_pictures_are_svg_and_name_every_system() -> None:
-    rows = [report.row(Variant(STANDALONE), WAYS[way], [result(way, 2.0)]) for way in ("tensorhub", "sockets")]
+    rows = [report.row(STANDALONE, WAYS[way], [result(way, 2.0)]) for way in ("tensorhub", "sockets")]
     drawn = picture.bars([*rows, Row("nixl", "no")], "standalone & more", ["a < b"])
     ElementTree.fromstring(drawn)
     assert all(WAYS[way].title in drawn for way in ("tensorhub", "sockets"))
@@ -78,7 +77,7 @@ def test_pictures_are_svg_and_name_every_system() -> None:
 
 def test_what_is_predicted_is_beside_what_was_measured() -> None:
     measured = [result("tensorhub", 1.0, 1.2), result("chain-waits", 4.0)]
-    rows = [report.row(Variant(STANDALONE), WAYS[each.way], [each]) for each in measured]
+    rows = [report.row(STANDALONE, WAYS[each.way], [each]) for each in measured]
     _, ours, chain = prediction.table(STANDALONE, [*rows, Row("nixl", "no")], measured)
     assert ours.split()[:3] == ["TensorHub", "updates", "1.100"]
     assert 0.8 <= float(ours.split()[3]) < 0.85  # one copy, and what it costs to begin it

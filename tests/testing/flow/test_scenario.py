@@ -62,6 +62,7 @@ def test_each_built_in_scenario_can_be_run_small_and_large(name: str) -> None:
         ("every_copies", "every_copys", "scenario, line 25: trainer.every_copys: [trainer] has no such key: did you mean"),
         ('"rollout"', '"rolout"', "line 20: hosts.role: 'rolout': give 'trainer', 'rollout', 'seed'"),
         ("count = 2", "count = 0", "line 22: hosts.count: 0: give a whole number, 1 to 65536"),
+        ("count = 2", "count = 2\nslow = 0.5", "line 23: hosts.slow: 0.5: give a number, 1 to 1000"),
         ("count = 2", "count = 2\nspot = true", "line 23: hosts.spot: there is no [spot]"),
         ("count = 2", 'count = "many"', "line 22: hosts.count: 'many': give a whole number"),
         ("nic_mbit_per_s = 80.0", "nic_mbit_per_s = -1", "line 11: links.nic_mbit_per_s: -1: give a number"),
@@ -98,7 +99,9 @@ def test_a_name_that_is_none_is_answered_with_all(tmp_path: Path) -> None:
 def test_what_cannot_be_placed_is_refused() -> None:
     with pytest.raises(ScenarioError, match=r"a group has 64 of them.*give a multiple of 64, 64 or more"):
         at_scale(load("update"), 100, "1T")
-    with pytest.raises(ScenarioError, match="there are 3 kinds of rollouts"):
+    with pytest.raises(
+        ScenarioError, match=r"each is a group, and the file has 3 \[\[hosts\]\] of rollouts; give 3 or more"
+    ):
         at_scale(load("churn"), 2, "7B")
     with pytest.raises(ScenarioError, match=r"two has no \[scale\]"):
         at_scale(read(GOOD, "two"), 8)

@@ -105,6 +105,15 @@ def test_each_link_carries_what_is_said_of_its_kind() -> None:
     assert {name: of[name] for name in said} == {name: mbit * MBIT for name, mbit in said.items()}
 
 
+def test_a_slow_host_has_a_slow_nic() -> None:
+    topology = Topology(scenario(Hosts("rollout", "west", 1, slow=4.0)))
+    of = dict(zip(topology.names, topology.capacities, strict=True))
+    slow = next(name for name in topology.places if name.startswith("rollout")).partition("/")[0]
+    assert {of[f"{slow}/0 out"], of[f"{slow}/0 in"]} == {25 * MBIT}
+    assert of["trainer-0/0 out"] == 100 * MBIT
+    assert of[f"{slow}/0 to its host"] == 400 * MBIT
+
+
 def test_a_reader_is_a_chunk_and_a_hop_behind_a_source_that_fills() -> None:
     """By the narrowest link of the way, the one into the source included; never more than all."""
     topology = Topology(scenario())

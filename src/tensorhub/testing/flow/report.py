@@ -121,7 +121,8 @@ def cut_bound(scenario: Scenario) -> tuple[float, str]:
     nbytes = float(scenario.rank_bytes)
     trainer = topology.places[next(name for name in topology.places if name.startswith("trainer"))]
     found = [(nbytes / topology.capacities[trainer.up], "the trainer's NICs")]
-    found.append((nbytes / scenario.links.nic_bytes_per_s, "a rollout's NIC"))
+    slowest = max(hosts.slow for hosts in scenario.hosts if hosts.role == "rollout")
+    found.append((nbytes * slowest / scenario.links.nic_bytes_per_s, "a rollout's NIC"))
     if len(scenario.sites) > 1:
         wan = scenario.links.wan_mbit_per_s * 125_000
         found.append((nbytes * scenario.ranks / wan, "the WAN"))

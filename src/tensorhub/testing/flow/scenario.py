@@ -52,12 +52,13 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """`count`: of hosts; with `[scale]`, of groups."""
+    """`count`: of hosts; with `[scale]`, of groups. `slow`: how many times less their NICs carry."""
 
     role: Role
     site: str
     count: int
     spot: bool = False
+    slow: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,10 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
     groups, odd = divmod(gpus, ranks)
     if odd or groups < len(rollouts):
         least = ranks * len(rollouts)
+        of_which = f"a group has {ranks} of them" if ranks > 1 else "each is a group"
         raise ScenarioError(
-            f"{scenario.name} cannot be placed on {gpus} rollout GPUs: a group has {ranks} of them, and there are"
-            f" {len(rollouts)} kinds of rollouts; give a multiple of {ranks}, {least} or more"
+            f"{scenario.name} cannot be placed on {gpus} rollout GPUs: {of_which}, and the file has {len(rollouts)}"
+            f" [[hosts]] of rollouts; give {f'a multiple of {ranks}, ' if ranks > 1 else ''}{least} or more"
         )
     if gpus > WORKERS_MAX:
         raise ScenarioError(f"--gpus {gpus}: give {WORKERS_MAX} or less")
@@ -364,7 +366,8 @@ class _Reading:
         for number, each in enumerate(tables):
             table = _Table(self, "hosts", number, each)
             role: Any = table.text("role", ROLES)
-            hosts = Hosts(role, table.text("site"), table.whole("count", 1, WORKERS_MAX), table.flag("spot"))
+            site, count = table.text("site"), table.whole("count", 1, WORKERS_MAX)
+            hosts = Hosts(role, site, count, table.flag("spot"), table.number("slow", 1.0, 1e3, default=1.0))
             if hosts.spot and role != "rollout":
                 table.refuse("spot", f"a {role} is no spot host here; rollouts may be")
             roles[role] = roles.get(role, 0) + hosts.count

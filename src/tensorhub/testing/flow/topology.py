@@ -45,19 +45,19 @@ class Topology:
             for site in scenario.sites:
                 self._sites[site] = self._link(f"wan out of {site}", links.wan_mbit_per_s, f"wan into {site}")
         hosts = 0  # so far; a trainer, a seed and each kind of rollouts begin on hosts of their own
-        for group, site in _groups(scenario):
+        for group, site, slow in _groups(scenario):
             if group.endswith(":"):
                 hosts = -(-hosts // scenario.gpus_per_host) * scenario.gpus_per_host
                 continue
             for rank in range(scenario.ranks):
-                self._place(worker_name(group, rank, scenario.ranks), site, hosts)
+                self._place(worker_name(group, rank, scenario.ranks), site, hosts, slow)
                 hosts += 1
 
-    def _place(self, name: str, site: str, number: int) -> None:
+    def _place(self, name: str, site: str, number: int, slow: float) -> None:
         scenario, links = self._scenario, self._scenario.links
         host = number // scenario.gpus_per_host
         location = Location(site, f"rack-{host // scenario.hosts_per_rack}", f"host-{host}")
-        up, down = self._link(f"{name} out", links.nic_mbit_per_s, f"{name} in")
+        up, down = self._link(f"{name} out", links.nic_mbit_per_s / slow, f"{name} in")
         out, into = self._link(f"{name} to its host", links.local_mbit_per_s, f"{name} from its host")
         copy, _ = self._link(f"{name} copy", links.host_copy_mbit_per_s, "")
         self.places[name] = Place(name, location, up, down, out, into, copy)
@@ -118,13 +118,15 @@ def worker_name(group: str, rank: int, ranks: int) -> str:
     return group if ranks == 1 else f"{group}/{rank}"
 
 
-def _groups(scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """The name and the site of each group, in the order of the file; before each kind, a name that ends in a colon."""
+def _groups(scenario: Scenario) -> Iterator[tuple[str, str, float]]:
+    """The name and the site of each group, and how slow it is, in the order of the file; before each kind, a name that ends
+    in a colon.
+    """
     counts: dict[str, int] = {}
     for hosts in scenario.hosts:
-        yield f"{hosts.role}:", hosts.site
+        yield f"{hosts.role}:", hosts.site, hosts.slow
         for _ in range(hosts.count):
             number = counts[hosts.role] = counts.get(hosts.role, -1) + 1
-            yield f"{hosts.role}-{number}", hosts.site
-    yield "store:", scenario.sites[0]
-    yield "store-0", scenario.sites[0]
+            yield f"{hosts.role}-{number}", hosts.site, hosts.slow
+    yield "store:", scenario.sites[0], 1.0
+    yield "store-0", scenario.sites[0], 1.0
