@@ -13,7 +13,16 @@ from tensorhub.layouts.boxes import Span, whole
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
 
-SHAPES: dict[str, tuple[int, ...]] = {"q": (8, 4), "k": (2, 4), "v": (2, 4), "gate": (6, 4), "up": (6, 4), "embed": (10, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "q": (8, 4),
+    "k": (2, 4),
+    "v": (2, 4),
+    "gate": (6, 4),
+    "up": (6, 4),
+    "embed": (10, 4),
+    "wide": (4, 6),
+    "o": (8, 6),
+}
 
 
 def local(name: str, *shape: int, strides: tuple[int, ...] | None = None, offset: int = 0) -> LocalTensor:
@@ -100,7 +109,12 @@ def test_an_empty_list_leaves_a_tensor_alone() -> None:
     ("entry", "fault"),
     [
         (source("q"), r"sources of 't': source\('q'\) has shape \(8, 4\), and the tensor has \(6, 4\); take"),
-        (source("q")[0:6].T, r"has shape \(4, 6\), and the tensor has \(6, 4\); write `.T` behind the view"),
+        (source("q")[0:6].T, r"has shape \(4, 6\), and the tensor has \(6, 4\); take .* or write `.T` behind the view"),
+        (source("wide"), r"has shape \(4, 6\), and the tensor has \(6, 4\); write `.T` behind the view"),
+        (
+            source("o")[0:4],
+            r"\(4, 6\), and the tensor has \(6, 4\); take a part of the other dimension, such as \[0:6, 0:4\]; or",
+        ),
         (source("q")[0:5], r"where the rest is padding, write pairs: `\[\(at\[0:5, 0:4\], view\)\]`"),
         ([source("q")[0:3], source("k")[0:2]], "the list has 5 rows, and the tensor 6"),
         ([source("q")[0:6], source("k")[0:2]], "the list has 8 rows, and the tensor 6"),

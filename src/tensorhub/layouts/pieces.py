@@ -287,7 +287,7 @@ def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of
         where = "the tensor" if written == at[...] else f"its place {written}"
         raise RegistrationError(
             f"sources of {errors.shown(tensor.name)}: {view} has shape {selection.shape}, and {where} has {place.shape}; "
-            f"{_fitting(selection.shape, place.shape)}"
+            f"{_fitting(selection.shape, place.shape, shape)}"
         )
     offset = tensor.offset + sum(taken.start * stride for taken, stride in zip(place.box, tensor.strides, strict=True))
     strides = [0] * len(shape)
@@ -297,10 +297,15 @@ def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of
     return Piece(view.name, kind, selection.box, tensor.region, offset, tuple(strides))
 
 
-def _fitting(view: tuple[int, ...], place: tuple[int, ...]) -> str:
-    """What to write, for a view and a place of these shapes."""
+def _fitting(view: tuple[int, ...], place: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    """What to write, for a view and a place of these shapes, of a tensor of that one."""
     if view == place[::-1]:
-        return "write `.T` behind the view, if that lies transposed in this memory"
+        transposed = "write `.T` behind the view, if that lies transposed in this memory"
+        if len(place) == len(whole) and all(map(le, place, whole)):  # most often the wrong dimension was cut
+            return (
+                f"take a part of the other dimension, such as [{', '.join(f'0:{size}' for size in place)}]; or {transposed}"
+            )
+        return transposed
     if len(view) == len(place) and all(map(le, view, place)):
         part = ", ".join(f"0:{size}" for size in view)
         return f"where the rest is padding, write pairs: `[(at[{part}], view)]`"

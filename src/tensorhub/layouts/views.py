@@ -215,24 +215,36 @@ def _integer(value: object) -> int | None:
         return None
 
 
+def _refused(what: object, given: object) -> str:
+    """An index that cannot be taken, as it was written."""
+
+    def written(item: object) -> str:
+        if isinstance(item, slice):
+            ends = (item.start, item.stop) if item.step is None else (item.start, item.stop, item.step)
+            return ":".join("" if each is None else errors.shown(each) for each in ends)
+        return "..." if item is ... else errors.shown(item)
+
+    return f"{what}[{', '.join(map(written, given[:DIMENSIONS_MAX] if isinstance(given, tuple) else (given,)))}]"
+
+
 def _index(given: object, what: object) -> _Index:
     items: list[int | _Slice | EllipsisType] = []
     for item in given if isinstance(given, tuple) else (given,):
         if isinstance(item, slice):
             start, stop, step = (None if each is None else _integer(each) for each in (item.start, item.stop, item.step))
             if (start is None) != (item.start is None) or (stop is None) != (item.stop is None):
-                raise RegistrationError(f"{what}[{errors.shown(given)}]: a slice is of integers; {_SLICES}")
+                raise RegistrationError(f"{_refused(what, given)}: a slice is of integers; {_SLICES}")
             if item.step is not None and (step is None or step < 1):
-                raise RegistrationError(f"{what}[{errors.shown(given)}]: its step is {errors.shown(item.step)}; {_SLICES}")
+                raise RegistrationError(f"{_refused(what, given)}: its step is {errors.shown(item.step)}; {_SLICES}")
             items.append(_Slice(start, stop, step or 1))
         elif item is ...:
             items.append(item)
         elif (number := _integer(item)) is not None:
             items.append(number)
         else:
-            raise RegistrationError(f"{what}[{errors.shown(given)}]: {errors.shown(item)} is no index here; {_SLICES}")
+            raise RegistrationError(f"{_refused(what, given)}: {errors.shown(item)} is no index here; {_SLICES}")
     if sum(item is ... for item in items) > 1:
-        raise RegistrationError(f"{what}[{errors.shown(given)}]: `...` can stand there once")
+        raise RegistrationError(f"{_refused(what, given)}: `...` can stand there once")
     return _Index(tuple(items))
 
 
