@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isnan
+from math import isfinite, isnan
 from typing import Any
 
 from benches.testbed.accounting import Attempt, Stalls, Waits, attempts, middle, stalls, waits
@@ -112,4 +112,4 @@ def waits_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _ratio(value: float, base: float) -> str:
-    return "-" if isnan(value) or isnan(base) or not base else f"{value / base:.2f}"
+    return "-" if isnan(value) or not isfinite(base) or not base else f"{value / base:.2f}"

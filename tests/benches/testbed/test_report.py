@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benches.testbed import picture, prediction, report
+from benches.testbed.accounting import Waits
 from benches.testbed.report import Row
 from benches.testbed.run import Result
 from benches.testbed.sizes import SIZES, fitted, with_slow
@@ -63,6 +64,12 @@ def test_tables_compare_with_the_first_row() -> None:
     assert third.endswith("not installed: ...")
     lines = report.waits_table([ours, theirs, failed])
     assert [line.split()[-2:] for line in lines if "updates" in line] == [["1.00", "1.00"], ["3.00", "4.50"]]
+
+
+def test_what_is_not_known_has_no_ratio() -> None:
+    never = Waits(1, 0, 9, 2.0, float("inf"))
+    rows = [Row(way, joins=never, updates=never) for way in ("tensorhub", "sockets")]
+    assert [line.split()[-4:] for line in report.waits_table(rows)[1:]] == [["2.00", "inf", "1.00", "-"]] * 4
 
 
 def test_pictures_are_svg_and_name_every_system() -> None:
