@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from tensorhub.coordinator import readers as rules
-from tensorhub.coordinator.entities import READER_WEIGHT, RankPart
+from tensorhub.coordinator.entities import READER_WEIGHT, RankPart, Worker
+from tensorhub.coordinator.readers import Readers
 from tensorhub.messages import Flow, Progress
 from tensorhub.scheduler.slowness import Slowness
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import CHUNK_BYTES, make_manifest
 from tensorhub.types import Location
+from tests.coordinator.layout_world import World
 
 CHUNKS = 64
 FAST, SLOW = 3.0, 3 / 8  # chunks in a second: 0.8 GB/s, which is a little less than is supposed, and 0.1
@@ -286,3 +290,40 @@ def test_a_move_is_told_as_one() -> None:
     told = [line for line in chain.cluster.log if "Source" in line]
     assert any("c <- AddSource" in line for line in told)
     assert any("c <- DropSource" in line for line in told)
+
+
+def test_nothing_is_kept_of_a_source_that_is_lost_and_serves_on() -> None:
+    world = World()
+    trainer, reader = world.arrive("t"), world.arrive("r")
+    world.publish([trainer], 1)
+    world.fill([reader])
+    (lease,) = world.part(reader).leases.values()
+    world.lose(trainer)
+    flow = Flow(lease.id, CHUNK_BYTES, 1.0)
+    world.say(reader, Progress(world.operation(reader).key, 0, 1, CHUNK_BYTES, (flow,)))
+    assert lease.flow == flow
+    assert world.core.cluster.slowness._met.keys() <= world.core.cluster.workers.keys()
+
+
+def test_a_worker_is_weighed_once_for_all_that_one_message_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change of mind costs as much as all that it reads: thousands of them in one message cost many seconds."""
+    chain = slow_in_the_midst()
+    weighed = list[Worker]()
+    weigh = Readers._weigh
+
+    def counted(self: Readers, worker: Worker) -> None:
+        weighed.append(worker)
+        weigh(self, worker)
+
+    monkeypatch.setattr(Readers, "_weigh", counted)
+    (lease,) = chain.part("b").leases.values()
+    rates, flows, flow = [FAST, SLOW] * 32, list[Flow](), lease.flow
+    for rate in rates:
+        flow = Flow(lease.id, flow.nbytes + int(rate * CHUNK_BYTES), flow.seconds + 1.0)
+        flows.append(flow)
+    key = chain.calls["b"].key
+    assert key is not None
+    chain.handles["b"].worker.say(Progress(key, 0, 5, 5 * CHUNK_BYTES, tuple(flows)))
+    chain.settle()
+    assert [worker.name for worker in weighed] == ["b", "a"]
+    assert lease.flow == flow

@@ -14,7 +14,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import READER_WEIGHT, Holding, Member, Operation, RankPart, ReadLease, Version, Worker
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
-from tensorhub.coordinator.states import LeaseState
+from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, distance
@@ -88,8 +88,10 @@ class Readers:
         holding.guests.add(guest.origin, guest)
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
-        """A reader reports what has come from its sources. A read-only reader is not believed."""
-        reader = part.member.worker
+        """A reader reports what has come from its sources. A read-only reader is not believed; nor is anything kept of a
+        source that is lost, although it may serve on.
+        """
+        reader, to_weigh = part.member.worker, dict[Worker, None]()
         for flow in flows:
             lease = part.leases.get(flow.lease)
             if lease is None or reader.read_only:
@@ -103,15 +105,16 @@ class Readers:
             self._cluster.links.heard(reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now)
             if lease.is_only and lease.source_had > part.progress[0]:
                 sharers = lease.holding.readers_most  # all that came since then was there
-            heard = reader.incarnation, source.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
-            self._cluster.slowness.heard(*heard)
-            rates = self._cluster.links.rates(self._cluster.now)
-            is_slow = sharers is not None and CLEARLY * sharers * nbytes / seconds <= rates[apart]
-            for each in (reader, source):
-                if is_slow or each.slowness:
-                    self._weigh(each)
+            if source.state is not WorkerState.LOST:
+                heard = reader.incarnation, source.incarnation, apart, nbytes, seconds, sharers, self._cluster.now
+                self._cluster.slowness.heard(*heard)
+                rates = self._cluster.links.rates(self._cluster.now)
+                is_slow = sharers is not None and CLEARLY * sharers * nbytes / seconds <= rates[apart]
+                to_weigh.update((each, None) for each in (reader, source) if is_slow or each.slowness)
             lease.flow, lease.source_had = flow, lease.holding.chunks_verified
             self._cluster.note(lease)
+        for each in to_weigh:  # once, however much was said: it may have thousands of readers, and read as much
+            self._weigh(each)
 
     def _weigh(self, worker: Worker) -> None:
         """How slow it is, and what it takes of its sources' uplinks, now."""
