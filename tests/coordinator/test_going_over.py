@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import Begun, Fill, Outcome, ReadFailed, Start, Write
+from tensorhub.messages import Begun, Fill, Outcome, ReadFailed, Rollback, Start, Write
 from tensorhub.types import Endpoint, OpKey, OpKind
 from tests.coordinator.layout_world import LEASE_S, Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
@@ -213,3 +213,24 @@ def test_available_goes_over_too() -> None:
     world.ready(reader, A, B)
     lose_in_mid_read(world, trainers, [reader])
     assert is_told_to_go_over([reader])
+
+
+def test_what_was_rolled_back_meanwhile_is_not_gone_over_to() -> None:
+    world, trainers = published()
+    leave(world, *trainers)
+    world.publish(trainers, 2)
+    finish(world, filling(world), trainers)
+    (rank,) = readers(world)
+    leave(world, *trainers)
+    info = world.version.info
+    (ended,) = rank.take(Outcome)
+    assert ended.again
+    world.say(trainers[0], Rollback(9, "back", "m", 1))
+    begun = Begun(ended.key, info.version, info.content_id, "", False, anew=True)
+    call = (OpKind.UPDATE, "latest", None, rank.generation + 1, False, False, 1000.0, (ended.key,), begun)
+    world.say(rank, Fill(world.key(rank), rank.rank, rank.name, *call))
+    (outcome,) = rank.take(Outcome)
+    assert outcome.error is not None
+    assert (outcome.error.kind, outcome.again) == ("VersionUnavailable", False)
+    assert "it was rolled back" in outcome.error.message
+    assert "restarted" not in outcome.error.message
