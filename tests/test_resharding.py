@@ -6,7 +6,7 @@ What a reader ends up with is compared with the whole tensors, cut and joined by
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tensorhub
+from tensorhub.coordinator import bridges
 from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.memory.file_target import FileTarget
@@ -355,6 +356,35 @@ async def test_what_encloses_is_read_once_and_counted() -> None:
         assert is_held(theirs, 1)
         assert read_from(reports) == {"reader"}
         assert {report.excess_bytes for report in reports} == {0}
+
+
+async def test_what_was_read_with_what_encloses_it_is_there_when_it_is_fetched_again() -> None:
+    """Also if nobody else has read it by now, so that nobody's digests of it count any more."""
+    async with cluster("trainer", "replica", "reader", transports=["tcp"], options=OPTIONS) as c:
+        await replicas(c)
+        ranks, mine = await rollout(c.hubs[-1:], "rollout")
+        reports = await all_of(*(each.replicate(1) for each in ranks))
+        assert all(report.excess_bytes for report in reports)
+        await all_of(*(each.unpublish() for each in ranks))
+        reports = await all_of(*(each.replicate(1) for each in ranks))
+        assert [report.bytes_read for report in reports] == [0] * ROLLOUTS
+        assert is_held(mine, 1)
+
+
+async def test_nobody_is_warned_of_what_is_read_again_to_be_vouched_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
+    known = bridges.enclosing_root
+    as_it_is: Callable[..., bytes] = lambda part, *source: known(part, *source) if part.comparisons else b""  # noqa: E731
+    monkeypatch.setattr(bridges, "enclosing_root", as_it_is)
+    async with cluster("trainer", "replica", "reader", transports=["tcp"], options=OPTIONS) as c:
+        await replicas(c)
+        ranks, mine = await rollout(c.hubs[-1:], "rollout")
+        await all_of(*(each.replicate(1) for each in ranks))
+        assert is_held(mine, 1)
+    assert any("read_again_to_be_vouched_for" in each for each in caplog.messages)
+    assert not any("not_as_published" in each for each in caplog.messages)
 
 
 async def test_a_publisher_that_goes_before_it_has_told_digests_is_made_up_for() -> None:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.machine import IllegalStep
+from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import Owner
 
@@ -72,6 +73,17 @@ def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
     owner.close(R)
     owner.open(R, 5, C, SIZES, complete=False)
     assert owner.kept(R, 5) == []  # other bytes were here
+
+
+def test_what_a_broken_fill_has_left_is_as_well_vouched_for_as_it_was() -> None:
+    owner = opened(complete=False)
+    owner.mark_available(R, 1, [(0, 10), (1, 11), (3, 13)], enclosed=True)
+    owner.close(R)
+    owner.open(R, 2, C, SIZES, complete=False)
+    owner.mark_available(R, 2, [(0, 10)])  # it still has its digest
+    owner.mark_available(R, 2, [(1, 12)])
+    owner.mark_available(R, 2, [(3, 13)], Origin("source", 1))  # it was read again
+    assert owner.enclosed(R, 2) == {0}
 
 
 def test_chunks_of_another_grid_are_kept_apart() -> None:

@@ -64,12 +64,13 @@ class Books:
             if not self.available[chunk]:
                 self.available[chunk] = 1
                 self.missing -= 1
+                is_as_before = origin is None and digest is not None and digest == self.own.digests[chunk]
                 self.own.digests[chunk] = digest
                 if self.origins is not None and origin is not None:
                     self.origins[chunk] = origin
                 if enclosed:
                     self.enclosed.add(chunk)
-                else:
+                elif not is_as_before:  # else it was not read again: it is as well vouched for as it was
                     self.enclosed.discard(chunk)
 
     def revoke(self, wrong: set[int]) -> None:

@@ -169,7 +169,11 @@ class Filler:
         enclosed = self._owner.enclosed(target, action.generation)
         wrong, following = compare(action, *listed, origin_of, enclosed)
         if wrong:
-            log.warning("not_as_published", registration=self._registration, chunks=len(wrong), first=wrong[0][0])
+            what = {"registration": self._registration, "chunks": len(wrong), "first": wrong[0][0]}
+            if action.enclose:  # nothing is known to be wrong
+                log.info("read_again_to_be_vouched_for", **what)
+            else:
+                log.warning("not_as_published", **what)
             revoke = partial(self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong])
             await anyio.to_thread.run_sync(revoke)
         self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
