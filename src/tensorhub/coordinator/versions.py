@@ -126,10 +126,10 @@ class Versions:
         """The very content that a fill had begun. Raises VersionUnavailable if it is not known any more."""
         version = model.versions.get(begun.version)
         if version is None or not version.visible or version.info.content_id != begun.content_id:
-            when = "when what it read was gone" if begun.anew else "when its coordinator restarted"
+            when = "what it read was gone" if begun.anew else "its coordinator restarted"
             raise VersionUnavailable(
-                f"version {begun.version} of {model.name!r}, which this call had begun to fetch {when}, is not known any more: "
-                "it was rolled back, or is old; call again"
+                f"version {begun.version} of {model.name!r}, which this call was fetching when {when}, is not known any "
+                "more: it was rolled back, or is old; call again"
             )
         return version
 
