@@ -514,3 +514,24 @@ def test_who_loses_the_origin_that_he_was_bound_to_goes_over_to_what_was_publish
     world.lose(*near)
     (outcome,) = reader.take(Outcome)
     assert outcome.again
+
+
+def test_what_is_read_again_to_be_vouched_for_is_not_read_of_who_vouches_for_nothing() -> None:
+    """Two groups of a layout had all of it before, and nobody knows its selections any more. Who followed the other one would
+    read it again and again, and be told in the end that its machine damages bytes.
+    """
+    world, trainers, _ = copied()
+    world.lose(*trainers)
+    (first,) = filling(world, "first")
+    (follower,) = filling(world, "follower")
+    assert world.sources(follower) == [("first0", "", 0)]
+    world.vote(follower, root(A), root(B))
+    for each in (first, follower):
+        for asked, need in zip(each.take(TellDigests), (A, B), strict=True):
+            what = (need.chunks, (), b"", True, asked.selection, asked.shard)
+            world.say(each, Digests(each.name, each.generation, *what))
+    (compare,) = follower.take(Compare)
+    assert compare.enclose
+    compared = Compared(world.operation(follower).key, 0, A.chunks, (), True, compare.selection, compare.shard)
+    world.say(follower, compared)
+    assert [(added.grant.source, added.grant.root) for added in follower.take(AddSource)] == [("c0", OWN)]

@@ -28,8 +28,11 @@ OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know
 
 
 def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], Holding | None]) -> list[Source]:
-    """From whom it has these, as far as somebody has them. `best`: the best source for a need, or of its own layout."""
-    own = best(None)
+    """From whom it has these, as far as somebody has them. `best`: the best source for a need, or of its own layout. (Nobody
+    there can vouch yet for what is read again to be vouched for.)
+    """
+    is_vouched = part.rereads is None or not must_enclose(part, part.rereads)
+    own = best(None) if is_vouched else None
     if own is not None and own.member.worker.location.site == part.member.worker.location.site:
         return [(None, own)]
     bridged = [(need, found) for need in needs if (found := best(need)) is not None]
