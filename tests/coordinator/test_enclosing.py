@@ -535,3 +535,32 @@ def test_what_is_read_again_to_be_vouched_for_is_not_read_of_who_vouches_for_not
     compared = Compared(world.operation(follower).key, 0, A.chunks, (), True, compare.selection, compare.shard)
     world.say(follower, compared)
     assert [(added.grant.source, added.grant.root) for added in follower.take(AddSource)] == [("c0", OWN)]
+
+
+@pytest.mark.parametrize("rereads", [True, False])
+def test_a_vote_does_not_count_while_its_rank_may_read_again_to_be_vouched_for(rereads: bool) -> None:
+    """Somebody else vouches for the same selection just then. Who is told of a commit has nothing left to read."""
+    world, trainers, _ = copied()
+    (reader,) = filling(world)
+    world.lose(*trainers)
+    world.vote(reader, root(A), root(B))
+    for asked, need in zip(reader.take(TellDigests), (A, B), strict=True):
+        what = (need.chunks, (), b"", True, asked.selection, asked.shard)
+        world.say(reader, Digests(reader.name, reader.generation, *what))
+    (compare,) = reader.take(Compare)
+    assert (compare.enclose, compare.shard) == (True, A.shard)
+    (other,) = world.group("o", [("own/o", ())], site="there")
+    world.fill([other])
+    world.ready(other, A, B)
+    world.vote(other, root(A), root(B))
+    for need in (A, B):
+        world.tell(other, need, shard=need.shard)
+    assert other.take(Outcome)[0].committed
+    assert not reader.take(Outcome)
+    reader.take(AddSource)
+    compared = Compared(world.operation(reader).key, 0, A.chunks, (), rereads, compare.selection, compare.shard)
+    world.say(reader, compared)
+    if rereads:
+        assert reader.take(AddSource)
+        world.vote(reader, root(A), root(B))
+    assert reader.take(Outcome)[0].committed

@@ -566,6 +566,7 @@ class RankPart:
     compares: Need | None = None  # of which of them it compares the list, while there is a page
     page: int | None = None  # which page of the publisher's list it compares now
     page_session: int | None = None  # over which it was sent that
+    encloses: bool = False  # it is no list, but the question what was not read with what encloses it: that is read again
     rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
     comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes

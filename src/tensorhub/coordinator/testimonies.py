@@ -129,7 +129,9 @@ class Testimonies:
         """The same for one of the roots that it names."""
         testimony, version = self._of(part, need), part.operation.bound
         unproven = version.unproven.intersection(replicas.needed(part)) if version.unproven else ()
-        if not all(self._are_replicas_known(version, first) for first in unproven):
+        if part.page is not None and part.encloses and part.compares == need:
+            pass  # it may be about to read that again, whoever vouches for it meanwhile
+        elif not all(self._are_replicas_known(version, first) for first in unproven):
             pass  # else it might be half of one, and half of another one that has drifted apart
         elif (testimony.root and root == testimony.root) or not (testimony.width or testimony.root or root):
             self._agree(part, need)
@@ -180,7 +182,7 @@ class Testimonies:
             if part.holding is not None:
                 self._holdings.verified(part.holding, is_so=False)
             self._cluster.wants_source(part.operation)
-        elif not testimony.root:  # all that it has of that was read with what encloses it
+        elif part.encloses or not testimony.root:  # all that it has of that was read with what encloses it
             part.page = None
             part.comparisons += 1
             testimony.answered.discard(part.member.registration)
@@ -208,7 +210,7 @@ class Testimonies:
         self._cluster.changed(part.operation, part)
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
-        part.page, part.page_session = page, part.member.worker.session
+        part.page, part.page_session, part.encloses = page, part.member.worker.session, False
         first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
@@ -236,7 +238,7 @@ class Testimonies:
                 self._tellers.ask(own)
         if any(bridges.grid_root(version, origin, shard) for shard in shards):
             part.compares = need
-            part.page, part.page_session = 0, part.member.worker.session
+            part.page, part.page_session, part.encloses = 0, part.member.worker.session, True
             of = need.selection, need.shard
             self._cluster.tell(part.member, Compare(part.operation.key, part.rank, 0, b"", True, *of, enclose=True))
 
