@@ -225,7 +225,7 @@ def test_who_has_read_all_of_it_so_and_does_not_say_its_digests_ends() -> None:
     world.lose(*trainers)
     (reader,) = filling(world)
     world.vote(reader, root(A), root(B))
-    for _ in range(COMPARISONS_MAX):
+    for _ in range(COMPARISONS_MAX + 2):
         for need in (A, B):
             said = Digests(reader.name, reader.generation, need.chunks, (), b"", True, need.selection, need.shard)
             world.say(reader, said)
@@ -517,8 +517,8 @@ def test_who_loses_the_origin_that_he_was_bound_to_goes_over_to_what_was_publish
 
 
 def test_what_is_read_again_to_be_vouched_for_is_not_read_of_who_vouches_for_nothing() -> None:
-    """Two groups of a layout had all of it before, and nobody knows its selections any more. Who followed the other one would
-    read it again and again, and be told in the end that its machine damages bytes.
+    """Two groups of a layout had all of it before, and nobody knows its selections any more. Who followed the other one
+    would read it again and again, and be told in the end that its machine damages bytes.
     """
     world, trainers, _ = copied()
     world.lose(*trainers)
@@ -564,3 +564,33 @@ def test_a_vote_does_not_count_while_its_rank_may_read_again_to_be_vouched_for(r
         assert reader.take(AddSource)
         world.vote(reader, root(A), root(B))
     assert reader.take(Outcome)[0].committed
+
+
+def test_each_of_many_selections_may_be_read_again_to_be_vouched_for() -> None:
+    ranks = COMPARISONS_MAX + 2
+    world, trainers = published(ranks)
+    copies = world.group("c", [cut(rank) for rank in range(ranks)])
+    world.fill(copies)
+    for trainer, copy in zip(trainers, copies, strict=True):
+        world.ready(copy)
+        world.tell(trainer)
+        world.vote(copy, root=OWN)
+    needs = [Need(shard, "half of it", 2, 20) for shard in range(ranks)]
+    (reader,) = filling(world, needs=needs)
+    world.lose(*trainers)
+    said = [root(need) for need in needs]
+    world.vote(reader, *said)
+    for asked in reader.take(TellDigests):
+        world.say(reader, Digests(reader.name, reader.generation, 2, (), b"", True, asked.selection, asked.shard))
+    for _ in needs:
+        (compare,) = reader.take(Compare)
+        compared = Compared(world.operation(reader).key, 0, 2, (), True, compare.selection, compare.shard)
+        world.say(reader, compared)
+        world.vote(reader, *said)
+        for asked in reader.take(TellDigests):
+            is_enclosed = asked.shard <= compare.shard
+            runs, listed = (((0, 2),), list_of(2)) if is_enclosed else ((), b"")
+            what = (2, runs, listed, True, asked.selection, asked.shard)
+            world.say(reader, Digests(reader.name, reader.generation, *what))
+    (outcome,) = reader.take(Outcome)
+    assert outcome.committed, outcome.error

@@ -42,7 +42,9 @@ from tensorhub.layouts.published import Published
 from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, digests_bytes_max
 from tensorhub.types import READ_ONLY, OpKind
 
-COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or its word, is not believed any more
+# Of one rank in one operation, besides one for each selection, which it may have to read again to be vouched for. After that
+# its memory, or its word, is not believed any more.
+COMPARISONS_MAX = 16
 
 
 @dataclass(eq=False, repr=False)
@@ -148,10 +150,10 @@ class Testimonies:
                 if not bridges.can_enclose(part):
                     is_known_now = part.origin is not None and any(version.described_as(part.origin.origin_id))
                     return Blame(_unplanned(part), part.rank, again=is_known_now)
-                if part.comparisons >= COMPARISONS_MAX:
+                if _is_believed_no_more(part):
                     return Blame(_unlike(part.operation, part), part.rank)
                 self._enclose(part, testimony, need)
-        elif part.comparisons >= COMPARISONS_MAX:
+        elif _is_believed_no_more(part):
             return Blame(_unlike(part.operation, part), part.rank)
         elif part.page is None:
             part.compares = need
@@ -452,9 +454,13 @@ def _unplanned(part: RankPart) -> StateError:
     )
 
 
+def _is_believed_no_more(part: RankPart) -> bool:
+    return part.comparisons >= COMPARISONS_MAX + len(part.needs or ())
+
+
 def _unlike(operation: Operation, part: RankPart) -> IntegrityError:
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: after {COMPARISONS_MAX} "
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: after {part.comparisons} "
         f"readings rank {part.rank} still has other digests than were published. The machine of worker "
         f"{part.member.worker.name!r} may damage bytes: look at its memory, or use another one"
     )
