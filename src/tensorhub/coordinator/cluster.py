@@ -275,7 +275,7 @@ class Cluster:
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""
         operation.is_starving = operation.version is not None and starves(operation)
-        if operation.key not in self.changed_operations:  # else it is settled once more, for what has changed meanwhile
+        if not (operation.key in self.changed_operations or self.is_woken(operation)):  # else for what has changed meanwhile
             operation.news = {}
         now = waits_in(operation)
         for before in operation.filed_in:
