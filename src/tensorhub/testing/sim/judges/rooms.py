@@ -35,7 +35,11 @@ class Rooms:
         self._rooms.pop(ident, None)
 
     def evicted(self, ident: str, purpose: Purpose, wanted_bytes: int) -> None:
-        """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way."""
+        """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way. (Who has
+        given it back by itself, while it was waited for, loses nothing.)
+        """
+        if ident not in self._rooms:
+            return
         what = f"{self._who}: {ident} has to go for {purpose.value}, of {self._rooms}"
         lower = [each for each, (has, _) in self._rooms.items() if has in MAY_TAKE.get(purpose, ())]
         demand(ident in lower, f"host copies: {what}: its own purpose comes first")
