@@ -256,8 +256,10 @@ class Handovers:
         return self._cluster.hosts[min(fit)[-1]] if fit else None
 
     def _room(self, worker: Worker) -> int:
-        """Bytes of its host memory that are neither taken by a copy nor promised to one. (Prefetched versions give way.)"""
-        copies = (m.nbytes for m in worker.members.values() if m.purpose in (Purpose.RETENTION, Purpose.SEED))
+        """Bytes of its host memory that are neither taken by a copy nor promised to one. (What is prefetched or seeded gives
+        way.)
+        """
+        copies = (m.nbytes for m in worker.members.values() if m.purpose is Purpose.RETENTION)
         promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
         return worker.host_bytes - sum(copies) - sum(promised)
 

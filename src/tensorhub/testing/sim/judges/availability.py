@@ -66,7 +66,8 @@ class AvailabilityJudge:
         has_it = goes_on or held == [number] * group.world_size or self._is_heard_of(content_id)
         demand(has_it, f"selectors: {what}, and nobody is heard of who holds it")
         for newer, content_id in self._published(handle.shard.model, number + 1):
-            demand(not self._can_be_read(content_id), f"selectors: {what}: {newer} can be read")
+            can_be_read = self._can_be_read(content_id) and self._is_described_for(handle, newer)
+            demand(not can_be_read, f"selectors: {what}: {newer} can be read")
             if self._recovers():
                 away = self._away(handle.shard.model, content_id)
                 demand(not away, f"selectors: {what}: {away} of {newer} may come back")
@@ -106,6 +107,14 @@ class AvailabilityJudge:
         """Whether every shard of it is held by somebody of whom the coordinator hears."""
         shards = self._contents.truth.get(content_id, {})
         return bool(shards) and all(any(self._offers(h, content_id) for h in self._holders(shard)) for shard in shards)
+
+    def _is_described_for(self, handle: JudgedHandle, number: int) -> bool:
+        """Whether a fetch of the whole model can be told what is held where. After a restart those who know that may not be
+        back, though host copies of all shards are.
+        """
+        version = self._world.coordinator.cluster.models[handle.shard.model].versions.get(number)
+        is_of_whole = not handle.shard.serves and handle.shard.layout_id != ""
+        return not is_of_whole or version is None or any(layout.is_described for layout in version.layouts)
 
     def _is_heard_of(self, content_id: str) -> bool:
         """Whether each shard of it is held as a whole by some worker that is heard of: it may be gone since."""

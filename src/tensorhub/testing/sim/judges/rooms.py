@@ -35,8 +35,8 @@ class Rooms:
         self._rooms.pop(ident, None)
 
     def evicted(self, ident: str, purpose: Purpose, wanted_bytes: int) -> None:
-        """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way. (Who has
-        given it back by itself, while it was waited for, loses nothing.)
+        """Its room is taken from it for something with that purpose: it is the oldest of those that have to give way. (Who
+        has given it back by itself, while it was waited for, loses nothing.)
         """
         if ident not in self._rooms:
             return
