@@ -501,13 +501,13 @@ def test_a_version_of_which_nobody_has_said_anything_cannot_be_described() -> No
     assert "nobody who is here now has said what is in version 1" in refused.error.message
 
 
-def guest_of(world: World, layout_id: str) -> Rank:
+def guest_of(world: World, layout_id: str, *, site: str = "here") -> Rank:
     """Whoever has the read-only token, and says that he has that layout. He fetches."""
-    guest = Rank(next(world.numbers), "read-only-g", 0, 1, layout_id, (), "here")
+    guest = Rank(next(world.numbers), "read-only-g", 0, 1, layout_id, (), site)
     guest.serves = False
     world.ranks[guest.name] = world.sessions[guest.session] = guest
     world.step(Connected(guest.session, "read-only-w", "worker", read_only=True))
-    world.say(guest, Join(guest.name, Location(site="here", host="g"), (Endpoint("tcp", "g"),), 1, 0))
+    world.say(guest, Join(guest.name, Location(site=site, host="g"), (Endpoint("tcp", "g"),), 1, 0))
     own = (layout_id, 1, 0, b"", None, "", (), (), True)
     where = ("m", guest.group, 0, 0, 1, False, False, Medium.DEVICE, Purpose.USE)
     world.say(guest, Register(next(world.numbers), guest.name, *where, *own))

@@ -6,11 +6,14 @@ import pytest
 
 from tensorhub.coordinator.entities import Gate
 from tensorhub.digests import root_of
-from tensorhub.messages import Abandon, ErrorInfo, Fill, Outcome, Progress, Start
+from tensorhub.manifest import id_of
+from tensorhub.messages import Abandon, ErrorInfo, Fill, Outcome, Progress, Register, Start
+from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
-from tensorhub.types import OpKind
-from tests.coordinator.layout_world import LEASE_S, Rank, World, list_of
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tensorhub.types import Endpoint, Medium, OpKind, Purpose
+from tests.coordinator.layout_world import LEASE_S, MANIFEST, Rank, World, list_of, root
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, guest_of, published
+from tests.coordinator.test_layouts_over_time import back, held_by
 from tests.coordinator.test_origins import OF_R, begin, held, leave, reader_of
 
 
@@ -38,7 +41,7 @@ def origin_of(world: World, rank: Rank) -> str:
 
 def go_on(world: World, reader: Rank, chunks: int) -> None:
     """It has some more."""
-    world.say(reader, Progress(world.operation(reader).key, 0, chunks, chunks))
+    world.say(reader, Progress(world.operation(reader).key, reader.rank, chunks, chunks))
 
 
 def test_who_begins_while_another_layout_enters_the_site_reads_it_there_once_it_is_complete() -> None:
@@ -137,8 +140,23 @@ def test_a_staged_update_waits_until_it_can_follow_its_own_layout() -> None:
     world.fill([late], staged=True)
     assert waits(world, late)
     world.ready(first, A, B)
+    assert late.take(Start), "it has come into the site, though it is still being filled"
     world.ready(late, A, B)
     assert world.sources(late) == [("r0", "", 0)]
+
+
+def test_who_waits_to_follow_its_own_layout_is_woken_once_that_is_being_filled() -> None:
+    """Also where nothing new is learned of that layout."""
+    world, _, _ = held()
+    (first,) = world.group("f", [("own/r0", ())], site="there")
+    first.generation += 1
+    call = (OpKind.UPDATE, "latest", None, first.generation, True, False, 1000.0)
+    world.say(first, Fill(world.key(first), 0, first.name, *call))
+    (late,) = world.group("x", [("own/r0", ())], site="there")
+    world.fill([late], staged=True)
+    assert waits(world, late)
+    world.ready(first, A, B)
+    assert late.take(Start)
 
 
 def test_another_layout_that_begins_elsewhere_does_not_wait() -> None:
@@ -170,6 +188,43 @@ def test_a_fetch_is_not_waited_for_and_waits() -> None:
     assert waits(world, late)
     finish(world, first, trainers)
     assert origin_of(world, late) == "own/r0"
+
+
+def test_a_guest_of_the_layout_that_enters_waits() -> None:
+    """What guests say of a layout is of no use to workers, and so guests do not follow workers while these are filled."""
+    world, trainers, first = entering()
+    guest = guest_of(world, "own/r0", site="there")
+    assert waits(world, guest)
+    finish(world, [first], trainers)
+    assert origin_of(world, guest) == "own/r0"
+
+
+def test_a_copy_of_a_shard_does_not_wait() -> None:
+    """It cannot be made of what another layout brings."""
+    world, _, _ = held()
+    first = begin(world, "x", "own/x", site="there")
+    world.ready(first, A, B)
+    copy = world.arrive("copy", 0, 1, "own/r0", site="there", registers=False)
+    where = ("m", copy.group, 0, 0, 1, True, False, Medium.HOST, Purpose.RETENTION)
+    world.say(copy, Register(3, copy.name, *where, "own/r0", 1, CHUNKS, MANIFEST, None, id_of(MANIFEST)))
+    world.fill([copy])
+    assert copy.take(Start)
+
+
+def test_what_was_begun_before_a_restart_is_gone_on_with_at_once() -> None:
+    world, trainers, reader = entering()
+    key, info = world.operation(reader).key, world.version.info
+    world = world.restarted()
+    for trainer in trainers:
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    twins = world.group("twin", [cut(0), cut(1)], site="there")
+    world.fill(twins)
+    assert [*world.version.gates["there"].entering] == [world.operation(twins[0]).key]
+    reader = back(world, reader, None)
+    begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, reader.publication)
+    call = (OpKind.UPDATE, "latest", None, reader.generation, False, False, 1000.0, (key,), begun)
+    world.say(reader, Fill(world.key(reader), 0, reader.name, *call))
+    assert reader.take(Start)
 
 
 def test_whose_ranks_are_in_several_sites_neither_waits_nor_is_waited_for() -> None:
@@ -220,6 +275,26 @@ def test_it_waits_as_long_as_that_one_moves_and_not_longer() -> None:
     assert origin_of(world, late) == world.version.layout_id
 
 
+def test_it_waits_as_long_as_each_rank_moves() -> None:
+    """One that does not move holds up the others, and whoever waits for them; but not one that has voted."""
+    world, trainers = published()
+    readers = filling(world, ranks=2, site="there")
+    late = begin(world, "x", "own/x", site="there")
+    for chunks in range(1, 3):
+        world.pass_time(LEASE_S * 0.6)
+        go_on(world, readers[1], chunks)
+    assert late.take(Start)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    world.vote(readers[0], root(A), root(B))
+    assert world.part(readers[0]).voted
+    later = begin(world, "y", "own/y", site="there")
+    for chunks in range(3, 5):
+        world.pass_time(LEASE_S * 0.6)
+        go_on(world, readers[1], chunks)
+    assert waits(world, later)
+
+
 def test_it_waits_for_half_of_its_time_at_most() -> None:
     world, _, first = entering()
     (late,) = world.group("x", [("own/x", ())], site="there")
@@ -230,6 +305,45 @@ def test_it_waits_for_half_of_its_time_at_most() -> None:
         go_on(world, first, chunks)
     assert waits(world, late)
     world.pass_time(2.5)
+    assert late.take(Start)
+
+
+def test_who_has_the_least_time_decides_how_long_its_group_waits() -> None:
+    world, _, first = entering()
+    ranks = world.group("x", [("own/x0", ()), ("own/x1", ())], site="there")
+    key = world.key(ranks[0])
+    for rank, timeout_s in zip(ranks, (1000.0, 20.0), strict=True):
+        rank.generation += 1
+        call = (OpKind.UPDATE, "latest", None, rank.generation, False, False, timeout_s)
+        world.say(rank, Fill(key, rank.rank, rank.name, *call))
+    for chunks in range(1, 3):
+        world.pass_time(4.0)
+        go_on(world, first, chunks)
+    assert waits(world, ranks[0])
+    world.pass_time(2.5)
+    assert all(rank.take(Start) for rank in ranks)
+
+
+def test_who_cannot_be_read_across_layouts_is_not_waited_for() -> None:
+    spool, plain, tcp = Endpoint("spool", "x"), Endpoint("spool", "x", strides=False), Endpoint("tcp", "x")
+    world = World()
+    world.endpoints = (spool, tcp)
+    world.publish(world.group("t", [cut(0), cut(1)]), 1)
+    world.endpoints = (plain, tcp)
+    filling(world, site="there")
+    world.endpoints = (spool,)
+    assert begin(world, "x", "own/x", site="there").take(Start)
+
+
+def test_if_the_second_one_ends_in_vain_who_has_waited_for_it_goes_on() -> None:
+    """The first one does not move: nobody waits for it any more."""
+    world, _, _ = entering()
+    world.pass_time(LEASE_S * 1.1)
+    second = begin(world, "s", "own/s", site="there")
+    world.ready(second, A, B)
+    late = begin(world, "x", "own/x", site="there")
+    assert waits(world, late)
+    world.say(second, Abandon(world.operation(second).key, 0, ErrorInfo("StateError", "enough of it", False)))
     assert late.take(Start)
 
 
@@ -268,12 +382,15 @@ def test_of_those_who_have_waited_one_of_each_layout_reads_across_and_the_others
 
 
 def test_a_rank_that_comes_back_to_a_group_that_holds_it_does_not_wait() -> None:
+    """Another layout that has entered since would bring it what its mates hold in their own way."""
     world, trainers = published()
     readers = filling(world, "r", ranks=2, site="there")
     finish(world, readers, trainers)
-    filling(world, "s", site="there")
     leave(world, readers[1])
+    assert readers[1].take(Start), "of the first time"
+    (other,) = filling(world, "s", site="there")
     world.fill(readers)
+    assert [*world.version.gates["there"].entering][:1] == [world.operation(other).key]
     assert readers[1].take(Start)
     for reader in readers:
         assert not reader.take(Outcome)
