@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
+from tensorhub.messages import Flow
 from tensorhub.scheduler.links import (
     LATENCY_S,
     RATE_MAX,
@@ -15,6 +16,7 @@ from tensorhub.scheduler.links import (
     VOTE_S,
     VOTES_MAX,
     Distance,
+    FlowMeter,
     Links,
 )
 
@@ -102,7 +104,8 @@ def test_what_was_told_is_forgotten() -> None:
 def test_an_old_vote_is_not_kept_alive_by_who_may_have_waited() -> None:
     links = links_of(8e9, 8e9)
     for now in range(1, int(VOTE_S)):
-        links.heard("reader 0", RACK, int(SLOW), 1.0, None, float(now))
+        for reader in ("reader 0", "reader 1"):
+            links.heard(reader, RACK, int(SLOW), 1.0, None, float(now))
     assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
 
 
@@ -136,6 +139,16 @@ def test_what_a_link_has_become_is_believed_after_a_few_readers() -> None:
     for number in range(VOTES_MAX // 2 + 1):
         links.heard(f"later {number}", RACK, int(SLOW), 1.0, 1, 1.0)
     assert links.rates(1.0)[RACK] == SLOW
+
+
+def test_what_comes_is_measured_from_the_first_bytes_on() -> None:
+    """How long these took to come nobody knows. Helpers may tell what they got out of order."""
+    meter = FlowMeter()
+    meter.arrived(1000, 5.0)
+    assert meter.flow("lease") is None
+    meter.arrived(300, 6.0)
+    meter.arrived(200, 5.5)
+    assert meter.flow("lease") == Flow("lease", 500, 1.0)
 
 
 def test_a_moment_tells_nothing() -> None:

@@ -95,6 +95,18 @@ def test_a_source_is_slow_once_two_readers_say_so_who_read_faster_elsewhere() ->
     assert told.slow() == {"slow": 3}
 
 
+def test_what_a_source_shows_after_the_first_word_against_it_refutes_that() -> None:
+    told = Told()
+    told.reads("a", "trainer", FAST)
+    told.reads("b", "trainer", FAST)
+    told.reads("a", "source", SLOW)
+    told.reads("c", "source", FAST)
+    told.reads("b", "source", SLOW)
+    assert told.of("source") == 0
+    told.reads("a", "source", SLOW)
+    assert told.of("source") == 3
+
+
 def test_a_machine_that_has_become_slow_is_found_so_at_its_next_word() -> None:
     told = Told()
     for reader in "abc":
@@ -120,8 +132,11 @@ def test_it_is_forgotten() -> None:
     told.reads("slow", "trainer", SLOW)
     told.now += VOTE_S
     assert told.slow() == {}
+    told.reads("fast", "trainer", FAST)
+    told.reads("slow", "trainer", SLOW)
+    assert told.slow() == {"slow": 3}
     told.slowness.forget("slow")
-    assert "slow" not in told.slowness._met
+    assert "slow" not in told.slowness._met.keys() | told.slowness._slow.keys()
 
 
 def test_a_small_difference_is_none() -> None:
@@ -182,7 +197,7 @@ def test_who_waits_does_not_say_again_that_it_was_slow_once() -> None:
 def test_within_a_host_and_across_sites_nothing_is_told_of_workers(apart: Distance) -> None:
     told = Told()
     told.reads("fast", "trainer", FAST, apart=apart)
-    told.reads("slow", "trainer", SLOW, apart=apart)
+    told.reads("slow", "trainer", SUPPOSED_BYTES_PER_S[apart] / 8, apart=apart)
     assert told.slow() == {}
 
 

@@ -7,7 +7,17 @@ import pytest
 from tensorhub.errors import GroupAborted, StateError
 from tensorhub.messages import Abandon, ErrorInfo, Fill, Outcome, Start, Write
 from tensorhub.types import HandleState, OpKind, VersionInfo
-from tensorhub.worker.calls import CallHook, Fence, FillCall, Finish, FreeStaging, OpenGeneration, StartPull, StopPull
+from tensorhub.worker.calls import (
+    CallHook,
+    Fence,
+    FillCall,
+    Finish,
+    FreeStaging,
+    OpenGeneration,
+    ReopenGeneration,
+    StartPull,
+    StopPull,
+)
 from tensorhub.worker.states import Phase
 from tests.worker.test_layouts import Reader
 
@@ -117,6 +127,52 @@ def test_an_update_that_still_fences_opens_what_it_holds_again() -> None:
     assert phase(reader) is Phase.FENCING
     reader.do(reader.member.fenced(fence.generation, 0))
     assert (phase(reader), reader.member.version) == (Phase.ASKED, 1)
+    assert reader.wants(ReopenGeneration).generation != fence.generation
+
+
+def test_who_is_cancelled_while_it_still_fences_calls_no_more() -> None:
+    reader, error = holding(), StateError("cancelled")
+    reader.begin(OpKind.UPDATE, number=2)
+    reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    fence, said = reader.wants(Fence), len(calls(reader))
+    is_gone(reader)
+    reader.do(reader.member.cancel(error, 0))
+    reader.do(reader.member.fenced(fence.generation, 0))
+    assert reader.wants(Finish).error is error
+    assert (len(calls(reader)), reader.member.version) == (said, 1)
+    assert reader.wants(ReopenGeneration).generation != fence.generation
+
+
+def test_who_does_not_know_yet_what_it_reads_asks_for_what_is_newest() -> None:
+    reader = Reader()
+    reader.begin()
+    assert phase(reader) is Phase.MANIFEST
+    is_gone(reader)
+    assert phase(reader) is Phase.ASKED
+    assert [call.resume for call in calls(reader)] == [None, None]
+
+
+def test_who_had_given_up_before_anything_was_written_ends_at_once() -> None:
+    reader, error = Reader(), StateError("cancelled")
+    reader.begin()
+    key = reader.key
+    reader.do(reader.member.cancel(error, 0))
+    assert phase(reader) is Phase.ABANDONING
+    is_gone(reader)
+    assert reader.said(Abandon)[-1].key.sequence == key.sequence + 1
+    assert reader.wants(Finish).error is error
+
+
+def test_what_is_committed_is_not_let_go_of() -> None:
+    reader = holding()
+    reader.begin(OpKind.UPDATE, number=2, staged=True)
+    reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    reader.do(reader.member.pull_done(0))
+    key, info, said = reader.key, VersionInfo("m", 2, "content2", 2048 * 16, 2), len(calls(reader))
+    reader.do(reader.member.receive(Outcome(key, 0, True, True, info, None), 0))
+    assert phase(reader) is Phase.APPLYING
+    is_gone(reader)
+    assert (phase(reader), len(calls(reader))) == (Phase.APPLYING, said)
 
 
 def test_what_is_staged_is_freed_and_what_is_held_stays() -> None:
@@ -131,6 +187,7 @@ def test_what_is_staged_is_freed_and_what_is_held_stays() -> None:
             reader.do(reader.member.pull_stopped(0))
         assert sum(isinstance(action, FreeStaging) for action in reader.actions) == 1
         assert (phase(reader), reader.member.version) == (Phase.ASKED, 1)
+        assert reader.member._memory.staged is None
 
 
 def holding() -> Reader:

@@ -196,6 +196,29 @@ def test_a_fill_that_is_given_up_while_it_copies_is_torn_behind_the_copying() ->
     assert rank.member.state is HandleState.TORN
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_who_goes_over_copies_all_of_it_again(copied: bool) -> None:
+    """What it had copied may lie in other chunks then."""
+    copies = LocalCopies()
+    Rank(copies, Medium.HOST, Purpose.PREFETCH).hold(2)
+    rank = Rank(copies)
+    rank.fill(2)
+    first = of(rank.take(), CopyLocally)
+    if copied:
+        rank.do(rank.member.copied(frozenset({0}), 0))
+        assert of(rank.take(), StartPull).copied == frozenset({0})
+    assert rank.member.running is not None
+    assert rank.member.running.key is not None
+    gone = ErrorInfo.of(GroupAborted("what it has read is gone; call again"))
+    rank.do(rank.member.receive(Outcome(rank.member.running.key, 0, False, False, None, gone, again=True), 0))
+    assert kinds(rank.take()) == ["StopPull"]
+    rank.do(rank.member.pull_stopped(0))
+    assert kinds(rank.take()) == ["Fence"]
+    rank.start(2)
+    again = of(rank.take(), CopyLocally)
+    assert (again.sources, again.copied) == (first.sources, frozenset())
+
+
 def test_a_prefetch_that_is_whole_is_not_ended() -> None:
     host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
     host.fill(2, kind=OpKind.PREFETCH)
