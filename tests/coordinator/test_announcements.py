@@ -52,6 +52,15 @@ def test_what_a_rank_has_only_voted_for_is_not_held() -> None:
     assert world.member(reader).holding is None
 
 
+def test_other_content_of_that_number_is_ordered_out() -> None:
+    """Whatever bytes it has: it is another publication (R1, R2)."""
+    world, _, (reader,) = held()
+    info = world.version.info
+    world = world.restarted()
+    assert is_kept(back(world, reader, replace(held_by(reader, info), content_id="another one"))) is False
+    assert not world.version.others
+
+
 def test_a_fetch_holds_nothing_for_others() -> None:
     world, copies, said = copied()
     rank = world.arrive("f", 0, 1, "", registers=False, serves=False)

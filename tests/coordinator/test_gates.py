@@ -12,7 +12,7 @@ from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Endpoint, Medium, OpKind, Purpose
 from tests.coordinator.layout_world import LEASE_S, MANIFEST, Rank, World, list_of, root
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, guest_of, published
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, guest_of, published, wide
 from tests.coordinator.test_layouts_over_time import back, held_by
 from tests.coordinator.test_origins import OF_R, begin, held, leave, reader_of
 
@@ -293,6 +293,21 @@ def test_it_waits_as_long_as_each_rank_moves() -> None:
         world.pass_time(LEASE_S * 0.6)
         go_on(world, readers[1], chunks)
     assert waits(world, later)
+
+
+def test_all_ranks_move_when_they_may_write() -> None:
+    """Also one that was ready long before the others."""
+    world, _ = published()
+    readers = world.group("r", [wide(0), wide(1)], site="there")
+    world.fill(readers)
+    world.ready(readers[0], A, B)
+    world.pass_time(LEASE_S * 0.8)
+    world.ready(readers[1], A, B)
+    late = begin(world, "x", "own/x", site="there")
+    world.pass_time(LEASE_S * 0.5)
+    assert waits(world, late)
+    world.pass_time(LEASE_S * 0.7)
+    assert late.take(Start)
 
 
 def test_it_waits_for_half_of_its_time_at_most() -> None:
