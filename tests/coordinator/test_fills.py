@@ -7,16 +7,20 @@ from collections import Counter
 import pytest
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, RankPart, Version
+from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.shards import Shards
 from tensorhub.coordinator.source_choice import SourceChoice
+from tensorhub.digests import root_of
 from tensorhub.errors import (
     GroupAborted,
     ManifestMismatch,
     StateError,
 )
-from tensorhub.messages import Need, Start, Write
-from tensorhub.testing import BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
+from tensorhub.messages import Grant, Need, Start, Write
+from tensorhub.testing import CHUNKS, BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
+from tests.coordinator.layout_world import NO_DIGESTS, World, list_of
+from tests.coordinator.test_bridges import cut
 
 
 def trainer_and_reader(version: int = 1) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
@@ -425,3 +429,42 @@ def test_a_group_that_is_ready_to_write_goes_on_with_the_commit_that_brings_a_so
 def let_happen(cluster: StepwiseCluster, *, but: tuple[str, ...]) -> None:
     while choices := [choice for choice in cluster.choices() if choice.kind not in but]:
         cluster.do(choices[0])
+
+
+def test_a_rank_overwrites_what_it_holds_with_another_manifest_only_once_all_are_ready() -> None:
+    """Whether that fits it finds out itself; till then its mates must not have overwritten anything (R7)."""
+    world = World()
+    (trainer,) = world.group("t", [("world/1", ())])
+    world.publish([trainer], 1)
+    world.manifest = NO_DIGESTS
+    (reader,) = world.group("r", [("world/1", ())])
+    world.fill([reader])
+    world.tell(trainer)
+    world.vote(reader, root=root_of(list_of(CHUNKS)))
+    assert [start.write for start in reader.take(Start)] == [True]  # it held nothing
+    world.leave(trainer)
+    world.fenced(trainer)
+    world.publish([trainer], 2)
+    world.fill([reader])
+    assert [start.write for start in reader.take(Start)] == [False]
+    world.ready(reader)
+    assert reader.take(Write)
+
+
+def test_a_vote_costs_nothing_for_the_ranks_that_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    trainers, readers = (world.group(name, [cut(rank) for rank in range(4)]) for name in "tr")
+    world.publish(trainers, 1)
+    world.fill(readers)
+    looked_at: list[str] = []
+    assign = Readers.assign_sources
+
+    def noted(choice: Readers, part: RankPart) -> list[Grant]:
+        looked_at.append(part.member.registration)
+        return assign(choice, part)
+
+    monkeypatch.setattr(Readers, "assign_sources", noted)
+    monkeypatch.setattr(world.core, "check_waits", lambda: None)  # that looks at all
+    for reader in readers[:3]:
+        world.vote(reader, root=root_of(list_of(CHUNKS)))
+    assert looked_at == []
