@@ -180,6 +180,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_written() -> None:
 
 def test_a_manifest_that_is_none_ends_the_call() -> None:
     cluster, _, (reader,) = published("reader")
+    reader.worker.manifests.clear()
     asked = reader.replicate()
     while reader.member.running is None or reader.member.running.phase.value != "manifest":
         cluster.do(cluster.choices()[0])
@@ -239,6 +240,7 @@ def test_a_silent_coordinator_does_not_hold_a_call_for_ever() -> None:
 
 def test_answers_to_other_questions_change_nothing() -> None:
     cluster, _, (reader,) = published("reader")
+    reader.worker.manifests.clear()
     asked = reader.replicate()
     while reader.member.running is None or reader.member.running.phase.value != "manifest":
         cluster.do(cluster.choices()[0])

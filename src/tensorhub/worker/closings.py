@@ -50,7 +50,8 @@ class Closings:
                     if not abandon:
                         yield from copy.turn.take()
                         aside.append(copy)
-                        if not pool.is_closed(copy.ident):
+                        is_over = member.state is HandleState.CLOSED  # by another close, which ends its copies now
+                        if not (is_over or pool.is_closed(copy.ident)):
                             yield from pool.call(copy.ident, SetAsideCall(), max(0.0, until - pool.now))
                 if member.state is not HandleState.CLOSED:
                     yield from pool.call(registration, CloseCall(abandon), max(0.0, until - pool.now))

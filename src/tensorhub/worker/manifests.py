@@ -23,6 +23,8 @@ class KnownManifests:
         self._known = known
         self._shard = shard
         self._fitting: set[str] = set()  # ids; MANIFESTS_KEPT_MAX at most, as a publisher may have another for each version
+        if shard.manifest is not None:  # mostly that is the one which it is to be filled with
+            self._keep(shard.manifest)
 
     def get(self, manifest_id: str) -> Manifest | None:
         return self._known.get(manifest_id)
@@ -30,10 +32,14 @@ class KnownManifests:
     def add(self, blob: bytes) -> Manifest:
         """Decode and keep it; raises ProtocolError for what is not a manifest."""
         manifest = Manifest.decode(blob)
+        self._keep(manifest)
+        return manifest
+
+    def _keep(self, manifest: Manifest) -> None:
+        self._known.pop(manifest.manifest_id, None)
         while len(self._known) >= MANIFESTS_KEPT_MAX:
             del self._known[next(iter(self._known))]
         self._known[manifest.manifest_id] = manifest
-        return manifest
 
     def check_fits(self, manifest: Manifest) -> None:
         """Raise ManifestMismatch unless this registration can be filled with it."""
