@@ -57,13 +57,15 @@ class Chain:
         return member.part
 
     def says(self, name: str, chunks: int, *, per_s: float) -> None:
-        """It has so many chunks, the newest of which came at this rate in the second since its last word."""
+        """It has so many chunks, the newest of which came at this rate, from each source, in the second since its last
+        word.
+        """
         key = self.calls[name].key
         assert key is not None
-        (lease,) = (each for each in self.part(name).leases.values() if not each.dropping)
-        seconds = lease.flow.seconds + 1.0
-        flow = Flow(lease.id, lease.flow.nbytes + int(per_s * CHUNK_BYTES), seconds)
-        self.handles[name].worker.say(Progress(key, 0, chunks, chunks * CHUNK_BYTES, (flow,)))
+        leases = [each for each in self.part(name).leases.values() if not each.dropping]
+        said, more = [(each.id, each.flow) for each in leases], int(per_s * CHUNK_BYTES)
+        flows = tuple(Flow(lease, flow.nbytes + more, flow.seconds + 1.0) for lease, flow in said)
+        self.handles[name].worker.say(Progress(key, 0, chunks, chunks * CHUNK_BYTES, flows))
         self.settle()
 
     def sources(self) -> dict[str, str]:
@@ -79,7 +81,8 @@ class Chain:
 
     def is_taken_for(self, name: str, slowness: int) -> None:
         """From now on, whatever is said."""
-        coordinator, worker = self.cluster.coordinator, self.part(name).member.worker
+        coordinator = self.cluster.coordinator
+        worker = coordinator.cluster.members[self.handles[name].id].worker
         self.taken_for[worker.incarnation] = slowness
         coordinator._readers._weigh(worker)
         coordinator.cluster.count()
@@ -327,3 +330,21 @@ def test_a_worker_is_weighed_once_for_all_that_one_message_says(monkeypatch: pyt
     chain.settle()
     assert [worker.name for worker in weighed] == ["b", "a"]
     assert lease.flow == flow
+
+
+def test_of_equals_the_publisher_is_read_last_and_released_at_once() -> None:
+    """Once others have everything, new readers are sent to them, and who reads from the publisher still goes there as soon
+    as it takes its memory back: its call ends before anybody has read another byte.
+    """
+    chain = Chain("abcxy", only="ab")
+    chain.finish()
+    chain.calls.clear()
+    for name in "xyc":
+        chain.call(name)
+    assert chain.sources() == {"x": "b", "y": "a", "c": "t"}
+    left = chain.trainer.unpublish()
+    chain.settle()
+    assert left.has_ended()
+    assert left.error is None
+    assert "t" not in "".join(chain.sources().values())
+    chain.finish()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, SUPPOSED_BYTES_PER_S, VOTE_S, Distance
-from tensorhub.scheduler.slowness import PEERS_MAX, SLOWNESS_MAX, Slowness
+from tensorhub.scheduler.slowness import PEERS_MAX, SLOWNESS_MAX, Slowness, together
 
 RACK, SITE = Distance.RACK, Distance.SITE
 FAST, SLOW = 800e6, 100e6  # bytes per second
@@ -267,3 +267,11 @@ def test_honest_words_of_one_slow_machine_find_it_and_nobody_else(
             else:
                 told.waits(reader, source, carried)
     assert set(told.slow()) == {slow}
+
+
+@pytest.mark.parametrize(
+    ("slownesses", "slowness"),
+    [([0], 0), ([3], 3), ([5], 5), ([2, 2], 1), ([2, 2, 2], 0), ([2, 2, 2, 2], 0), ([3, 3], 2), ([1, 3], 1), ([0, 0], 0)],
+)
+def test_what_several_sources_bring_adds_up(slownesses: list[int], slowness: int) -> None:
+    assert together(slownesses) == slowness

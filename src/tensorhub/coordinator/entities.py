@@ -363,8 +363,8 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
     chunks_verified: int = 0  # for scheduling and display only
-    depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
-    behind: int = 0  # its source's slowness at that time; 0 once complete
+    depth: int = 0  # fills between it and a complete copy when its sources last changed; 0 once complete
+    behind: int = 0  # its sources' slowness together at that time; 0 once complete
     number: int = 0  # in the order in which its shard's holdings came
     verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
     is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
@@ -537,7 +537,7 @@ class ReadLease(_Moving[LeaseState]):
     @property
     def is_only(self) -> bool:
         """Whether everything comes through it, and nothing through another one."""
-        return self.need is None and not (self.partial or self.dropping) and len(self.part.leases) == 1
+        return self.part.reads_whole and len(self.part.leases) == 1
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -600,6 +600,11 @@ class RankPart:
     def bridges(self) -> bool:
         """Whether the layout in which it reads is not the published one."""
         return self.origin is not None
+
+    @property
+    def reads_whole(self) -> bool:
+        """Whether each of its sources brings everything. If it has several, they bring it together."""
+        return not any(lease.need is not None or lease.partial or lease.dropping for lease in self.leases.values())
 
     @property
     def is_abandoned(self) -> bool:

@@ -36,7 +36,7 @@ from tensorhub.coordinator.states import (
     VersionState,
     WorkerState,
 )
-from tensorhub.coordinator.supply import is_filled_by
+from tensorhub.coordinator.supply import is_filled_by, lasts
 from tensorhub.coordinator.waiting import waits_in
 from tensorhub.machine import demand
 from tensorhub.types import OpKind, Purpose
@@ -445,6 +445,9 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
             demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
             demand(running, "only running operations read", lease)
             demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
+        striped = [lease.holding for lease in part.leases.values() if lease.is_of_whole and lasts(lease)]
+        alone = len(striped) < 2 or part.bridges or all(holding.active_readers == 1 for holding in striped)
+        demand(alone, "who reads from several complete sources reads there alone", operation)
 
 
 def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:

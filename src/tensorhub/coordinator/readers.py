@@ -18,11 +18,12 @@ from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, distance
-from tensorhub.scheduler.slowness import CLEARLY
+from tensorhub.scheduler.slowness import CLEARLY, together
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
 FASTER = CLEARLY  # so many times sooner a reader must have the rest elsewhere, to be moved while it reads
+BESIDE = 1.25  # so many times sooner with further sources besides: nobody has less for it, and nothing is left
 COMPARE_S = 1.0  # how often that is asked, at most
 MADE_WAY_MAX = 8  # readers of a source of which the slow ones make way for a fast one; among more it matters little
 
@@ -43,11 +44,13 @@ class Readers:
 
     def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
         """A new lease on a source that was chosen for this reader. Everything comes through it, or all of this need."""
-        if part.holding is not None:
-            part.holding.depth, part.holding.behind = holding.depth + 1, holding.slowness
-        return self._lend(part, holding, partial=False, need=need)
+        grant = self._lend(part, holding, partial=False, need=need)
+        self._place(part)
+        return grant
 
     def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
+        if holding.active_readers == 1:
+            self._make_way(holding)
         ident = self._cluster.new_id()
         flow, weight = Flow(ident, 0, 0.0), READER_WEIGHT >> part.member.worker.slowness
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, weight=weight, need=need)
@@ -71,6 +74,28 @@ class Readers:
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
+
+    def _make_way(self, holding: Holding) -> None:
+        """Somebody comes to read there, and needs it more than a reader that has others besides: that one leaves."""
+        for lease in list(holding.readers.values()):
+            is_one = lease.state is LeaseState.ACTIVE and not (lease.dropping or lease.part.bridges)
+            if is_one and supply.is_spare(lease):
+                self._leave_for(lease, (), "others read there")
+
+    def _feed(self, part: RankPart) -> None:
+        """What fills its holding has changed."""
+        self._place(part)
+        self._feeding.feed(part.holding)
+
+    @staticmethod
+    def _place(part: RankPart) -> None:
+        """Its holding is so far from a complete copy, and is filled so slowly."""
+        holding = part.holding
+        lasting = [lease.holding for lease in holding.fillers if supply.lasts(lease)] if holding is not None else []
+        if holding is not None and lasting:
+            slow = [each.slowness for each in lasting]
+            holding.depth = 1 + max(each.depth for each in lasting)
+            holding.behind = max(slow) if part.bridges else together(slow)
 
     def _grid_of(self, holding: Holding) -> str:
         """The name of its own chunks."""
@@ -240,7 +265,7 @@ class Readers:
             self._become(lease, LeaseState.FENCING, why)
             lease.part.leases.pop(lease.id, None)
             self._reader_less(lease.holding)
-            self._feeding.feed(lease.part.holding)
+            self._feed(lease.part)
 
     def confirm_fenced(self, lease: ReadLease, why: str) -> None:
         if lease.state is LeaseState.FENCING:
@@ -273,7 +298,7 @@ class Readers:
             known.pop(lease.id, None)
         self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
-        self._feeding.feed(part.holding)
+        self._feed(part)
         if supply.wants_source(lease.part):
             self._cluster.wake(lease.part.operation)
 
@@ -301,14 +326,15 @@ class Readers:
             return
         part = lease.part
         needs = supply.lacking(part, without=lease) if part.bridges else []
-        is_spare = part.bridges and not needs and not lease.partial
+        is_spare = supply.is_spare(lease)
         sources = [] if is_spare else self._choice.sources(part, needs, other_than=lease.holding)
         if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
             self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
 
     def improve(self, part: RankPart) -> None:
-        """A reader reads on. If its source is slow or shared, it may have the rest much earlier from another one. If it is
-        fast, and slow ones read there too, these take a part of its uplink: they read at the end of the chain instead.
+        """A reader reads on. If its source is slow or shared, it may have the rest much earlier from another one, or from
+        several together. If it is fast, and slow ones read there too, these take a part of its uplink: they read at the end
+        of the chain instead.
 
         That is asked once in a while, since each move costs a new connection.
         """
@@ -319,41 +345,55 @@ class Readers:
         holding, own = lease.holding, part.member.worker.slowness
         if holding.weight >= 2 * READER_WEIGHT or holding.slowness > own:
             part.compared_at = now
-            self._improve(lease, FASTER, GAIN_S)
+            self._improve(part, FASTER, GAIN_S)
         elif own:
             return
         elif holding.weight > READER_WEIGHT and holding.active_readers <= MADE_WAY_MAX:
             part.compared_at = now
             for each in list(holding.readers.values()):
                 if each.weight < READER_WEIGHT:
-                    self._improve(each, 1.0)
+                    self._improve(each.part, 1.0)
         elif holding.depth == 1 and (above := self._choice.doubted(lease)) is not None:
             part.compared_at = now
-            self._swap(lease, above.holding)
-            self._improve(above, 1.0)
+            self._swap(part, above.holding)
+            self._improve(above.part, 1.0)
 
-    def _improve(self, lease: ReadLease, factor: float, gain_s: float = 0.0) -> None:
-        """If its reader has the rest so many times sooner elsewhere, and as much sooner. (Without a gain: it makes way.)"""
-        part = lease.part
-        if lease.is_only and lease.holding.is_fed and part.reads and not (part.bridges or part.member.worker.read_only):
-            found = self._choice.faster(lease, factor, gain_s)
-            if found is not None:
-                self._swap(lease, found)
+    def _improve(self, part: RankPart, factor: float, gain_s: float = 0.0) -> None:
+        """If it has the rest so many times sooner elsewhere, and as much sooner; else from more sources together, if it has
+        it so much sooner then. (Without a gain: it makes way.)
+        """
+        if not (part.reads and part.reads_whole) or part.bridges or part.member.worker.read_only:
+            return
+        if not all(lease.holding.is_fed for lease in part.leases.values()):
+            return
+        found = self._choice.faster(part, factor, gain_s)
+        if found is not None:
+            self._swap(part, found)
+        elif gain_s > 0:
+            for each in self._choice.beside(part, BESIDE, gain_s):
+                self._tell_to_add(part, self.lend(part, None, each))
 
-    def _swap(self, lease: ReadLease, holding: Holding) -> None:
-        """Its reader reads from that one instead."""
-        lease.dropping = True  # what reads from the other one is not filled through this one any more
-        self._leave_for(lease, [self.lend(lease.part, None, holding)], "another source is better")
+    def _swap(self, part: RankPart, holding: Holding) -> None:
+        """It reads from that one instead."""
+        leases = list(part.leases.values())
+        for lease in leases:
+            lease.dropping = True  # what reads from the other one is not filled through these any more
+        self._tell_to_add(part, self.lend(part, None, holding))
+        for lease in leases:
+            self._leave_for(lease, (), "another source is better")
 
     def _leave_for(self, lease: ReadLease, grants: Iterable[Grant], why: str) -> None:
         part = lease.part
         lease.dropping = True
-        self._feeding.feed(part.holding)
+        self._feed(part)
         self._cluster.changed(part.operation)
         self._cluster.note(lease)
         for grant in grants:
-            self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
+            self._tell_to_add(part, grant)
         self.tell_to_drop(lease, why)
+
+    def _tell_to_add(self, part: RankPart, grant: Grant) -> None:
+        self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
 
     def tell_to_drop(self, lease: ReadLease, why: str) -> None:
         part = lease.part

@@ -18,12 +18,13 @@ from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Need
 from tensorhub.scheduler.choice import Wanted, rank
-from tensorhub.scheduler.links import distance
+from tensorhub.scheduler.links import Distance, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
 
 LOOKS_MAX = 32  # at sources that might be faster
 DOUBTED_S_MIN = 1.0  # what a reader has before it, if it is to change places, so that a slow one is found
 GAIN_S = 0.25  # so much sooner at least a reader must have the rest elsewhere
+STRIPES_MAX = 4  # complete sources that one reader reads from together, where their uplinks are the limit
 PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
 
 
@@ -99,15 +100,14 @@ class SourceChoice:
             found = min(failed, key=order, default=None)
         return found
 
-    def faster(self, lease: ReadLease, factor: float, gain_s: float) -> Holding | None:
-        """A source from which this lease's reader would have the rest so many times sooner, and as much sooner, if one of
-        the first few is. It is as near at least. It has more than the reader, unless nothing is to be gained.
+    def faster(self, part: RankPart, factor: float, gain_s: float) -> Holding | None:
+        """A source from which this reader would have the rest so many times sooner, and as much sooner, than from those that
+        it has, if one of the first few is. It is as near at least. It has more than the reader, unless nothing is to be
+        gained.
         """
-        part, now = lease.part, lease.holding
         there, own, has = part.layout.of(part.shard), part.holding, part.progress[0]
-        left, wanted = max(0, there.chunks - has) / max(1, there.chunks), _wanted(there, None)
-        rest, rates = Wanted(round(wanted.nbytes * left), wanted.chunk_bytes), self._cluster.links.rates(self._cluster.now)
-        (_, now_s), _ = _estimate(now, part, rest, rates, lease.weight)
+        now, rest, rates = _sources_of(part), _rest(part), self._cluster.links.rates(self._cluster.now)
+        now_s = _together_s(part, now, rest, rates)
         if now_s <= gain_s:
             return None
         below: dict[Holding, None] | None = None
@@ -118,9 +118,7 @@ class SourceChoice:
             looks += 1
             if looks > LOOKS_MAX:
                 return False
-            if holding is now or holding is own or not holding.is_fed or holding.member.worker.incarnation in part.failures:
-                return True
-            if not self._reachable(holding, part) or _is_nearer(now, holding, part):
+            if holding in now or holding is own or not holding.is_fed or self._is_out_of_question(holding, part):
                 return True
             if holding.complete:
                 return False
@@ -133,8 +131,47 @@ class SourceChoice:
         found = self._best(part, there, refuses)
         if found is None or looks > LOOKS_MAX:
             return None
-        (_, then_s), _ = _estimate(found, part, rest, rates)
+        then_s = _together_s(part, [found], rest, rates)
         return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
+
+    def beside(self, part: RankPart, factor: float, gain_s: float) -> list[Holding]:
+        """Further sources, with each of which this reader would have the rest so many times sooner, and as much sooner, if
+        the uplinks of those that it has are the limit. All are complete, nobody else reads there, and none is farther: so
+        nobody is slower for it, and no byte enters a site twice.
+        """
+        sources, rest, rates = _sources_of(part), _rest(part), self._cluster.links.rates(self._cluster.now)
+        found, looks = list[Holding](), 0
+        is_alone = all(each.complete and each.active_readers == 1 and not each.leaving for each in sources)
+        if not (is_alone and all(_uses_links(each, part) for each in sources)):
+            return []
+
+        def refuses(holding: Holding) -> bool:
+            nonlocal looks
+            looks += 1
+            if looks > LOOKS_MAX:
+                return False
+            worker = holding.member.worker
+            is_idle = not any(each.active_readers for member in worker.members.values() for each in member.holdings)
+            if not (holding.complete and is_idle and _uses_links(holding, part)):
+                return True
+            return any(each.member.worker is worker for each in found) or self._is_out_of_question(holding, part)
+
+        while len(sources) < STRIPES_MAX and not _bring_enough(sources, part):
+            each = self._best(part, part.layout.of(part.shard), refuses)
+            if each is None or looks > LOOKS_MAX:
+                break
+            now_s, then_s = (_together_s(part, those, rest, rates) for those in (sources, [*sources, each]))
+            if now_s <= factor * then_s or now_s < then_s + gain_s:
+                break
+            sources.append(each)
+            found.append(each)
+        return found
+
+    def _is_out_of_question(self, holding: Holding, part: RankPart) -> bool:
+        """Whether no reader leaves its source for that one, or takes it besides: it is farther, or has failed this one."""
+        if holding.member.worker.incarnation in part.failures or not self._reachable(holding, part):
+            return True
+        return any(_is_nearer(each, holding, part) for each in _sources_of(part))
 
     def doubted(self, lease: ReadLease) -> ReadLease | None:
         """The lease through which this lease's source is filled, if that goes slowly, and nobody can know which of its two
@@ -238,6 +275,35 @@ def _estimate(
         load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
     return rank(apart, load, holding.depth, wanted, rates), -holding.number
+
+
+def _sources_of(part: RankPart) -> list[Holding]:
+    """Those that it has; each brings everything."""
+    return [lease.holding for lease in part.leases.values()]
+
+
+def _rest(part: RankPart) -> Wanted:
+    """What it still has to read."""
+    there = part.layout.of(part.shard)
+    left, wanted = max(0, there.chunks - part.progress[0]) / max(1, there.chunks), _wanted(there, None)
+    return Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
+
+
+def _together_s(part: RankPart, sources: Sequence[Holding], wanted: Wanted, rates: Sequence[float]) -> float:
+    """When it would have that from all of these together. It reads from some of them already."""
+    weights = {lease.holding: lease.weight for lease in part.leases.values()}
+    first, *others = (_estimate(each, part, wanted, rates, weights.get(each, 0))[0][1] for each in sources)
+    return 1 / sum(1 / each for each in (first, *others)) if others else first
+
+
+def _bring_enough(sources: Sequence[Holding], part: RankPart) -> bool:
+    """Whether their uplinks together carry what this reader's own link does."""
+    return sum(0.5**each.slowness for each in sources) >= 0.5**part.member.worker.slowness
+
+
+def _uses_links(holding: Holding, part: RankPart) -> bool:
+    """Whether the two workers' own links are between them: neither memory that they share, nor another site's link."""
+    return distance(part.member.worker.location, holding.member.worker.location) in (Distance.RACK, Distance.SITE)
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:

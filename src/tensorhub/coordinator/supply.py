@@ -21,6 +21,16 @@ def is_dry(lease: ReadLease) -> bool:
     return not (lease.holding.is_fed or lease.dropping or lease.partial)
 
 
+def is_spare(lease: ReadLease) -> bool:
+    """Whether its reader does without it: others that last bring everything."""
+    part = lease.part
+    if lease.partial:
+        return False
+    if part.bridges:
+        return not lacking(part, without=lease)
+    return any(lasts(each) for each in part.leases.values() if each is not lease)
+
+
 def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
     """What it needs of other layouts and has no such source for. One of its own layout is enough for everything."""
     lasting = [lease for lease in part.leases.values() if lasts(lease) and lease is not without]

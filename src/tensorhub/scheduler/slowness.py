@@ -17,7 +17,7 @@ Responsible for what is believed. Not responsible for what follows from it (`cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,14 @@ from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, SUPPOSED_BYTES_PER_
 CLEARLY = 1.5  # times as fast: rates that differ by less are taken for equal
 SLOWNESS_MAX = 5  # who is slower than others by more than this power of two counts as so slow
 PEERS_MAX = 16  # with whom a worker was met: the newest ones
+
+
+def together(slownesses: Iterable[int]) -> int:
+    """How slow several sources of one reader are together: what they bring adds up."""
+    share, slowness = sum(0.5**each for each in slownesses), 0
+    while CLEARLY * share * (1 << slowness) <= 1:
+        slowness += 1
+    return slowness
 
 
 @dataclass(frozen=True, slots=True)
