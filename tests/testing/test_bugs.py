@@ -12,8 +12,9 @@ import pytest
 from tensorhub.testing import GuaranteeBroken, run_seed
 from tensorhub.testing.sim import layouts, sites
 from tests.testing.bugs import BUGS, Bug
+from tests.testing.wild import wild_beliefs
 
-for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged"):
+for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged", "moved"):
     importlib.import_module(f"tests.testing.bugs.{_module}")
 
 
@@ -45,6 +46,8 @@ def drawing(found: Bug) -> Iterator[None]:
         for module in (layouts, sites):
             mine = {name: value for name, value in found.draws.items() if hasattr(module, name)}
             stack.enter_context(patch.dict(vars(module), mine))
+        if found.is_wild:
+            stack.enter_context(wild_beliefs())
         yield
 
 

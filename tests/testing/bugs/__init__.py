@@ -4,7 +4,7 @@ A bug is a context manager that breaks the code while it is entered. `tests/test
 fails; if none does, that is a hole in the checks, not in this list. Modules here are `outside` (written by somebody who had
 read the public API and the rules only, not the checks), `inside`, `seen` (what callers see, for the reference model),
 `woken` (who goes on when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told
-to carry out), and `bridged` (readers of another layout).
+to carry out), `bridged` (readers of another layout), and `moved` (readers that change their source).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class Bug:
     faults: tuple[Fault, ...] | None = None  # that a seed may draw; None: all
     seeds_max: int = 200
     draws: Mapping[str, object] = field(default_factory=dict)  # how `sim.layouts` and `sim.sites` draw instead
+    is_wild: bool = False  # anything is believed of links and workers (`tests.testing.wild`)
 
 
 def bug(
-    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200, **draws: object
+    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 200, is_wild: bool = False, **draws: object
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], AbstractContextManager[None]]]:
     """Register a generator function, whose body before its `yield` breaks something, as a bug of its name."""
 
@@ -41,7 +42,7 @@ def bug(
         entered = contextmanager(make)
         name = make.__name__
         assert name not in BUGS, f"two bugs are called {name}"
-        BUGS[name] = Bug(name, breaks, entered, faults, seeds_max, draws)
+        BUGS[name] = Bug(name, breaks, entered, faults, seeds_max, draws, is_wild)
         return entered
 
     return register
