@@ -308,6 +308,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--verbose", action="store_true", help="cost by kind of event")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    odd = [(workers, ranks) for workers in options.workers for ranks in options.ranks if workers % ranks]
+    if odd:
+        parser.error(f"{odd[0][0]} workers are no groups of {odd[0][1]} ranks: give a multiple")
     if options.bursts:
         return _print_bursts(options.workers, options.ranks, options.manifest)
     rows: list[Row] = []

@@ -76,11 +76,12 @@ def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         block(self, a, b, until)
 
     monkeypatch.setattr(Partitions, "block", counted)
-    for seed in range(3):
+    for seed in range(6):
         cluster = SimulatedCluster(seed, faults={Fault.PARTITION}, events=500)
         cluster.run()
         handles = (handle for handle in cluster.world.all_handles() if handle.shard.purpose is Purpose.SEED)
-        seeded.update(handle.worker.name for handle in handles if handle.member.content is not None)
+        calls = (handle.last_call for handle in handles if handle.last_call is not None)
+        seeded.update(call.handle.name for call in calls if call.version is not None)
     assert seeded
     assert parted > 10  # workers, and not one
 
