@@ -1,4 +1,4 @@
-"""No byte of a version enters a site twice: who waits for a group of another layout, for how long, and what wakes it."""
+"""No two groups bring a byte into a site: who waits for a group of another layout, for how long, and what wakes it."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_what_describes_an_origin_stays_as_long_as_somebody_has_read_from_it() -
 
 
 def test_in_another_site_it_is_read_of_who_has_it_there() -> None:
-    """No byte of a version enters a site twice, whatever the layouts."""
+    """No two groups bring a byte of a version into a site, whatever their layouts."""
     world, trainers, _ = held(site="there")
     near = begin(world, "x", "own/x", site="there")
     (start,) = near.take(Start)

@@ -1,4 +1,4 @@
-"""No byte of a version enters a site twice: who waits until a group of another layout in its site has all of it.
+"""No two groups bring a byte of a version into a site: who waits until a group of another layout in its site has all of it.
 
 Theory of operation. Who reads a version *enters* its site with it; the first one has it from other sites. Groups of
 its layout follow it, chunk by chunk, unless its update is staged. A group of another layout can read nothing of it before it

@@ -4,9 +4,9 @@
 time: a chunk is passed on when it is whole. That one rule gives chains when uplinks are the limit (a source with a child
 offers half, a partial replica without one offers all), shallow trees when latency is, and near copies before far ones. A
 slow source offers a part only, as if so many shared it: so slow workers stand at the ends of chains. Only who has no source
-in his site reads from another one, whatever the estimate: no byte enters a site twice. What links carry is known to `links`,
-and who is slow to `slowness`; `sources` finds the best source. Not responsible for who is a source: the caller leaves out
-what must not be read.
+in his site reads from another one, whatever the estimate: no two groups bring a byte into a site. What links carry is known
+to `links`, and who is slow to `slowness`; `sources` finds the best source. Not responsible for who is a source: the caller
+leaves out what must not be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No byte of a version enters a site twice, as long as nothing goes wrong: by what arrives, whoever has decided that.
+"""No two groups bring a byte of a version into a site, as long as nothing goes wrong: by what arrives, whoever decided it.
 
 Two groups of a site may each read a version of other sites: where one of them gives up, or a holder leaves; where one reads
 less than all, or does not move; or where one has waited for the other for half of its time. Else what one has read from
