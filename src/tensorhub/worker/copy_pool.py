@@ -181,7 +181,11 @@ class CopyPool:
         """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
         yield from self._room.take()
         try:
-            for other in self.budget.plan(ident, purpose, nbytes):
+            asked = set[str]()
+            # Planned anew each time: while one was waited for, others may have given their room back by themselves.
+            while others := [other for other in self.budget.plan(ident, purpose, nbytes) if other not in asked]:
+                other = others[0]
+                asked.add(other)
                 copy = self.copies.get(other)
                 if copy is not None:
                     self.act(LogEvent("copy_evicted", other, f"{nbytes} bytes are needed for another's {purpose.value}"))

@@ -169,7 +169,9 @@ def nobody_takes_another_layout_over() -> Iterator[None]:
 
 @bug(
     "R2: a rank whose Register was answered does not hear that it shall say it again, once its group's layout is known",
-    faults=(Fault.PARTITION, Fault.COORDINATOR),
+    faults=(Fault.COORDINATOR,),
+    COUNTS=(3,),
+    LEFT_OUT_DRAWN=0.0,
 )
 def not_asked_again() -> Iterator[None]:
     with replaced(Router, "_answered", lambda self, request: None):

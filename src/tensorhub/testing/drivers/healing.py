@@ -155,6 +155,8 @@ class Healing:
             return False
         # Once it writes, a fetch needs its own shard only; until then the whole version, like any fill (R7, R12).
         alone = not (shard.serves or shard.layout_id) and operation is not None and operation.writing
+        if alone and not wanted.manifests.get(shard.number):
+            return False  # the coordinator has restarted since, and nobody whose word counts has said what that shard is
         numbers = [shard.number] if alone else [*wanted.holdings]
         content_id = wanted.info.content_id
         return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(record, content_id)

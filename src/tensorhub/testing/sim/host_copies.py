@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import DropCopy, GetManifest, GetPart, MakeCopy, ManifestReply, Refused
+from tensorhub.messages import CopyRefused, DropCopy, GetManifest, GetPart, MakeCopy, ManifestReply, Refused
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall
@@ -161,6 +161,7 @@ class SimHostCopies:
         self._apply(self.machine.freed(ident, self._cluster.now))
 
     def ordered(self, order: MakeCopy) -> None:
+        self._rooms.ordered(order.copy)
         self._apply(self.machine.ordered(order, self._cluster.now))
 
     def dropped(self, order: DropCopy) -> None:
@@ -207,6 +208,8 @@ class SimHostCopies:
         worker, now = self.worker, self._cluster.now
         match action:
             case Say():
+                if isinstance(action.message, CopyRefused):
+                    self._rooms.refused(action.message.copy)
                 worker.say(action.message)
             case StartHandle():
                 if action.shard.purpose is Purpose.RETENTION:
