@@ -211,7 +211,8 @@ class World:
     def is_coming(self, incarnation: str) -> bool:
         """Whether what it has said over a new connection lies unread at the coordinator."""
         there = next((each for each in self.workers.values() if each.alive and each.incarnation == incarnation), None)
-        return there is not None and there.link is not None and there.link.unread > 0
+        link = there.link if there is not None else None
+        return link is not None and link.unread > 0 and link.session != self.session_of(incarnation)
 
     def unread(self, session: int) -> int | None:
         """How much of that connection lies unread at the coordinator; None: it has read its end."""
