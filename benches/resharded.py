@@ -65,33 +65,42 @@ CASES = (
 )
 
 
-def _content(case: Case, nbytes: int, tensor: int) -> torch.Tensor:
+def _content(case: Case, nbytes: int, tensor: int, device: str) -> torch.Tensor:
     """One global tensor, as version 0 has it."""
-    made = torch.empty(case.rows(nbytes), case.row_bytes, dtype=torch.uint8)
-    numbers = torch.arange(made.shape[0], dtype=torch.int64).mul_(31)
-    made.copy_(((numbers % 251).unsqueeze(1) + (torch.arange(case.row_bytes) * 7 % 251).unsqueeze(0) + tensor) % 251)
-    return made
+    rows = (torch.arange(case.rows(nbytes), device=device) * 31 % 251).to(torch.int16)
+    columns = (torch.arange(case.row_bytes, device=device) * 7 % 251 + tensor).to(torch.int16)
+    return ((rows.unsqueeze(1) + columns.unsqueeze(0)) % 251).to(torch.uint8)
 
 
 # ----------------------------------------------------------------------------------------------- inside the processes
 
 
-def source_main(pipe: Connection, address: str, rank: int, nbytes: int, transport: str, plain: bool) -> None:
-    anyio.run(_source, pipe, address, rank, nbytes, transport, plain)
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all of its processes are told."""
+
+    address: str
+    nbytes: int
+    transport: str
+    device: str
+    plain: bool
+
+    def connect(self, name: str) -> contextlib.AbstractAsyncContextManager[tensorhub.Hub]:
+        options = tensorhub.Options(integrity=not self.plain)
+        return tensorhub.connect(self.address, name=name, transports=(self.transport,), options=options)
 
 
-def reader_main(pipe: Connection, address: str, rank: int, nbytes: int, transport: str, plain: bool) -> None:
-    anyio.run(_reader, pipe, address, rank, nbytes, transport, plain)
+def source_main(pipe: Connection, setting: Setting, rank: int) -> None:
+    anyio.run(_source, pipe, setting, rank)
 
 
-def _connect(address: str, name: str, transport: str, plain: bool) -> contextlib.AbstractAsyncContextManager[tensorhub.Hub]:
-    options = tensorhub.Options(integrity=not plain)
-    return tensorhub.connect(address, name=name, transports=(transport,), options=options)
+def reader_main(pipe: Connection, setting: Setting, rank: int) -> None:
+    anyio.run(_reader, pipe, setting, rank)
 
 
-async def _source(pipe: Connection, address: str, rank: int, nbytes: int, transport: str, plain: bool) -> None:
+async def _source(pipe: Connection, setting: Setting, rank: int) -> None:
     torch.set_num_threads(1)
-    async with _connect(address, f"source-{rank}", transport, plain) as hub:
+    async with setting.connect(f"source-{rank}") as hub:
         handles: dict[str, tensorhub.Weights] = {}
         held: dict[str, list[torch.Tensor]] = {}
         for case in CASES:
@@ -100,12 +109,12 @@ async def _source(pipe: Connection, address: str, rank: int, nbytes: int, transp
                 continue
             tensors, sources = {}, {}
             for number in range(TENSORS):
-                whole = _content(case, nbytes, number)
+                whole = _content(case, setting.nbytes, number, setting.device)
                 step = whole.shape[0] // ranks
                 rows = slice(rank * step, (rank + 1) * step)
                 tensors[f"w{number}"] = whole[rows].clone()
                 sources[f"w{number}"] = tensorhub.source(f"w{number}", shape=tuple(whole.shape))[rows]
-            if transport == "shm":
+            if setting.transport == "shm":
                 shared = tensorhub.shared_empty_like(tensors)
                 for name, tensor in tensors.items():
                     shared[name].copy_(tensor)
@@ -129,16 +138,16 @@ async def _source(pipe: Connection, address: str, rank: int, nbytes: int, transp
         await obey(pipe, {"publish": publish, "unpublish": unpublish, "cpu": call_in_thread(cpu_seconds)})
 
 
-async def _reader(pipe: Connection, address: str, rank: int, nbytes: int, transport: str, plain: bool) -> None:
+async def _reader(pipe: Connection, setting: Setting, rank: int) -> None:
     torch.set_num_threads(1)
     async with AsyncExitStack() as stack:
-        hub = await stack.enter_async_context(_connect(address, f"reader-{rank}", transport, plain))
+        hub = await stack.enter_async_context(setting.connect(f"reader-{rank}"))
         handles: dict[str, tensorhub.Weights] = {}
         held: dict[str, dict[str, torch.Tensor]] = {}
         parts: dict[str, tuple[slice, slice]] = {}
         for case in CASES:
             tensors, sources = {}, {}
-            rows, columns = case.rows(nbytes), case.row_bytes
+            rows, columns = case.rows(setting.nbytes), case.row_bytes
             every = slice(0, rows), slice(0, columns)
             if case.by_columns:
                 part = every[0], slice(rank * columns // READERS, (rank + 1) * columns // READERS)
@@ -146,7 +155,7 @@ async def _reader(pipe: Connection, address: str, rank: int, nbytes: int, transp
                 part = slice(rank * rows // READERS, (rank + 1) * rows // READERS), every[1]
             shape = tuple(its.stop - its.start for its in part)
             for number in range(TENSORS):
-                tensors[f"w{number}"] = torch.zeros(shape, dtype=torch.uint8)
+                tensors[f"w{number}"] = torch.zeros(shape, dtype=torch.uint8, device=setting.device)
                 sources[f"w{number}"] = tensorhub.source(f"w{number}")[part]
             held[case.name], parts[case.name] = tensors, part
             handles[case.name] = await hub.register(
@@ -161,7 +170,7 @@ async def _reader(pipe: Connection, address: str, rank: int, nbytes: int, transp
         def is_right(name: str, version: int, whole: bool) -> bool:
             case = next(each for each in CASES if each.name == name)
             for number, tensor in enumerate(held[name].values()):
-                expected = _content(case, nbytes, number)[parts[name]] if whole else None
+                expected = _content(case, setting.nbytes, number, setting.device)[parts[name]] if whole else None
                 if expected is not None:
                     if not tensor.equal(expected.add(version)):
                         return False
@@ -188,13 +197,12 @@ async def _reader(pipe: Connection, address: str, rank: int, nbytes: int, transp
 class Cluster:
     """The processes, and one copy at a time between them."""
 
-    def __init__(self, mib: int, transport: str, *, plain: bool) -> None:
+    def __init__(self, mib: int, transport: str, device: str, *, plain: bool) -> None:
         self._versions = {case.name: 0 for case in CASES}
         self._coordinator = Remote("coordinator", coordinator_main)
-        address = self._coordinator.hear()
-        given = address, mib * MIB, transport, plain
-        self._sources = [Remote(f"source-{n}", source_main, given[0], n, *given[1:]) for n in range(SOURCES)]
-        self._readers = [Remote(f"reader-{n}", reader_main, given[0], n, *given[1:]) for n in range(READERS)]
+        setting = Setting(self._coordinator.hear(), mib * MIB, transport, device, plain)
+        self._sources = [Remote(f"source-{n}", source_main, setting, n) for n in range(SOURCES)]
+        self._readers = [Remote(f"reader-{n}", reader_main, setting, n) for n in range(READERS)]
         for remote in (*self._sources, *self._readers):
             remote.hear()
 
@@ -226,6 +234,21 @@ def _ask_all(remotes: list[Remote], command: str, *arguments: object) -> list[An
     return [remote.hear() for remote in remotes]
 
 
+def compare(
+    mib: int, transport: str, device: str, rounds: int, *, plain: bool = False
+) -> list[dict[str, tuple[float, float]]]:
+    """Of each round: by case, seconds and CPU seconds of a copy."""
+    cluster = Cluster(mib, transport, device, plain=plain)
+    try:
+        for case in CASES:
+            cluster.copy(case, whole=True)
+        return [
+            {case.name: cluster.copy(case) for case in (CASES if number % 2 else CASES[::-1])} for number in range(rounds)
+        ]
+    finally:
+        cluster.end()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches resharded", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -233,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256, help="of each model")
     parser.add_argument("--plain", action="store_true", help="without digests")
+    parser.add_argument("--device", default="cpu", help="of all tensors: cpu, or cuda (for cuda_ipc and tcp)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.mib) < 1:
@@ -241,17 +265,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}: {value}")
     kept = []
     for transport in options.transports:
-        cluster = Cluster(options.mib, transport, plain=options.plain)
-        try:
-            for case in CASES:
-                cluster.copy(case, whole=True)
-            rounds = []
-            for number in range(options.rounds):
-                order = CASES if number % 2 else CASES[::-1]
-                rounds.append({case.name: cluster.copy(case) for case in order})
-        finally:
-            cluster.end()
-        print(f"\n{transport}: {options.mib} MiB from {SOURCES} sources to a group of {READERS}, {options.rounds} rounds")
+        rounds = compare(options.mib, transport, options.device, options.rounds, plain=options.plain)
+        print(f"\n{transport}: {options.mib} MiB on {options.device}, {SOURCES} sources to a group of {READERS}")
         print(f"{'':16}{'GiB/s':>24}{'speed of same':>24}{'CPU s/GiB':>24}")
         for case in CASES:
             mine = [each[case.name] for each in rounds]
@@ -263,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
                 + "".join("{:>9.3f} [{:.2f}-{:.2f}]".format(*each).rjust(24) for each in (rates, ratios, cpu))
             )
             kept.append({"transport": transport, "case": case.name, "GiB/s": rates, "of same": ratios, "CPU s/GiB": cpu})
-        print(f"load now {os.getloadavg()[0]:.1f}; median [least-largest]; a ratio is taken within each round")
+        print(f"load now {os.getloadavg()[0]:.1f}; {options.rounds} rounds; median [least-largest], ratios within a round")
     if options.json is not None:
         options.json.write_text(json.dumps({"machine": facts(), "mib": options.mib, "plain": options.plain, "rows": kept}))
     return 0
