@@ -9,6 +9,7 @@ of its own with a deadline, so that none takes the others with it; all of them t
 `digest`: XXH3-64 of 4 MiB chunks by the kernel, the table of chunks resident, against a copy within the GPU.
 `packing`: the kernel of 10,000 tensors of 16 KiB, against a `copy_` for each.
 `cuda_ipc`: the transfer phase of a fetch between two processes, digests off, against a `copy_` of as many bytes within one.
+`layouts`: readers of another layout by cuda_ipc and tcp, against readers of the same one (see `benches.resharded`).
 `staging`: GPU to GPU over tcp, against CPU to CPU, in the same rounds.
 `stall`: a trainer and two rollout processes on one GPU: cuda_ipc, staged copies over tcp, and torch.distributed's broadcast
 by gloo (NCCL takes one rank for each GPU). A rollout's stall begins where its engine is to pause; the trainer's is publish
@@ -43,7 +44,16 @@ PACKAGES = {  # each with the least version that will do
     "xxhash": (3, 5),
 }
 TOTAL_S = 570.0
-LIMITS_S = {"ipc": 90, "tests": 240, "digest": 90, "packing": 90, "cuda_ipc": 120, "staging": 120, "stall": 120}
+LIMITS_S = {
+    "ipc": 90,
+    "tests": 240,
+    "digest": 90,
+    "packing": 90,
+    "cuda_ipc": 120,
+    "layouts": 120,
+    "staging": 120,
+    "stall": 120,
+}
 LAUNCHES = 20  # of a short kernel, one behind the other, so that the time between two launches does not count
 FIGURE = "FIGURE "
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,7 +212,8 @@ def prove_ipc(options: argparse.Namespace) -> None:
 
 
 def run_tests(options: argparse.Namespace) -> None:
-    arguments = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "tests/cuda", "-rs"]
+    where = ["tests/cuda", "tests/test_fetch.py", "tests/test_every_tensor.py"]
+    arguments = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-rs", *where]
     raise SystemExit(subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT).returncode)
 
 
@@ -320,6 +331,18 @@ def cuda_ipc(options: argparse.Namespace) -> None:
             remote.end()
 
 
+def layouts(options: argparse.Namespace) -> None:
+    from benches.resharded import CASES, compare
+
+    for transport in ("cuda_ipc", "tcp"):
+        rounds = compare(2048, transport, "cuda", options.rounds)
+        for case in CASES:
+            ratios = [each["same"][0] / each[case.name][0] for each in rounds]
+            rate = statistics.median([2 / each[case.name][0] for each in rounds])
+            note = f"{_spread(ratios)}; {rate:.3g} GiB/s"
+            tell(f"{transport}, {case.name}: speed of the same layout", statistics.median(ratios), "", note=note)
+
+
 def staging(options: argparse.Namespace) -> None:
     from benches.gpu_processes import publisher_main, reader_main
     from benches.remotes import Remote
@@ -434,6 +457,7 @@ STEPS: dict[str, Callable[[argparse.Namespace], None]] = {
     "digest": digest,
     "packing": packing,
     "cuda_ipc": cuda_ipc,
+    "layouts": layouts,
     "staging": staging,
     "stall": stall,
 }

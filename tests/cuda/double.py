@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import xxhash
 
-from tensorhub.cuda.device import HANDLE_BYTES, Allocation, DeviceBytes
+from tensorhub.cuda.device import HANDLE_BYTES, Allocation, DeviceBytes, Spread
 from tensorhub.errors import StateError
 
 
@@ -79,6 +79,29 @@ class Double:
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         self.launches += 1
         return [xxhash.xxh3_64_intdigest(ctypes.string_at(address, nbytes)) for address, nbytes in places]
+
+    def relay(
+        self,
+        room: int,
+        gathered: Sequence[Spread] = (),
+        digested: Sequence[tuple[int, int]] = (),
+        scattered: Sequence[Spread] = (),
+    ) -> list[int]:
+        for together, apart, nbytes in self._runs(gathered):
+            ctypes.memmove(room + together, apart, nbytes)
+        made = self.digests(digested) if digested else []
+        for together, apart, nbytes in self._runs(scattered):
+            ctypes.memmove(apart, room + together, nbytes)
+        return made
+
+    def _runs(self, rows: Sequence[Spread]) -> Iterator[tuple[int, int, int]]:
+        """(offset together, address apart, bytes) of each run."""
+        for offset, address, run, *loops in rows:
+            starts = [address]
+            for times, apart in zip(loops[::2], loops[1::2], strict=True):
+                starts = [start + n * apart for start in starts for n in range(times)]
+            for number, start in enumerate(starts):
+                yield offset + number * run, start, run
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Packing:
         return Packing(region.address, pieces)

@@ -45,9 +45,10 @@ struct Fiber {
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static char *stacks;
-static void (*kernel)(const u64 *, void *);
+static void (*kernel)(const u64 *, void *, unsigned);
 static const u64 *table;
 static void *result;
+static unsigned parts;  // thread blocks of one row
 
 static void __syncthreads() {
     Fiber &mine = fibers[threadIdx.x];
@@ -56,7 +57,7 @@ static void __syncthreads() {
 }
 
 static void run_fiber() {
-    kernel(table, result);
+    kernel(table, result, parts);
     fibers[threadIdx.x].has_ended = true;
 }
 
@@ -94,19 +95,29 @@ static int launch(unsigned blocks, unsigned threads, int order) {
     return 0;
 }
 
-static int run(void (*which)(const u64 *, void *), const u64 *rows, void *to, unsigned count, unsigned threads, int order) {
-    kernel = which, table = rows, result = to;
-    return launch(count, threads, order);
+static int run(
+    void (*which)(const u64 *, void *, unsigned), const u64 *rows, void *to, unsigned count, unsigned threads, int order,
+    unsigned each = 1) {
+    kernel = which, table = rows, result = to, parts = each;
+    return launch(count * each, threads, order);
 }
 
 extern "C" int run_digest_chunks(const u64 *rows, void *to, unsigned count, unsigned threads, int order) {
-    return run([](const u64 *a, void *b) { digest_chunks(a, (u64 *)b); }, rows, to, count, threads, order);
+    return run([](const u64 *a, void *b, unsigned) { digest_chunks(a, (u64 *)b); }, rows, to, count, threads, order);
 }
 
 extern "C" int run_pack_pieces(const u64 *rows, void *to, unsigned count, unsigned threads, int order) {
-    return run([](const u64 *a, void *b) { pack_pieces(a, (u8 *)b); }, rows, to, count, threads, order);
+    return run([](const u64 *a, void *b, unsigned) { pack_pieces(a, (u8 *)b); }, rows, to, count, threads, order);
 }
 
 extern "C" int run_unpack_pieces(const u64 *rows, void *to, unsigned count, unsigned threads, int order) {
-    return run([](const u64 *a, void *b) { unpack_pieces(a, (u8 *)b); }, rows, to, count, threads, order);
+    return run([](const u64 *a, void *b, unsigned) { unpack_pieces(a, (u8 *)b); }, rows, to, count, threads, order);
+}
+
+extern "C" int run_gather_runs(const u64 *rows, void *to, unsigned count, unsigned threads, int order, unsigned each) {
+    return run([](const u64 *a, void *b, unsigned c) { gather_runs(a, (u8 *)b, c); }, rows, to, count, threads, order, each);
+}
+
+extern "C" int run_scatter_runs(const u64 *rows, void *to, unsigned count, unsigned threads, int order, unsigned each) {
+    return run([](const u64 *a, void *b, unsigned c) { scatter_runs(a, (u8 *)b, c); }, rows, to, count, threads, order, each);
 }

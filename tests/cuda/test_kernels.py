@@ -9,6 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given, strategies as st
 
+from tensorhub.cuda.kernels import LOOPS_MAX, SPREAD_BYTES_MAX, parts_of, spread_rows, straight_rows
 from tests.cuda.on_cpu import COMPILER, WHY_NOT, KernelsOnCpu
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT)
@@ -86,3 +87,73 @@ def test_what_is_packed_is_unpacked(
     kernels.run("unpack_pieces", rows, region.address, threads, order)
     assert [other.holds() for other in others] == [tensor.holds() for tensor in tensors]
     assert all(other.is_whole_around for other in others)
+
+
+@st.composite
+def spreads(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]], int]:
+    """Cells' starts, loops and a run. No two runs share a byte; any loop may be the widest, in either direction."""
+    unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
+    run = unit * draw(st.integers(1, 40))
+    extent, found = run, []
+    for _ in range(draw(st.integers(0, LOOPS_MAX + 2))):
+        times = draw(st.integers(1, 4))
+        apart = extent + unit * draw(st.integers(0, 3))
+        extent = apart * times
+        found.append((times, apart * draw(st.sampled_from([1, -1]))))
+    step = extent + unit * draw(st.integers(0, 2))
+    back = sum([(times - 1) * -apart for times, apart in found if apart < 0])
+    cells = [number * step + back for number in range(draw(st.integers(1, 3)))]
+    return cells, draw(st.permutations(found)), run
+
+
+@given(
+    st.lists(spreads(), min_size=1, max_size=3),
+    st.integers(0, ALIGNMENT - 1),
+    st.integers(0, ALIGNMENT - 1),
+    st.sampled_from([32, 256]),
+    st.sampled_from([0, 1]),
+    st.sampled_from([1, 3, 16]),
+)
+def test_runs_are_gathered_and_scattered(
+    kernels: KernelsOnCpu,
+    drawn: list[tuple[list[int], list[tuple[int, int]], int]],
+    shift: int,
+    other_shift: int,
+    threads: int,
+    order: int,
+    parts: int,
+) -> None:
+    memories, rows, places = list[Memory](), list[tuple[int, ...]](), list[tuple[int, int, int]]()
+    for number, (cells, loops, run) in enumerate(drawn):
+        starts = cells
+        for times, apart in loops:
+            starts = [at + n * apart for at in starts for n in range(times)]
+        memory = Memory(max(starts) + run, shift, DATA[: max(starts) + run])
+        before = sum([nbytes for _, _, nbytes in places])
+        rows += spread_rows(before, [memory.address + cell for cell in cells], loops, run)
+        places += [(number, at, run) for at in starts]
+        memories.append(memory)
+    expected = b"".join([memories[number].holds()[at : at + run] for number, at, run in places])
+    together = Memory(len(expected), other_shift)
+    kernels.run("gather_runs", rows, together.address, threads, order, parts)
+    assert together.holds() == expected
+    assert together.is_whole_around
+    changed, wanted, behind = expected[::-1], [bytearray(memory.holds()) for memory in memories], 0
+    for number, at, run in places:
+        wanted[number][at : at + run] = changed[behind : behind + run]
+        behind += run
+    ctypes.memmove(together.address, changed, len(changed))
+    kernels.run("scatter_runs", rows, together.address, threads, order, parts)
+    assert [memory.holds() for memory in memories] == wanted
+    assert all(memory.is_whole_around for memory in memories)
+
+
+def test_large_rows_are_shared_by_more_thread_blocks() -> None:
+    assert parts_of([(0, 0, 100, 1, 0, 1, 0, 1, 0)] * 9) == 1
+    assert parts_of([(0, 0, 4096, 4, 0, 8, 0, 32, 0)]) == 64
+    rows = list(straight_rows(5, 100, 2 * SPREAD_BYTES_MAX + 7))
+    assert [row[:3] for row in rows] == [
+        (5, 100, SPREAD_BYTES_MAX),
+        (5 + SPREAD_BYTES_MAX, 100 + SPREAD_BYTES_MAX, SPREAD_BYTES_MAX),
+        (5 + 2 * SPREAD_BYTES_MAX, 100 + 2 * SPREAD_BYTES_MAX, 7),
+    ]

@@ -306,10 +306,10 @@ def test_a_device_gathers_and_scatters_within_itself() -> None:
     with pytest.raises(StateError, match="on a device"):
         there.incoming(0)
     room = device.allocate(there.sizes[1])
-    there.gather(1, room.address)
+    there.gather([1], room.address)
     changed = bytes_of(room)[::-1]
     copy_bytes(memoryview(bytearray(changed)), room)
-    there.scatter(1, room.address)
+    there.scatter([1], room.address)
     assert there.digest(1) == xxhash.xxh3_64_intdigest(changed)
 
 

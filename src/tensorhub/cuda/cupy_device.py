@@ -18,12 +18,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from tensorhub.cuda import driver
-from tensorhub.cuda.device import Allocation, DeviceBytes, Mark
-from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows
+from tensorhub.cuda.device import Allocation, DeviceBytes, Mark, Spread
+from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows, parts_of, straight_rows
 from tensorhub.errors import StateError, TensorHubError, text_of
 
 INSTALL = "pip install 'tensorhub[cuda]' (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
@@ -167,14 +168,34 @@ class CudaDevice:
         return DeviceBytes(self, memory.data.ptr, nbytes, memory)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        if not places:
+        return self.relay(0, digested=places)
+
+    def relay(
+        self,
+        room: int,
+        gathered: Sequence[Spread] = (),
+        digested: Sequence[tuple[int, int]] = (),
+        scattered: Sequence[Spread] = (),
+    ) -> list[int]:
+        rows = [*gathered, *digested, *scattered]
+        if not rows:
             return []
         self.use()
-        with failures(f"making digests on {self.name}"), self._stream():
-            table = self.table(places)
-            made = self._cupy.empty(len(places), self._cupy.uint64)
-            self.launch("digest_chunks", len(places), table, made)
-            found: list[int] = made.get().tolist()  # waits for it
+        what = f"gathering {len(gathered)}, digesting {len(digested)} and scattering {len(scattered)} on {self.name}"
+        with failures(what), self._stream() as stream:
+            # One table for all: to copy one out of pageable memory waits for whatever is on the stream already.
+            table = self.table(rows)
+            ends = accumulate([sum(map(len, some)) for some in (gathered, digested, scattered)])
+            to_gather, to_digest, to_scatter = [table[start:end] for start, end in pairwise((0, *ends))]
+            made = self._cupy.empty(len(digested), self._cupy.uint64)
+            self.move("gather_runs", gathered, to_gather, room)
+            if digested:
+                self.launch("digest_chunks", len(digested), to_digest, made)
+            self.move("scatter_runs", scattered, to_scatter, room)
+            if not digested:
+                stream.synchronize()
+                return []
+            found: list[int] = made.get().tolist()  # waits for all of it
         return found
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> CudaPacking:
@@ -261,9 +282,15 @@ class CudaDevice:
                 self._idle.append(stream)
 
     def table(self, rows: Sequence[Sequence[int]]) -> Any:
-        """These numbers on the device, in the order of the current stream."""
+        """These numbers (of 64 bits, some of them signed) on the device, in the order of the current stream."""
         numpy = importlib.import_module("numpy")
-        return self._cupy.asarray(numpy.asarray(rows, numpy.uint64).reshape(-1))
+        return self._cupy.asarray(numpy.fromiter(chain.from_iterable(rows), numpy.int64))
+
+    def move(self, kernel: str, rows: Sequence[Spread], table: Any, room: int) -> None:
+        """Rows of runs, whose table this is, on the current stream."""
+        if rows:
+            parts = parts_of(rows)
+            self.launch(kernel, len(rows) * parts, table, self._cupy.uint64(room), self._cupy.uint32(parts))
 
     def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
         """On the current stream."""
@@ -323,15 +350,14 @@ class CudaQueue:
         return max(1, base + nbytes - address)
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        rows = list(cut_rows([(source, to, nbytes) for to, source, nbytes in pieces]))
+        # Offsets from address 0 are addresses.
+        rows = [row for to, source, nbytes in pieces for row in straight_rows(to, source, nbytes)]
         if not rows:
             return
         self._device.use()
         with failures(f"copying {len(rows)} pieces"), self._stream:
-            table = self._device.table(rows)
-            # Offsets from address 0 are addresses.
             # (The table's memory may go at once: cupy gives it out again in the order of this stream.)
-            self._device.launch("pack_pieces", len(rows), table, self._cupy.uint64(0))
+            self._device.move("gather_runs", rows, self._device.table(rows), 0)
 
     def mark(self) -> Mark:
         self._device.use()

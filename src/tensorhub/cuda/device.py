@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 HANDLE_BYTES = 64  # of an IPC handle
+
+Spread: TypeAlias = "tuple[int, ...]"
+"""Of `kernels.spread_rows`: (offset where they are together, address of the first run, bytes of a run, loops)."""
 
 
 class Mark(Protocol):
@@ -84,6 +87,18 @@ class Device(Protocol):
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """XXH3-64 of these (address, bytes) on the device, all by one launch; waits for it."""
+
+    def relay(
+        self,
+        room: int,
+        gathered: Sequence[Spread] = (),
+        digested: Sequence[tuple[int, int]] = (),
+        scattered: Sequence[Spread] = (),
+    ) -> list[int]:
+        """Copy the runs of some rows to where they are together, each row at its offset from `room`; then digest these
+        (address, bytes), as `digests` does; then copy the runs of other rows from where they are together to where they are
+        apart. One launch each, and one wait. All of it is in this device's own memory, or was opened on it.
+        """
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Kernels:
         """Of these (address, offset in the region, bytes)."""

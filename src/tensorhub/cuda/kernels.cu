@@ -1,4 +1,4 @@
-// The kernels: digests of chunks (XXH3-64, seed 0), and packing and unpacking of tiny tensors.
+// The kernels: digests of chunks (XXH3-64, seed 0), packing and unpacking of tiny tensors, and gathering and scattering of runs.
 //
 // Compiled by NVRTC, through cupy.RawModule, on first use; includes nothing. tests/cuda runs this very file on the CPU,
 // thread by thread, between barriers in any order. So nothing here depends on warps running in step.
@@ -263,4 +263,59 @@ extern "C" __global__ void __launch_bounds__(THREADS_MAX) pack_pieces(const u64 
 extern "C" __global__ void __launch_bounds__(THREADS_MAX) unpack_pieces(const u64 *pieces, u8 *region) {
     const u64 *row = pieces + 3 * (u64)blockIdx.x;
     copy_bytes(region + row[1], (u8 *)row[0], row[2]);
+}
+
+// ------------------------------------------------------------------------------------------------ gathering, scattering
+//
+// A row of `spread` is (offset in the region, address, bytes of a run, then three loops around runs: times, bytes apart). All
+// of a row's runs are one behind the other in the region, and apart from each other at the address. `parts` thread blocks
+// share one row. Rows of more than 2^31 bytes are cut by whoever makes the table.
+
+#define LOOPS 3
+#define ROW_WORDS (3 + 2 * LOOPS)
+
+template <typename Word, bool INTO_REGION>
+__device__ void move_runs(const u64 *row, u8 *region, u32 part, u32 parts) {
+    const u32 run = (u32)(row[2] / sizeof(Word));
+    const u32 outer = (u32)row[3], middle = (u32)row[5], inner = (u32)row[7];
+    const u32 words = run * outer * middle * inner, step = blockDim.x;
+    const u32 share = (words / parts / step + 1) * step;  // of each part but the last ones
+    const u64 first = (u64)part * share, behind = first + share;
+    const u32 end = behind < words ? (u32)behind : words;
+    Word *together = (Word *)(region + row[0]);
+    for (u64 at = first + threadIdx.x; at < end; at += step) {
+        const u32 number = (u32)at / run, within = (u32)at - number * run;
+        const u32 above = number / inner, i = above / middle;
+        const u64 start = row[1] + i * row[4] + (above - i * middle) * row[6] + (number - above * inner) * row[8];
+        Word *apart = (Word *)start + within;
+        if (INTO_REGION)
+            together[at] = *apart;
+        else
+            *apart = together[at];
+    }
+}
+
+template <bool INTO_REGION>
+__device__ void move_row(const u64 *spread, u8 *region, u32 parts) {
+    const u64 *row = spread + ROW_WORDS * (u64)(blockIdx.x / parts);
+    const u32 part = blockIdx.x % parts;
+    const u64 all = ((u64)region + row[0]) | row[1] | row[2] | row[4] | row[6] | row[8];
+    if (all % 16 == 0)
+        move_runs<Pair, INTO_REGION>(row, region, part, parts);
+    else if (all % 8 == 0)
+        move_runs<u64, INTO_REGION>(row, region, part, parts);
+    else if (all % 4 == 0)
+        move_runs<u32, INTO_REGION>(row, region, part, parts);
+    else if (all % 2 == 0)
+        move_runs<unsigned short, INTO_REGION>(row, region, part, parts);
+    else
+        move_runs<u8, INTO_REGION>(row, region, part, parts);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_MAX) gather_runs(const u64 *spread, u8 *region, u32 parts) {
+    move_row<true>(spread, region, parts);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_MAX) scatter_runs(const u64 *spread, u8 *region, u32 parts) {
+    move_row<false>(spread, region, parts);
 }

@@ -7,14 +7,15 @@ another layout has, is made of strips: then the memory `is_strided`, and has no 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence, Set as AbstractSet
+from collections.abc import Generator, Iterable, Iterator, Sequence, Set as AbstractSet
 from contextlib import closing
+from itertools import chain
 from typing import TypeAlias
 
 import xxhash
 
-from tensorhub.cuda.copies import copy_pieces
-from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.cuda.copies import copy
+from tensorhub.cuda.device import Device, DeviceBytes, Spread
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Selection
@@ -23,7 +24,7 @@ from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes
 from tensorhub.memory.covering import Covered, Covering, Extent
-from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks, runs
+from tensorhub.memory.strided import BUFFER_BYTES, Strided
 from tensorhub.strips import Strip
 
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
@@ -183,13 +184,22 @@ class ChunkMemory:
         """Room for the bytes of a chunk of strided memory: see `Strided.incoming`."""
         return _strided_of(self).incoming(self.strips(chunk), call_bytes)
 
-    def gather(self, chunk: int, to: int) -> None:
-        """Copy a chunk of strided memory on a device to that address of it."""
-        strided_device.gather(_device_of(self), self.strips(chunk), self._addresses, to)
+    def gather(self, chunks: Sequence[int], to: int) -> None:
+        """Copy chunks of strided memory on a device to that address of it, one behind the other. Waits."""
+        _device_of(self).relay(to, gathered=self._rows(chunks))
 
-    def scatter(self, chunk: int, source: int) -> None:
-        """Copy the bytes at that address of the device to where a chunk of strided memory is."""
-        strided_device.scatter(_device_of(self), self.strips(chunk), self._addresses, source)
+    def scatter(self, chunks: Sequence[int], source: int) -> None:
+        """Copy the bytes at that address of the device to where these chunks of strided memory are. Waits."""
+        _device_of(self).relay(source, scattered=self._rows(chunks))
+
+    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> dict[int, int]:
+        """See `transport.base.Scattering`."""
+        digested = strided_device.together(chunks, self.sizes, at) if self.is_digested else []
+        made = _device_of(self).relay(at, gathered, digested, self._rows(chunks))
+        return dict(zip(chunks, made, strict=True)) if digested else {}
+
+    def _rows(self, chunks: Sequence[int]) -> list[Spread]:
+        return strided_device.rows_of(chain.from_iterable(map(self.strips, chunks)), self._addresses)
 
     def buffer(self, chunk: int) -> memoryview:
         """The bytes of one chunk, which must not be on a device."""
@@ -257,12 +267,12 @@ class ChunkMemory:
         return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
 
     def _digests_on_device(self, device: Device, chunks: Sequence[int]) -> list[int]:
-        """Each is gathered first: a device digests what is in one piece."""
-        room = device.allocate(max([self.sizes[chunk] for chunk in chunks], default=0))
+        """They are gathered first: a device digests what is in one piece."""
+        room = device.allocate(strided_device.batch_bytes_max([self.sizes[chunk] for chunk in chunks]))
         found: list[int] = []
-        for chunk in chunks:
-            self.gather(chunk, room.address)
-            found += device.digests([(room.address, self.sizes[chunk])])
+        for batch in strided_device.batches(chunks, self.sizes):
+            digested = strided_device.together(batch, self.sizes, room.address)
+            found += device.relay(room.address, self._rows(batch), digested)
         return found
 
     def _digest_of_strips(self, chunk: int) -> int:
@@ -321,18 +331,34 @@ def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[
 
 
 def _move_strips_on_devices(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]) -> None:
-    """Run by run, if one of them is host memory: both are of one content, so that they have the same strips."""
-    device = _device_of(source if source.device is not None else destination)
-    queue = device.queue()
-    for chunk in chunks:
-        here, there = (blocks(memory.strips(chunk), memory.addresses) for memory in (destination, source))
-        pieces = [
-            (to, start, block.run)
-            for block, other in zip(here, there, strict=True)
-            for to, start in zip(runs(block), runs(other), strict=True)
-        ]
-        copy_pieces(queue, pieces, by_kernel=source.device is destination.device)
-    queue.mark().wait()
+    """Each chunk is in one piece on a device in between. Both are of one content, so that they have the same chunks."""
+    sizes = [source.sizes[chunk] for chunk in chunks]
+    room = _device_of(source if source.device is not None else destination).allocate(max(sizes, default=0))
+    for chunk, nbytes in zip(chunks, sizes, strict=True):
+        if source.device is not None:
+            source.gather([chunk], room.address)
+        else:
+            _copy_each(room, source.outgoing(chunk), into_room=True)
+        if destination.device is None:
+            with closing(destination.incoming(chunk)) as calls:
+                _copy_each(room, calls, into_room=False)
+        elif destination.device is room.device:
+            destination.scatter([chunk], room.address)
+        else:
+            other = destination.device.allocate(nbytes)
+            copy_bytes(room[:nbytes], other)
+            destination.scatter([chunk], other.address)
+
+
+def _copy_each(room: DeviceBytes, calls: Iterable[list[memoryview]], *, into_room: bool) -> None:
+    """Copy the host's views, in order, to or from a room on a device. Waits before it asks for the next ones."""
+    queue, at = room.device.queue(), room.address
+    for views in calls:
+        for view in views:
+            here = address_of(view)
+            copy(queue, *((at, here) if into_room else (here, at)), view.nbytes)
+            at += view.nbytes
+        queue.mark().wait()
 
 
 def _move_strips(source: ChunkMemory, destination: ChunkMemory, chunk: int) -> None:

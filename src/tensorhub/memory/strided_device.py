@@ -1,38 +1,57 @@
 """Bytes that follow strips, moved within a device between where they lie and contiguous memory of the same device.
 
-Many pieces go by one launch of a kernel, so that a run costs no call. Not responsible for getting bytes to or from the host.
+All of them go by one launch of a kernel, which knows loops: so neither a run nor a chunk costs a call, and what the CPU does
+is for each strip. Not responsible for getting bytes to or from the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
-from tensorhub.cuda.copies import copy_pieces
-from tensorhub.cuda.device import Device
-from tensorhub.memory.strided import blocks, runs
+from tensorhub.cuda.device import Spread
+from tensorhub.cuda.kernels import SPREAD_BYTES_MAX, spread_rows
+from tensorhub.memory.strided import Block, blocks
 from tensorhub.strips import Strip
 
-
-def gather(device: Device, strips: Iterable[Strip], addresses: Sequence[int], to: int) -> None:
-    """Copy the bytes of these strips to that address, one behind the other. Waits."""
-    _copy(device, ((to + at, start, run) for at, start, run in _runs(strips, addresses)))
+BATCH_BYTES = 64 * 2**20  # of chunks that go at a time: to start them and wait for them costs as much as 100 MiB do
 
 
-def scatter(device: Device, strips: Iterable[Strip], addresses: Sequence[int], source: int) -> None:
-    """Copy bytes from that address to where those of these strips are. Waits."""
-    _copy(device, ((start, source + at, run) for at, start, run in _runs(strips, addresses)))
+def rows_of(strips: Iterable[Strip], addresses: Sequence[int]) -> list[Spread]:
+    """The bytes of these strips, in order, for `Device.relay`. `addresses`: of the regions."""
+    return rows_of_blocks(blocks(strips, addresses, SPREAD_BYTES_MAX))
 
 
-def _copy(device: Device, pieces: Iterable[tuple[int, int, int]]) -> None:
-    queue = device.queue()
-    copy_pieces(queue, pieces)
-    queue.mark().wait()
+def rows_of_blocks(made: Iterable[Block]) -> list[Spread]:
+    """The same of blocks, none of which is larger than SPREAD_BYTES_MAX."""
+    rows: list[Spread] = []
+    offset = 0
+    for cells, loops, run, nbytes in made:
+        rows += spread_rows(offset, cells, loops, run)
+        offset += nbytes
+    return rows
 
 
-def _runs(strips: Iterable[Strip], addresses: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(how many bytes come before it, where it begins, its bytes) of each run."""
-    at = 0
-    for block in blocks(strips, addresses):
-        for start in runs(block):
-            yield at, start, block.run
-            at += block.run
+def batches(chunks: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """The same chunks in their order, BATCH_BYTES at a time, or one that is larger."""
+    batch: list[int] = []
+    room = BATCH_BYTES
+    for chunk in chunks:
+        if batch and room < sizes[chunk]:
+            yield batch
+            batch, room = [], BATCH_BYTES
+        batch.append(chunk)
+        room -= sizes[chunk]
+    if batch:
+        yield batch
+
+
+def together(chunks: Iterable[int], sizes: Sequence[int], at: int) -> list[tuple[int, int]]:
+    """The (address, bytes) of these chunks, where they are one behind the other from that address on."""
+    its = [sizes[chunk] for chunk in chunks]
+    return list(zip(accumulate(its, initial=at), its, strict=False))
+
+
+def batch_bytes_max(sizes: Sequence[int]) -> int:
+    """Of any batch of chunks of these sizes."""
+    return max(min(BATCH_BYTES, sum(sizes)), max(sizes, default=0))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Final
 
-from tensorhub.cuda.device import Device
+from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import TensorDescription, build_manifest
@@ -105,9 +105,13 @@ class StridedTarget:
                 self._pass_point()
                 yield views
 
-    def scatter(self, chunk: int, source: int) -> None:
+    def scatter(self, chunks: Sequence[int], source: int) -> None:
         self._pass_point()
-        self.memory.scatter(chunk, source)
+        self.memory.scatter(chunks, source)
+
+    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+        self._pass_point()
+        return self.memory.take_in(chunks, at, gathered)
 
     def buffer(self, chunk: int) -> memoryview:
         raise AssertionError("a chunk of a strided destination has no buffer")

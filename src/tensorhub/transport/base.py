@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
-from tensorhub.cuda.device import Device
+from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Selection
 from tensorhub.strips import Strip
 from tensorhub.transport.owner import OwnerSide
@@ -126,8 +126,13 @@ class Destination(Protocol):
 class Scattering(Protocol):
     """A strided destination on a device."""
 
-    def scatter(self, chunk: int, source: int) -> None:
-        """Copy the bytes at that address of the device to where a chunk belongs."""
+    def scatter(self, chunks: Sequence[int], source: int) -> None:
+        """Copy the bytes at that address of the device, of these chunks one behind the other, to where they belong."""
+
+    def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
+        """The same, once the device has gathered these rows there, and digested the chunks. Returns their digests: none, if
+        this memory has none.
+        """
 
 
 class Arrival(NamedTuple):

@@ -233,7 +233,7 @@ class EnclosingChannel:
             room = destination.device.allocate(view.nbytes)
             copy_bytes(view, room)
             if isinstance(destination, Scattering):
-                destination.scatter(chunk, room.address)
+                destination.scatter([chunk], room.address)
             return
         with closing(destination.incoming(chunk)) as calls:
             for each in (each for views in calls for each in views):

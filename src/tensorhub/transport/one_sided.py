@@ -16,14 +16,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import NamedTuple, Protocol
 
-from tensorhub.cuda.device import Device
+from tensorhub.cuda.device import Spread
+from tensorhub.cuda.kernels import SPREAD_BYTES_MAX
 from tensorhub.errors import ProtocolError
 from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Block, bounds
+from tensorhub.memory.strided_device import batch_bytes_max, batches
 from tensorhub.messages import ChunksLie, StillWaiting
 from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure, Scattering
 from tensorhub.transport.read_client import ReadClient
@@ -136,9 +138,13 @@ class OneSidedChannel:
         source: Source,
         destination: Destination,
         gathering: tuple[Gathering, StridedSource] | None = None,
+        rows_of: Callable[[Sequence[Block]], list[Spread]] | None = None,
     ) -> None:
-        """`gathering`: by what a strided destination is filled, and from where."""
+        """`gathering`: by what a strided destination is filled, and from where. `rows_of`: blocks of the source, for the
+        destination's device to gather by itself (OSError: it does not reach them).
+        """
         self._gathering = gathering
+        self._rows_of = rows_of
         self._client = client
         self._source = source
         self._right = client.right
@@ -148,7 +154,7 @@ class OneSidedChannel:
         self._located: deque[_Located] = deque()  # chunks that no thread has taken yet
         self._rooms: Rooms | None = None  # of the destination's device
         if gathering is not None and destination.device is not None:
-            self._rooms = Rooms(destination.device, max(destination.sizes, default=0))
+            self._rooms = Rooms(destination.device, batch_bytes_max(destination.sizes))
 
     def __repr__(self) -> str:
         return f"<OneSidedChannel to {self._source!r}, {self._client!r}>"
@@ -217,11 +223,12 @@ class OneSidedChannel:
         """Copy chunks of strips. Returns their digests, and what making those took."""
         destination, made, digest_s = self._destination, dict[int, int](), 0.0
         with self._proving(group[0].word) as copied:
+            if destination.device is not None:
+                for batch in batches([located.chunk for located in group], destination.sizes):
+                    made |= self._gather_on(batch, source, places)
+                    copied(sum([destination.sizes[chunk] for chunk in batch]))
+                return made, digest_s
             for located in group:
-                if destination.device is not None:
-                    made |= self._gather_on(destination.device, located.chunk, source, places)
-                    copied(destination.sizes[located.chunk])
-                    continue
                 stream, digest = places.stream(located.chunk), PiecewiseDigest()
                 with closing(destination.incoming(located.chunk)) as calls:
                     for views in calls:
@@ -236,17 +243,19 @@ class OneSidedChannel:
                     made[located.chunk] = digest.made
         return made, digest_s
 
-    def _gather_on(self, device: Device, chunk: int, source: Gathering, places: StridedSource) -> dict[int, int]:
-        """Copy one chunk of strips to a device, which digests it while it is in one piece. Returns its digest."""
-        destination, nbytes = self._destination, self._destination.sizes[chunk]
+    def _gather_on(self, chunks: Sequence[int], source: Gathering, places: StridedSource) -> Mapping[int, int]:
+        """Copy chunks of strips to a device, which digests them while each is in one piece. Returns their digests."""
+        destination, rows = self._destination, list[Spread]()
         assert self._rooms is not None
         assert isinstance(destination, Scattering)
         with self._rooms.taken() as room:
             self._check_cut()
-            source.gather(places.stream(chunk).take(nbytes), room)
-            made = {chunk: device.digests([(room, nbytes)])[0]} if destination.is_digested else {}
-            destination.scatter(chunk, room)
-        return made
+            made = list(places.blocks(chunks, SPREAD_BYTES_MAX))
+            if self._rows_of is None:
+                source.gather(made, room)
+            else:
+                rows = self._rows_of(made)
+            return destination.take_in(chunks, room, rows)
 
     def _check_cut(self) -> None:
         if self._cutter.is_cut:

@@ -127,10 +127,10 @@ class Packing:
 
 
 class Rooms:
-    """Memory of a device, in which a chunk of many pieces is in one piece for a moment. For several threads."""
+    """Memory of a device, in which chunks of many pieces are in one piece for a moment. For several threads."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        """`nbytes`: of the largest chunk. Each thread that needs such memory has so much of it."""
+        """`nbytes`: of what is there at a time. Each thread that needs such memory has so much of it."""
         self._device = device
         self._nbytes = nbytes
         self._free: list[DeviceBytes] = []

@@ -7,11 +7,11 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from tensorhub.errors import ProtocolError
-from tensorhub.memory.strided import Stream, blocks
+from tensorhub.memory.strided import Block, Stream, blocks
 from tensorhub.strips import Strip
 from tensorhub.transport.base import Destination
 from tensorhub.transport.dialect import REGIONS_MAX, FindRegions, RegionsAre
@@ -45,6 +45,10 @@ class StridedSource:
     def stream(self, chunk: int) -> Stream:
         """The bytes of a chunk, by the source's addresses."""
         return Stream(blocks(self._strips[chunk], self._regions))
+
+    def blocks(self, chunks: Sequence[int], nbytes_max: int) -> Iterator[Block]:
+        """All bytes of these chunks, in order, by the source's addresses, in blocks of `nbytes_max` at most."""
+        return blocks(chain.from_iterable([self._strips[chunk] for chunk in chunks]), self._regions, nbytes_max)
 
 
 def _regions(client: ReadClient, strips: Iterable[Strip]) -> list[int]:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 from tensorhub.cuda import cupy_device
 from tensorhub.cuda.copies import copy_pieces
-from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
+from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device, Spread
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.memory.strided import Block, runs
+from tensorhub.memory.strided_device import rows_of_blocks
 from tensorhub.transport.base import DEVICE, Channel, Destination, NotShared, Unusable
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.cuda_ipc.allocations import Imports, Opened, this_process
@@ -64,7 +65,8 @@ class CudaIpcTransport(ConnectedTransport):
         source = self._open(client, destination.device)
         if not destination.is_strided:
             return OneSidedChannel(client, source, destination)
-        return OneSidedChannel(client, source, destination, (source, StridedSource(client, destination)))
+        gathering = source, StridedSource(client, destination)
+        return OneSidedChannel(client, source, destination, gathering, source.rows_of if source.by_kernel else None)
 
     def _open(self, client: ReadClient, device: Device) -> OnDevice:
         said = client.find(AllocationsAre)
@@ -118,7 +120,7 @@ class OnDevice(Translated):
         self._words = words
         self._words_there = words_there
         self._opened = opened
-        self._by_kernel = by_kernel
+        self.by_kernel = by_kernel
         self._queue = device.queue(spins=True)
 
     def copy(self, call: Sequence[Piece]) -> None:
@@ -136,8 +138,12 @@ class OnDevice(Translated):
         self._copy(pieces)
 
     def _copy(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        copy_pieces(self._queue, pieces, by_kernel=self._by_kernel)
+        copy_pieces(self._queue, pieces, by_kernel=self.by_kernel)
         self._queue.mark().wait()
+
+    def rows_of(self, made: Sequence[Block]) -> list[Spread]:
+        """These blocks, for the destination's device to gather. OSError: it does not reach them."""
+        return rows_of_blocks(map(self._block_here, made))
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """See `Source.is_unchanged`. A process that has died has not written since."""

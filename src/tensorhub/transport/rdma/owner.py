@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from itertools import accumulate, chain
+from itertools import chain
 
 from tensorhub.accesses import Access
 from tensorhub.cuda.device import Device, DeviceBytes
@@ -246,15 +246,14 @@ class RdmaSession:
             return staging.outgoing(blocks(strips, memory.addresses), sum([memory.sizes[chunk] for chunk in chunks]))
         if not memory.is_strided:
             return staging.outgoing([(memory.address(chunk), memory.sizes[chunk]) for chunk in chunks])
-        ends = list(accumulate([memory.sizes[chunk] for chunk in chunks], initial=0))
+        nbytes = sum([memory.sizes[chunk] for chunk in chunks])
         try:
-            if self._room is None or self._room.nbytes < ends[-1]:
-                self._room = staging.device.allocate(ends[-1])
+            if self._room is None or self._room.nbytes < nbytes:
+                self._room = staging.device.allocate(nbytes)
         except StateError as error:
             raise CannotServe(str(error)[:1000]) from error
-        for chunk, at in zip(chunks, ends, strict=False):
-            memory.gather(chunk, self._room.address + at)
-        return staging.outgoing([(self._room.address, ends[-1])])
+        memory.gather(chunks, self._room.address)
+        return staging.outgoing([(self._room.address, nbytes)])
 
     def _hear_meanwhile(self) -> None:
         """Wait for the reader to take a piece. Its other requests are put aside. OperationTimeout."""

@@ -65,10 +65,8 @@ class Scatter:
         at, size = self._room.address, self._destination.sizes[chunk]
         staging.scatter([(at + offset, source, nbytes)])
         if offset + nbytes == size:
-            if self._destination.is_digested:
-                self.made[chunk] = device.digests([(at, size)])[0]
             assert isinstance(self._destination, Scattering)
-            self._destination.scatter(chunk, at)
+            self.made |= self._destination.take_in([chunk], at)
 
     def close(self) -> None:
         """Nothing is written afterwards."""

@@ -55,7 +55,7 @@ class TcpSession:
             room = self._room_for(memory.device, max([memory.sizes[chunk] for chunk in access.chunks]))
             self._connection.send(ChunksFollow(request, chunks))
             for chunk in access.chunks:
-                memory.gather(chunk, room.address)
+                memory.gather([chunk], room.address)
                 self._send_staged(staging, [(room.address, memory.sizes[chunk])])
         elif memory.is_strided:
             self._connection.send(ChunksFollow(request, chunks))

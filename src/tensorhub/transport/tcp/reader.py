@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from tensorhub.cuda.device import Device, DeviceBytes
@@ -118,7 +118,7 @@ class TcpChannel:
             group = [(group[0][0], self._digest_behind())]
         return Arrival(group, wait_s, time.perf_counter() - began - digest_s, made, digest_s)
 
-    def _receive_scattered(self, chunk: int, device: Device) -> dict[int, int]:
+    def _receive_scattered(self, chunk: int, device: Device) -> Mapping[int, int]:
         """Receive a chunk of several pieces for a GPU, which digests it where it is in one piece, and then scatters it."""
         destination, nbytes = self._destination, self._destination.sizes[chunk]
         if self._staging is None:
@@ -129,10 +129,8 @@ class TcpChannel:
         with closing(self._staging.incoming([place])) as pieces:
             for piece in pieces:
                 self._connection.receive_into([piece])
-        made = {chunk: device.digests([place])[0]} if destination.is_digested else {}
-        if isinstance(destination, Scattering):
-            destination.scatter(chunk, place[0])
-        return made
+        assert isinstance(destination, Scattering)
+        return destination.take_in([chunk], place[0])
 
     def _receive_staged(self, group: Sequence[tuple[int, int | None]], device: Device) -> None:
         """Receive bytes for a GPU: one piece is copied there while the next one is received."""
