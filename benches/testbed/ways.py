@@ -14,7 +14,7 @@ ENDS: Final = ("# lines", "# end of lines")  # what stands between them is what 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`module`: in `systems`. `environment`: one that `tensorhub bench --install` makes, whose packages it needs."""
+    """`module`: in `systems`. `environment`: one that `--install` makes, whose packages it needs."""
 
     name: str
     title: str
@@ -29,6 +29,10 @@ class Way:
     def lacks(self) -> str | None:
         """Why it cannot run here; None if it can."""
         return environments.lacking(environments.default_directory(), self.environment, self.programs)
+
+    def install(self) -> str | None:
+        """Make its environment, if it needs one and there is none; why it could not be made."""
+        return environments.install(environments.default_directory(), self.environment) if self.environment else None
 
     def lines(self) -> int:
         """Lines of code that it takes, on both sides: without blank ones, comments and docstrings of one line."""
@@ -45,6 +49,7 @@ _MODULES: Final = {
     "sockets": ("sockets", "base"),
     "nixl": ("nixl", "sockets", "base"),
     "redis": ("redis", "storage", "base"),
+    "s3": ("s3", "storage", "base"),
     "web": ("web", "storage", "base"),
 }
 _COORDINATED: Final = ("coordinator",)
@@ -92,6 +97,7 @@ WAYS: Final[Mapping[str, Way]] = {
             programs=("redis-server",),
             roles=("store",),
         ),
+        Way("s3", "push to S3 (JuiceFS' MinIO), pull", "s3", environment="s3", roles=("store",)),
         Way("web", "a file behind nginx, PUT and GET", "web", programs=("nginx",), roles=("store",)),
     )
 }

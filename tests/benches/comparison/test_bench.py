@@ -95,7 +95,7 @@ def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "ray.failed").write_text("no wheel for this Python\n")
     found = visits_of(backends["zmq"], backends["nginx"], backends["ray"], directory=tmp_path)
     assert {visit.backend: visit.reason for visit in found} == {
-        "zmq": "not installed: tensorhub bench --install",
+        "zmq": "not installed: give --install",
         "nginx": "not installed: apt install nginx",
         "ray": "not installed: no wheel for this Python",
     }

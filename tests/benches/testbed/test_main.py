@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benches.testbed import __main__ as program, network
+from benches.testbed.ways import WAYS
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,22 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert rows[2]["failure"] == "not run: its group is fixed, and rollouts come and go here"
     ElementTree.fromstring((tmp_path / "picture.svg").read_text())
     assert "TensorHub, seeds" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.parametrize("name", ["redis", "s3", "web"])
+def test_a_small_run_of_a_storage(name: str, tmp_path: Path) -> None:
+    """Each rollout looks at all its words, so that it has what was pushed; versions that are old are deleted meanwhile."""
+    if (reason := network.why_not() or WAYS[name].lacks()) is not None:
+        pytest.skip(reason)
+    files = ["--json", str(tmp_path / "figures.json"), "--picture", str(tmp_path / "picture.svg")]
+    few = f"standalone --systems {name} --rollouts 2 --mb 12 --mbit 400 --versions 6".split()
+    assert program.main([*few, *files]) == 0
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]["2"]
+    assert row["failure"] is None
+    assert row["joins"]["done"] == 2
+    assert row["updates"]["done"] > 2
 
 
 def test_what_a_killed_run_has_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
