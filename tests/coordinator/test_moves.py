@@ -10,8 +10,10 @@ from tensorhub.coordinator import readers as rules
 from tensorhub.coordinator.entities import READER_WEIGHT, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.messages import Flow, Progress
+from tensorhub.scheduler.links import Distance
 from tensorhub.scheduler.slowness import Slowness
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.memory import CHUNK_BYTES, make_manifest
 from tensorhub.types import Location
 from tests.coordinator.layout_world import World
@@ -25,9 +27,9 @@ class Chain:
     before `run`: what readers say of themselves is said by the test.
     """
 
-    def __init__(self, readers: str, places: Sequence[Location] = (), *, only: str = "") -> None:
+    def __init__(self, readers: str, places: Sequence[Location] = (), *, only: str | None = None) -> None:
         """`places`: of the trainer, and of each reader; else each has a rack of its own. `only`: who calls at once."""
-        self.cluster = StepwiseCluster(manifest=make_manifest(CHUNKS))
+        self.cluster = StepwiseCluster(manifest=make_manifest(CHUNKS), host_bytes=CHUNKS * CHUNK_BYTES)
         for number, name in enumerate("t" + readers):
             place = places[number] if places else Location(rack=f"rack {name}", host=f"host {name}")
             self.cluster.worker(name, place)
@@ -36,15 +38,21 @@ class Chain:
         self.cluster.run()
         self.trainer.publish(1)
         self.cluster.run()
-        self.calls: dict[str, CallRecord] = {}
+        self.calls: dict[str, CallRecord | CopyRequest] = {}
         self.taken_for: dict[str, int] = {}
         vars(self.cluster.coordinator.cluster.slowness)["of"] = self.of
-        for name in only or readers:
+        for name in readers if only is None else only:
             self.call(name)
 
     def call(self, name: str) -> None:
         self.calls[name] = self.handles[name].replicate()
         self.settle()
+
+    def prefetch(self, name: str) -> None:
+        """From now on this name is the host copy's."""
+        self.calls[name] = self.handles[name].prefetch()
+        self.settle()
+        self.handles[name] = self.handles[name].copy
 
     def settle(self) -> None:
         while choices := [choice for choice in self.cluster.choices() if choice.kind != "read"]:
@@ -60,8 +68,7 @@ class Chain:
         """It has so many chunks, the newest of which came at this rate, from each source, in the second since its last
         word.
         """
-        key = self.calls[name].key
-        assert key is not None
+        key = self.part(name).operation.key
         leases = [each for each in self.part(name).leases.values() if not each.dropping]
         said, more = [(each.id, each.flow) for each in leases], int(per_s * CHUNK_BYTES)
         flows = tuple(Flow(lease, flow.nbytes + more, flow.seconds + 1.0) for lease, flow in said)
@@ -260,6 +267,66 @@ def test_nobody_reads_from_another_site_because_that_is_faster() -> None:
     assert chain.sources()["c"] == "b"
 
 
+SITES = {"x": "there", "y": "yonder"}
+THERE = [Location(SITES.get(name, "here"), f"rack {name}", f"host {name}") for name in "txyabc"]
+LEARNT = {Distance.RACK: 0.8e9, Distance.SITE: 0.8e9, Distance.FAR: 0.3e9}  # bytes per second
+
+
+def with_a_seed(readers: str, *, far: float = LEARNT[Distance.FAR], prefetches: bool = True) -> Chain:
+    """`x`, in another site, has begun to fill its host memory from the trainer, or to update; then those call."""
+    chain = Chain("xyabc", THERE, only="")
+    vars(chain.cluster.coordinator.cluster.links)["rates"] = lambda now: (40e9, *(LEARNT | {Distance.FAR: far}).values())
+    if prefetches:
+        chain.prefetch("x")
+    else:
+        chain.call("x")
+    for name in readers:
+        chain.call(name)
+    return chain
+
+
+def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_source_s_site() -> None:
+    """And follows the chain as it grows. Those of that site read as if it was not there."""
+    chain = with_a_seed("ab")
+    assert chain.sources() == {"x": "t", "a": "t", "b": "a"}
+    chain.says("a", 8, per_s=FAST / 2)
+    assert chain.sources() == {"x": "b", "a": "t", "b": "a"}
+    chain.call("c")
+    assert chain.sources()["c"] == "b"
+    chain.passes(rules.COMPARE_S)
+    chain.says("c", 1, per_s=FAST / 2)
+    assert chain.sources() == {"x": "c", "a": "t", "b": "a", "c": "b"}
+    chain.finish()
+
+
+@pytest.mark.parametrize(("far", "moves"), [(0.1e9, False), (0.15e9, False), (0.17e9, True), (0.8e9, True)])
+def test_it_stays_where_little_comes_through_between_the_sites(far: float, moves: bool) -> None:
+    chain = with_a_seed("ab", far=far)
+    chain.says("a", 8, per_s=FAST)
+    assert chain.sources()["x"] == ("b" if moves else "t")
+    chain.finish()
+
+
+def test_whose_worker_is_stalled_by_its_update_makes_way_for_nobody() -> None:
+    chain = with_a_seed("a", prefetches=False)
+    chain.says("a", 8, per_s=FAST / 2)
+    assert chain.sources() == {"x": "t", "a": "t"}
+    chain.call("b")
+    assert chain.sources()["b"] == "a"
+    chain.finish()
+
+
+def test_of_two_that_fill_host_memory_in_other_sites_one_reads_from_the_other() -> None:
+    """They share what is between the sites, so that each counts for the other."""
+    chain = with_a_seed("")
+    (lease,) = chain.part("x").leases.values()
+    assert (lease.weight, lease.holding.yielding, lease.holding.load.readers) == (0, 1, 0)
+    chain.prefetch("y")
+    assert chain.sources() == {"x": "t", "y": "x"}
+    chain.finish()
+    assert lease.holding.yielding == 0
+
+
 def test_who_is_filled_behind_a_slow_one_is_as_slow_until_it_has_everything() -> None:
     chain = Chain("abcd", HERE_AND_THERE, only="ab")
     chain.is_taken_for("b", 3)
@@ -324,9 +391,7 @@ def test_a_worker_is_weighed_once_for_all_that_one_message_says(monkeypatch: pyt
     for rate in rates:
         flow = Flow(lease.id, flow.nbytes + int(rate * CHUNK_BYTES), flow.seconds + 1.0)
         flows.append(flow)
-    key = chain.calls["b"].key
-    assert key is not None
-    chain.handles["b"].worker.say(Progress(key, 0, 5, 5 * CHUNK_BYTES, tuple(flows)))
+    chain.handles["b"].worker.say(Progress(chain.part("b").operation.key, 0, 5, 5 * CHUNK_BYTES, tuple(flows)))
     chain.settle()
     assert [worker.name for worker in weighed] == ["b", "a"]
     assert lease.flow == flow

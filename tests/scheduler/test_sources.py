@@ -19,7 +19,7 @@ LOCATIONS = st.builds(lambda site, rack, host: Location(site, rack, f"{site}.{ra
 TRANSPORTS = st.frozensets(st.sampled_from(["tcp", "rdma", "cma", "shm"]), max_size=3)
 RATES = st.tuples(*[st.floats(1e5, 1e12)] * 4) | st.just(SUPPOSED_BYTES_PER_S)
 WANTED = st.builds(lambda nbytes, chunks: Wanted(nbytes, nbytes / chunks), st.integers(0, 2**40), st.integers(1, 10_000))
-LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2))
+LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2))
 PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, LOADS, st.integers(0, 4))
 CHANGES = st.lists(PUT | st.integers(0, 11), max_size=40)
 

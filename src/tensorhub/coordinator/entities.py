@@ -376,6 +376,7 @@ class Holding:
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # how many of these leases are ACTIVE
+    yielding: int = 0  # how many of these make way (`supply.makes_way`)
     weight: int = 0  # of these, together
     guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
     chunk_answer: ChunkAnswer | None = None  # while it is filled: the newest question which chunks are there, and its answer
@@ -407,13 +408,15 @@ class Holding:
 
     @property
     def load(self) -> Load:
-        return self.load_without(0)
+        return self.load_without(None)
 
-    def load_without(self, weight: int) -> Load:
-        """The same without so much. Slow readers take a part of its uplink each; less than a whole one does not count."""
-        readers = self.active_readers - (weight > 0)
+    def load_without(self, lease: ReadLease | None) -> Load:
+        """The same without that one. Slow readers take a part of its uplink each; less than a whole one does not count."""
+        weight = 0 if lease is None else lease.weight
+        readers = self.active_readers - self.yielding - (weight > 0)
         whole = (self.weight - weight) * 2**self.member.worker.slowness // READER_WEIGHT
-        return Load(min(readers, whole), self.slowness)
+        yielding = self.yielding - (lease is not None and not lease.weight)
+        return Load(min(readers, whole), self.slowness, yielding)
 
     @property
     def takes_readers(self) -> bool:
@@ -527,7 +530,7 @@ class ReadLease(_Moving[LeaseState]):
     partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
-    weight: int  # READER_WEIGHT, or less if its reader is slow
+    weight: int  # READER_WEIGHT, or less if its reader is slow; 0: it makes way
     source_had: int = 0  # so many chunks, as far as was known at that report
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it

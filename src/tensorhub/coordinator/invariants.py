@@ -36,7 +36,7 @@ from tensorhub.coordinator.states import (
     VersionState,
     WorkerState,
 )
-from tensorhub.coordinator.supply import is_filled_by, lasts
+from tensorhub.coordinator.supply import is_filled_by, lasts, makes_way
 from tensorhub.coordinator.waiting import waits_in
 from tensorhub.machine import demand
 from tensorhub.types import OpKind, Purpose
@@ -135,7 +135,8 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
 
 
 def _weighed(lease: ReadLease) -> None:
-    weighs = lease.weight * 2**lease.part.member.worker.slowness == READER_WEIGHT
+    whole = 0 if makes_way(lease.part, lease.holding) else READER_WEIGHT
+    weighs = lease.weight * 2**lease.part.member.worker.slowness == whole
     demand(weighs or lease.state is not LeaseState.ACTIVE, "a reader weighs as it is slow", lease)
 
 
@@ -189,6 +190,8 @@ def _held(member: Member, holding: Holding) -> None:
     demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
     weight = sum(lease.weight for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
     demand(holding.weight == weight, "a source's readers are weighed", holding)
+    yielding = sum(not lease.weight for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
+    demand(holding.yielding == yielding, "a source's readers that make way are counted", holding)
     guests = sum(worker.read_only for worker in readers)
     demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
     for ident, lease in holding.readers.items():
@@ -442,6 +445,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
             _ordered(part.member.holding)
         for lease in part.leases.values():
             demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
+            _weighed(lease)
             demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
             demand(running, "only running operations read", lease)
             demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4

@@ -17,7 +17,7 @@ from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
-from tensorhub.scheduler.links import SECONDS_MIN, distance
+from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
 from tensorhub.scheduler.slowness import CLEARLY, together
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
@@ -52,7 +52,7 @@ class Readers:
         if holding.active_readers == 1:
             self._make_way(holding)
         ident = self._cluster.new_id()
-        flow, weight = Flow(ident, 0, 0.0), READER_WEIGHT >> part.member.worker.slowness
+        flow, weight = Flow(ident, 0, 0.0), _weight(part, holding)
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, weight=weight, need=need)
         if need is not None and (root := bridges.enclosing_root(part, need, holding)):
             lease.root, lease.grid = root, self._grid_of(holding)
@@ -66,6 +66,7 @@ class Readers:
         if part.member.worker.read_only:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
+        holding.yielding += not weight
         holding.weight += weight
         readers = holding.active_readers
         self._cluster.reckon(holding)
@@ -152,7 +153,7 @@ class Readers:
         self._cluster.reckon_all_of(worker)
         for lease in (lease for member in worker.members.values() for lease in member.reads.values()):
             if lease.state is LeaseState.ACTIVE:
-                weight = READER_WEIGHT >> slowness
+                weight = _weight(lease.part, lease.holding)
                 lease.holding.weight += weight - lease.weight
                 lease.weight = weight
                 self._cluster.reckon(lease.holding)
@@ -334,7 +335,7 @@ class Readers:
     def improve(self, part: RankPart) -> None:
         """A reader reads on. If its source is slow or shared, it may have the rest much earlier from another one, or from
         several together. If it is fast, and slow ones read there too, these take a part of its uplink: they read at the end
-        of the chain instead.
+        of the chain instead. So do those who fill host memory in another site, if much comes through between the sites.
 
         That is asked once in a while, since each move costs a new connection.
         """
@@ -343,20 +344,27 @@ class Readers:
         if lease is None or part.compared_at + COMPARE_S > now:
             return
         holding, own = lease.holding, part.member.worker.slowness
-        if holding.weight >= 2 * READER_WEIGHT or holding.slowness > own:
+        others = 0 if lease.weight else holding.yielding
+        if holding.weight + others * READER_WEIGHT >= 2 * READER_WEIGHT or holding.slowness > own:
             part.compared_at = now
             self._improve(part, FASTER, GAIN_S)
-        elif own:
+        elif lease.weight < READER_WEIGHT:
             return
-        elif holding.weight > READER_WEIGHT and holding.active_readers <= MADE_WAY_MAX:
+        elif (holding.weight > READER_WEIGHT or holding.yielding) and holding.active_readers <= MADE_WAY_MAX:
             part.compared_at = now
             for each in list(holding.readers.values()):
-                if each.weight < READER_WEIGHT:
+                if each.weight < READER_WEIGHT and (each.weight or self._takes_much(part, holding)):
                     self._improve(each.part, 1.0)
         elif holding.depth == 1 and (above := self._choice.doubted(lease)) is not None:
             part.compared_at = now
             self._swap(part, above.holding)
             self._improve(above.part, 1.0)
+
+    def _takes_much(self, part: RankPart, holding: Holding) -> bool:
+        """Whether this reader would be done clearly sooner, if nothing went to another site from its source."""
+        rates = self._cluster.links.rates(self._cluster.now)
+        link = rates[distance(part.member.worker.location, holding.member.worker.location)]
+        return link > BESIDE * (link - rates[Distance.FAR])
 
     def _improve(self, part: RankPart, factor: float, gain_s: float = 0.0) -> None:
         """If it has the rest so many times sooner elsewhere, and as much sooner; else from more sources together, if it has
@@ -423,6 +431,7 @@ class Readers:
         holding, guest = lease.holding, lease.part.member.worker
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
             holding.active_readers -= 1
+            holding.yielding -= not lease.weight
             holding.weight -= lease.weight
             holding.peers.patches -= lease.partial
             if guest.read_only:
@@ -433,6 +442,12 @@ class Readers:
             self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
+
+
+def _weight(part: RankPart, holding: Holding) -> int:
+    """What it takes of that source's uplink."""
+    reader = part.member.worker
+    return 0 if supply.makes_way(part, holding) else READER_WEIGHT >> reader.slowness
 
 
 def _unfed(part: RankPart) -> list[Need]:

@@ -266,11 +266,11 @@ def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:
 
 
 def _estimate(
-    holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float], weight: int = 0
+    holding: Holding, part: RankPart, wanted: Wanted, rates: Sequence[float], lease: ReadLease | None = None
 ) -> tuple[tuple[bool, float], int]:
-    """When it would have everything from there; the newest comes first of equals. `weight`: its own, if it reads there."""
+    """When it would have everything from there; the newest comes first of equals. `lease`: its own, if it reads there."""
     reader, worker = part.member.worker, holding.member.worker
-    load = holding.load_without(weight)
+    load = holding.load_without(lease)
     if worker.reaches(reader) & SAME_HOST_TRANSPORTS:  # who copies out of its memory shares nothing of it with others
         load = load._replace(readers=0)
     apart = distance(reader.location, worker.location)
@@ -291,8 +291,8 @@ def _rest(part: RankPart) -> Wanted:
 
 def _together_s(part: RankPart, sources: Sequence[Holding], wanted: Wanted, rates: Sequence[float]) -> float:
     """When it would have that from all of these together. It reads from some of them already."""
-    weights = {lease.holding: lease.weight for lease in part.leases.values()}
-    first, *others = (_estimate(each, part, wanted, rates, weights.get(each, 0))[0][1] for each in sources)
+    own = {lease.holding: lease for lease in part.leases.values()}
+    first, *others = (_estimate(each, part, wanted, rates, own.get(each))[0][1] for each in sources)
     return 1 / sum(1 / each for each in (first, *others)) if others else first
 
 

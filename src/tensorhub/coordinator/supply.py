@@ -9,6 +9,15 @@ from collections.abc import Callable
 
 from tensorhub.coordinator.entities import Holding, RankPart, ReadLease
 from tensorhub.messages import Need
+from tensorhub.types import OpKind
+
+
+def makes_way(part: RankPart, holding: Holding) -> bool:
+    """Whether, if it reads there, it leaves that source to readers of its own site: it is in another one, and nobody is
+    stalled by it.
+    """
+    is_far = part.member.worker.location.site != holding.member.worker.location.site
+    return is_far and part.operation.kind is OpKind.PREFETCH
 
 
 def lasts(lease: ReadLease) -> bool:

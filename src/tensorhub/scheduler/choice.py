@@ -28,11 +28,13 @@ class Wanted:
 
 class Load(NamedTuple):
     """What makes a source slower than its distance. `readers`: how many share its uplink already. `slowness`: its own, or
-    that of somebody through whom it is filled, as a power of two.
+    that of somebody through whom it is filled, as a power of two. `yielding`: how many more read there from other sites, and
+    make way for those of its own: only who comes from afar has to share with them.
     """
 
     readers: int
     slowness: int
+    yielding: int = 0
 
 
 def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
@@ -40,7 +42,8 @@ def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Seq
     to a complete copy. `rates`: bytes per second of a link, by distance. (Nobody's link is used within a host.)
     """
     rate = rates[apart]
-    part = (load.readers + 1) << (0 if apart is Distance.HOST else load.slowness)
+    readers = load.readers + (load.yielding if apart is Distance.FAR else 0)
+    part = (readers + 1) << (0 if apart is Distance.HOST else load.slowness)
     return wanted.nbytes * part / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)
 
 
