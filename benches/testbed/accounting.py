@@ -114,8 +114,8 @@ class Waits:
     p95_s: float
 
 
-def waits(found: Sequence[Attempt], what: str) -> Waits:
-    mine = [attempt for attempt in found if attempt.what == what]
+def waits(found: Sequence[Attempt], *what: str) -> Waits:
+    mine = [attempt for attempt in found if attempt.what in what]
     count = {outcome: sum(attempt.outcome == outcome for attempt in mine) for outcome in ("done", "preempted", "unfinished")}
     return Waits(count["done"], count["preempted"], count["unfinished"], quantile(mine, 0.5), quantile(mine, 0.95))
 

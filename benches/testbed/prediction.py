@@ -14,12 +14,14 @@ from benches.testbed.report import Row
 from benches.testbed.run import Result
 from benches.testbed.ways import WAYS
 from tensorhub.testing.flow import run as model
-from tensorhub.testing.flow.scenario import Scenario
+from tensorhub.testing.flow.scenario import Scenario, in_groups
 
 MODELS: Final[Mapping[str, str]] = {
     "tensorhub": "tensorhub",
     "tensorhub+seeds": "tensorhub+seeds",
     "tensorhub+prefetch": "tensorhub+prefetch",
+    "tensorhub+groups": "tensorhub",
+    "tensorhub+resharded": "tensorhub+resharded",
     "chain-waits": "broadcast",
     "chain-pauses": "broadcast-pausing",
     "sockets": "pull",
@@ -36,9 +38,10 @@ def table(scenario: Scenario, rows: Sequence[Row], results: Sequence[Result]) ->
     for row in rows:
         name = MODELS.get(row.way)
         mine = [attempt for result in results if result.way == row.way for attempt in attempts(result.events)]
-        if name is None or not mine or name not in model.possible(scenario):
+        grouped = in_groups(scenario, WAYS[row.way].options.get("ranks", 1))
+        if name is None or not mine or name not in model.possible(grouped):
             continue
-        said = model.run_one(scenario, name).row
+        said = model.run_one(grouped, name).row
         for what, predicted in (("join", said.joins.mean_s), ("update", said.updates.mean_s)):
             measured = mean_s(mine, what)
             if predicted is not None and measured is not None:

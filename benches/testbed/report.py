@@ -9,11 +9,10 @@ from typing import Any
 
 from benches.testbed.accounting import Attempt, Stalls, Waits, attempts, middle, stalls, waits
 from benches.testbed.run import Result
-from benches.testbed.sizes import of_groups
 from benches.testbed.systems.base import PHASES
 from benches.testbed.ways import WAYS, Way
 from tensorhub.testing.flow import timetable
-from tensorhub.testing.flow.scenario import Scenario
+from tensorhub.testing.flow.scenario import Scenario, in_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,7 @@ class Row:
     stalls: Stalls | None = None
     joins: Waits | None = None
     updates: Waits | None = None
+    both: Waits | None = None
     floor_s: float = float("nan")  # of one update: the mean of all
     cpu: float = float("nan")
     machine: float = float("nan")
@@ -45,7 +45,7 @@ class Row:
 
 def row(scenario: Scenario, way: Way, results: Sequence[Result]) -> Row:
     """Of the round whose total stall is the median. Slow rollouts do not count."""
-    hosts = timetable.rollouts(of_groups(scenario, way.options.get("ranks", 1)))
+    hosts = timetable.rollouts(in_groups(scenario, way.options.get("ranks", 1)))
     slow = {name for name, kind in hosts if kind.slow > 1}
     results = [
         replace(each, events=[event for event in each.events if event["who"].partition(".")[0] not in slow])
@@ -62,6 +62,7 @@ def row(scenario: Scenario, way: Way, results: Sequence[Result]) -> Row:
         stalls=stalled,
         joins=waits(every, "join"),
         updates=waits(every, "update"),
+        both=waits(every, "join", "update"),
         floor_s=stalled.floor_s / count,
         cpu=result.cpu,
         machine=result.machine,
@@ -100,7 +101,7 @@ def waits_table(rows: Sequence[Row]) -> list[str]:
     ]
     ours = next((each for each in rows if each.way.startswith("tensorhub") and each.joins), None)
     for each in rows:
-        for what in ("joins", "updates"):
+        for what in ("joins", "updates", "both"):
             it: Waits | None = getattr(each, what)
             if it is None or ours is None:
                 continue

@@ -20,11 +20,10 @@ from typing import Any, Final
 from benches.child_processes import Failed, Pending, Process
 from benches.comparison import environments
 from benches.testbed.network import Host, Network, Wan
-from benches.testbed.sizes import of_groups
 from benches.testbed.systems.base import Setting
 from benches.testbed.ways import Way
 from tensorhub.testing.flow import timetable
-from tensorhub.testing.flow.scenario import Scenario
+from tensorhub.testing.flow.scenario import Scenario, in_groups
 from tensorhub.testing.flow.timetable import Presence
 
 MODULE: Final = "benches.testbed.process"
@@ -56,7 +55,7 @@ class Run:
     def __init__(self, scenario: Scenario, way: Way, scratch: Path) -> None:
         self.way, self._scratch = way, scratch
         self._group_size = int(way.options.get("ranks", 1))
-        scenario = self.scenario = of_groups(scenario, self._group_size)
+        scenario = self.scenario = in_groups(scenario, self._group_size)
         self._stack = ExitStack()
         self._log = scratch / "events.jsonl"
         self._sites = {name: hosts.site for name, hosts in timetable.rollouts(scenario)}

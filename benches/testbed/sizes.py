@@ -71,16 +71,6 @@ def with_rollouts(scenario: Scenario, count: int) -> Scenario:
     return replace(scenario, hosts=tuple(replace(each, count=count) if each is first else each for each in scenario.hosts))
 
 
-def of_groups(scenario: Scenario, size: int) -> Scenario:
-    """The same on about as many hosts, where each rollout has several."""
-    return replace(
-        scenario,
-        hosts=tuple(
-            replace(each, count=max(1, each.count // size)) if each.role == "rollout" else each for each in scenario.hosts
-        ),
-    )
-
-
 def with_slow(scenario: Scenario, slow: float) -> Scenario:
     """The same where the link of the first rollout carries so many times less."""
     at = next(number for number, hosts in enumerate(scenario.hosts) if hosts.role == "rollout")

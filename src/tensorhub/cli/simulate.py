@@ -74,7 +74,7 @@ def simulate(
     parameters: Annotated[
         str | None, typer.Option(metavar="P", help="With --gpus: the model's parameters, as 7B, 70B or 1T.")
     ] = None,
-    ranks: Annotated[int | None, common.whole_option(1, 65_536, help="With --gpus: ranks of a group.")] = None,
+    ranks: Annotated[int | None, common.whole_option(1, 65_536, help="With a scenario: ranks of a group.")] = None,
     systems: Annotated[str | None, typer.Option(metavar="A,B", help="With a scenario: only these systems.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With a scenario: draw it.")] = None,
     as_json: common.JsonOption = False,
@@ -118,10 +118,8 @@ def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
                 if of_flow
                 else f"{option} belongs to a scenario: give one, as in tensorhub simulate standalone {option} ..."
             )
-    if of_flow and context.params.get("gpus") is None:
-        for name in ("parameters", "ranks"):
-            if context.params.get(name) is not None:
-                raise common.usage(f"--{name} goes with --gpus: without it, a scenario is as its file says")
+    if of_flow and context.params.get("gpus") is None and context.params.get("parameters") is not None:
+        raise common.usage("--parameters goes with --gpus: without it, a scenario is as its file says")
 
 
 def _search() -> ModuleType:

@@ -15,7 +15,7 @@ from tensorhub.cli import common
 from tensorhub.testing.flow.plots import draw
 from tensorhub.testing.flow.report import Report, Row, cut_bound
 from tensorhub.testing.flow.run import Run, check, possible, run_one
-from tensorhub.testing.flow.scenario import Scenario, at_scale, load
+from tensorhub.testing.flow.scenario import Scenario, at_scale, in_groups, load
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
             scenario = replace(scenario, seed=wanted.seed)
         if wanted.gpus is not None:
             scenario = at_scale(scenario, wanted.gpus, wanted.parameters, wanted.ranks)
+        elif wanted.ranks is not None:
+            scenario = in_groups(scenario, wanted.ranks)
         names = [name.strip() for name in (wanted.systems or ",".join(possible(scenario))).split(",") if name.strip()]
         check(scenario, names)
         if wanted.plot is not None:

@@ -121,6 +121,7 @@ def test_a_preempted_attempt_has_taken_longer_than_it_lasted() -> None:
     mine = [of(1.0), of(1.5, "preempted"), of(2.0), of(4.0)]
     assert quantile([each for each in mine if each.outcome == "done"], 0.5) == 2.0
     assert quantile(mine, 0.7) == 4.0
+    assert waits(mine, "join", "update") == waits(mine, "join")
     found = waits(mine, "join")
     assert (found.done, found.preempted, found.unfinished, found.median_s, found.p95_s) == (3, 1, 0, 2.0, 4.0)
 

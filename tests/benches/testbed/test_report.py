@@ -64,6 +64,7 @@ def test_tables_compare_with_the_first_row() -> None:
     assert third.endswith("not installed: ...")
     lines = report.waits_table([ours, theirs, failed])
     assert [line.split()[-2:] for line in lines if "updates" in line] == [["1.00", "1.00"], ["3.00", "4.50"]]
+    assert [line.split()[-2:] for line in lines if "both" in line] == [["1.00", "1.00"], ["3.00", "4.50"]]
 
 
 def test_what_is_not_known_has_no_ratio() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benches.testbed.sizes import SIZES, WORKERS_PER_CORE, Size, check, fitted, of_groups, with_rollouts, with_slow, with_wan
+from benches.testbed.sizes import SIZES, WORKERS_PER_CORE, Size, check, fitted, with_rollouts, with_slow, with_wan
 from tensorhub.testing.flow import timetable
 from tensorhub.testing.flow.scenario import ScenarioError, load, names
 
@@ -59,11 +59,6 @@ def test_the_first_rollout_is_slow_and_the_others_keep_their_names() -> None:
     assert [hosts.slow for _, hosts in timetable.rollouts(slow)] == [4.0] + [1.0] * 7
     assert [name for name, _ in timetable.rollouts(slow)] == [name for name, _ in timetable.rollouts(scenario)]
     assert [hosts.slow for _, hosts in timetable.rollouts(with_slow(with_rollouts(scenario, 1), 4.0))] == [4.0]
-
-
-def test_groups_take_the_place_of_hosts_of_each_kind() -> None:
-    found = [hosts.slow for _, hosts in timetable.rollouts(of_groups(with_slow(load("standalone"), 4.0), 2))]
-    assert found == [4.0, 1.0, 1.0, 1.0]
 
 
 def test_a_size_says_how_often() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tensorhub.testing.flow.report import Report, Stalls, cut_bound, depths, parents, quantile
 from tensorhub.testing.flow.run import SYSTEMS, Run, check, possible, run, run_one
-from tensorhub.testing.flow.scenario import Scenario, ScenarioError, at_scale, load
+from tensorhub.testing.flow.scenario import Scenario, ScenarioError, at_scale, in_groups, load
 from tensorhub.testing.flow.transfers import Edge
 from tensorhub.testing.flow.workload import Attempt
 
@@ -122,7 +122,8 @@ def test_a_waiting_broadcast_holds_everybody_up_until_the_last_is_free() -> None
 
 def test_a_fixed_group_is_not_offered_where_members_come_and_go() -> None:
     assert not any(name.startswith("broadcast") for name in (*possible(load("elastic")), *possible(load("churn"))))
-    assert set(possible(load("standalone"))) == {*SYSTEMS} - {"tensorhub+seeds"}
+    assert set(possible(load("standalone"))) == {*SYSTEMS} - {"tensorhub+seeds", "tensorhub+resharded"}
+    assert set(possible(in_groups(load("standalone"), 2))) == {*SYSTEMS} - {"tensorhub+seeds"}
     with pytest.raises(ScenarioError, match="elastic cannot be run under 'broadcast': give some of tensorhub"):
         check(load("elastic"), ["broadcast"])
     with pytest.raises(ScenarioError, match="there is no system 'nccl'"):
@@ -135,6 +136,39 @@ def test_groups_of_ranks_update_together() -> None:
     assert (scenario.ranks, len(found.workload.rollouts)) == (4, 8)
     assert max(updates(found)) < 1.05 * scenario.copy_s
     assert min(updates(found)) == pytest.approx(scenario.copy_s / 12, rel=0.05)  # of the other group on the same host
+
+
+@pytest.mark.parametrize("name", ["standalone", "elastic"])
+def test_groups_of_two_hosts_update_as_fast_as_single_ones(name: str) -> None:
+    scenario = replace(in_groups(load(name), 2), versions=6)
+    found = run_one(scenario, "tensorhub")
+    assert found.row.updates.done > 10
+    assert found.row.to_floor is not None
+    assert found.row.to_floor < 1.03
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("standalone", 2), ("elastic", 2), ("standalone", 4)])
+def test_groups_of_another_layout_read_of_all_ranks_or_of_one_of_their_own(name: str, ranks: int) -> None:
+    scenario = replace(in_groups(load(name), ranks), versions=6)
+    found = run_one(scenario, "tensorhub+resharded")
+    assert found.row.to_floor is not None
+    assert found.row.to_floor < 1.05
+    given = dict[tuple[str, str], float]()
+    for edge in found.world.transfers.edges:
+        given[edge.source, edge.reader] = given.get((edge.source, edge.reader), 0.0) + edge.nbytes / scenario.rank_bytes
+    across = {pair: copies for pair, copies in given.items() if pair[0].startswith("trainer")}
+    readers = {reader for _, reader in across}
+    assert {pair[0] for pair in across} == {f"trainer-0/{rank}" for rank in range(ranks)}
+    for reader in readers:
+        mine = [copies for (_, each), copies in across.items() if each == reader]
+        assert mine == pytest.approx([sum(mine) / ranks] * ranks, rel=0.05)
+    mates = {(source[-1], reader[-1]) for source, reader in given if source.startswith("rollout")}
+    assert mates == {(str(rank), str(rank)) for rank in range(ranks)}
+
+
+def test_the_version_enters_a_site_once_where_layouts_differ() -> None:
+    scenario = replace(in_groups(load("cross-datacenter"), 2), versions=3)
+    assert run_one(scenario, "tensorhub+resharded").row.wan_copies == pytest.approx(1.0)
 
 
 def test_a_seed_has_the_shards_of_all_ranks() -> None:

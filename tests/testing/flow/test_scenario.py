@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.testing.flow.scenario import ScenarioError, at_scale, load, names, parameters, read
+from tensorhub.testing.flow.scenario import ScenarioError, at_scale, in_groups, load, names, parameters, read
 
 GOOD = """\
 format = 1
@@ -117,3 +117,17 @@ def test_groups_are_as_small_as_their_memory_allows() -> None:
     assert [at_scale(load("update"), 1024, of).ranks for of in ("7B", "70B", "1T")] == [1, 4, 64]
     assert at_scale(load("update"), 1024, "1T").rank_bytes == 31_250_000_000
     assert at_scale(load("update"), 1024, "7B", ranks=8).count("rollout") == 128
+
+
+def test_groups_take_the_place_of_hosts_of_each_kind() -> None:
+    found = in_groups(load("churn"), 2)
+    assert [(each.role, each.count) for each in found.hosts] == [
+        ("trainer", 1),
+        ("rollout", 2),
+        ("rollout", 2),
+        ("rollout", 2),
+        ("seed", 1),
+    ]
+    assert (found.ranks, found.rank_bytes, found.copy_s) == (2, load("churn").rank_bytes, load("churn").copy_s)
+    assert found.links.wan_mbit_per_s == 2 * load("churn").links.wan_mbit_per_s
+    assert in_groups(load("elastic"), 1) == load("elastic")

@@ -37,7 +37,7 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.runtime.worker.fill import PROGRESS_S
-from tensorhub.testing.flow.thin import MODEL, Shard, ThinRank
+from tensorhub.testing.flow.thin import MODEL, Layout, Shard, ThinRank
 from tensorhub.testing.flow.topology import Place
 from tensorhub.testing.flow.transfers import Flow, Memory, Transfers
 from tensorhub.testing.flow.workload import World
@@ -85,14 +85,21 @@ class Peer:
         return f"{self.session:032x}"
 
     def register(
-        self, group: str, rank: int, *, spot: bool = False, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE
+        self,
+        group: str,
+        rank: int,
+        *,
+        spot: bool = False,
+        medium: Medium = Medium.DEVICE,
+        purpose: Purpose = Purpose.USE,
+        layout: Layout | None = None,
     ) -> ThinRank:
         """That rank's memory. A seed's is a group of its own."""
         hub = self._hub
         registration = f"{self.session:024x}{len(self._ranks):08x}"
         place = (0, rank, 1) if purpose is Purpose.SEED else (rank, rank, hub.world.scenario.ranks)
         made = ThinRank(self, hub.shard, registration, group, *place, hub.report_s)
-        made.spot, made.medium, made.purpose = spot, medium, purpose
+        made.spot, made.medium, made.purpose, made.layout = spot, medium, purpose, layout
         self._ranks[registration] = made
         self.say(made.register(self.request(made)))
         return made

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tensorhub.testing.flow.coordinated import Coordinated, Peer
-from tensorhub.testing.flow.thin import ThinRank
+from tensorhub.testing.flow.thin import COLUMNS, ROWS, ThinRank
 from tensorhub.testing.flow.topology import worker_name
 from tensorhub.testing.flow.workload import AGAIN_S, Rollout, Workload, World
 from tensorhub.types import Medium, OpKind, Purpose, VersionInfo, host_group
@@ -43,8 +43,9 @@ class _Group:
 class TensorHub:
     """See `workload.System`."""
 
-    def __init__(self, world: World, *, seeds: bool = False, prefetch: bool = False) -> None:
-        self.name = "tensorhub" + "+seeds" * seeds + "+prefetch" * prefetch
+    def __init__(self, world: World, *, seeds: bool = False, prefetch: bool = False, resharded: bool = False) -> None:
+        self.name = "tensorhub" + "+seeds" * seeds + "+prefetch" * prefetch + "+resharded" * resharded
+        self._layouts = (ROWS, COLUMNS) if resharded else (None, None)  # the trainer's, and rollouts'
         self.workload: Workload | None = None
         self.coordinated = Coordinated(world)
         self._world, self._prefetches = world, prefetch
@@ -67,7 +68,8 @@ class TensorHub:
         names = [worker_name(name, rank, scenario.ranks) for rank in range(scenario.ranks)]
         host_bytes = scenario.rank_bytes if self._prefetches else 0
         peers = [self.coordinated.peer(topology.places[each], host_bytes) for each in names]
-        made = _Group(peers, [peer.register(group, rank, spot=spot) for rank, peer in enumerate(peers)])
+        layout = self._layouts[group != "trainer"]
+        made = _Group(peers, [peer.register(group, rank, spot=spot, layout=layout) for rank, peer in enumerate(peers)])
         _when_all(made.ranks, "registered", lambda: self._ready(made))
         return made
 

@@ -24,6 +24,7 @@ SYSTEMS: Mapping[str, Callable[[World], TensorHub | Pull | Broadcast]] = {
     "tensorhub": TensorHub,
     "tensorhub+seeds": lambda world: TensorHub(world, seeds=True),
     "tensorhub+prefetch": lambda world: TensorHub(world, prefetch=True),
+    "tensorhub+resharded": lambda world: TensorHub(world, resharded=True),
     "broadcast": Broadcast,
     "broadcast-poor": lambda world: Broadcast(world, pipelined=False),
     "broadcast-pausing": lambda world: Broadcast(world, pauses=True),
@@ -46,6 +47,7 @@ def possible(scenario: Scenario) -> tuple[str, ...]:
     """The systems that this scenario can be run under."""
     changes = scenario.kills is not None or any(each.spot for each in scenario.hosts)
     without = [*(FIXED if changes else ()), *(() if scenario.count("seed") else ("tensorhub+seeds",))]
+    without += () if scenario.ranks > 1 else ("tensorhub+resharded",)
     return tuple(name for name in SYSTEMS if name not in without)
 
 

@@ -186,8 +186,7 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
         ranks = 1
         while nbytes / ranks > BYTES_PER_GPU_MAX:
             ranks *= 2
-    if not 1 <= ranks <= WORKERS_MAX:
-        raise ScenarioError(f"--ranks {ranks}: give 1 to {WORKERS_MAX}")
+    _check_ranks(ranks)
     rollouts = [each for each in scenario.hosts if each.role == "rollout"]
     parts = sum(each.count for each in rollouts)
     groups, odd = divmod(gpus, ranks)
@@ -212,6 +211,25 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
         gpus_per_host=scale.gpus_per_host,
         hosts_per_rack=scale.hosts_per_rack,
     )
+
+
+def in_groups(scenario: Scenario, ranks: int) -> Scenario:
+    """The same on about as many hosts, where the trainer, each rollout and each seed have several. The WAN is so many times
+    as wide, so that a copy takes as long over it.
+    """
+    _check_ranks(ranks)
+    hosts = tuple(
+        replace(each, count=max(1, each.count // ranks)) if each.role == "rollout" else each for each in scenario.hosts
+    )
+    if (workers := ranks * sum(each.count for each in hosts)) > WORKERS_MAX:
+        raise ScenarioError(f"{scenario.name} in groups of {ranks} has {workers} workers, more than {WORKERS_MAX}")
+    wan_mbit_per_s = scenario.links.wan_mbit_per_s * ranks
+    return replace(scenario, hosts=hosts, ranks=ranks, links=replace(scenario.links, wan_mbit_per_s=wan_mbit_per_s))
+
+
+def _check_ranks(ranks: int) -> None:
+    if not 1 <= ranks <= WORKERS_MAX:
+        raise ScenarioError(f"--ranks {ranks}: give 1 to {WORKERS_MAX}")
 
 
 def _shared_out(whole: int, shares: Sequence[float]) -> list[int]:

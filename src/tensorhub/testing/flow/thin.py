@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tensorhub.digests import root_of
-from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.manifest import TensorDescription, build_manifest, id_of
 from tensorhub.messages import (
     DIGESTS_BYTES_MAX,
     AddSource,
+    CheckCoverage,
     ChunksThere,
+    Covered,
     CutReader,
     Digests,
     DropSource,
@@ -31,17 +33,20 @@ from tensorhub.messages import (
     Grant,
     LeaveGranted,
     LeaveRequest,
+    Need,
     Outcome,
     Prepared,
     Progress,
     Publish,
     ReaderCut,
     ReadFailed,
+    ReadyAgain,
     ReadyToWrite,
     Register,
     RegisterAgain,
     Registered,
     RetainedAck,
+    SelectionRoot,
     SetRetained,
     Start,
     TellChunks,
@@ -58,6 +63,23 @@ TIMEOUT_S = 1e8
 DIGEST_BYTES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How groups have the model."""
+
+    name: str
+
+    def parts(self, rank: int) -> tuple[bytes, ...]:
+        """What describes a rank's: catalogue, arrangement, coordinates. Nobody here looks into them."""
+        return b"a catalogue", f"by {self.name}".encode(), self.id_of(rank).encode()
+
+    def id_of(self, rank: int) -> str:
+        return f"{self.name} {rank}"
+
+
+ROWS, COLUMNS = Layout("rows"), Layout("columns")
+
+
 class Shard:
     """What each rank of the model is, in the real manifest."""
 
@@ -68,7 +90,18 @@ class Shard:
         self.manifest = manifest.encode()
         self.layout_id = manifest.layout_id
         self.chunks = manifest.chunk_count
-        self.root = root_of(bytes(DIGEST_BYTES * self.chunks))
+        self.root = _root(self.chunks)
+
+    def needs(self, rank: int, ranks: int) -> tuple[Need, ...]:
+        """What a rank reads of a group of another layout: of each rank an equal part."""
+        chunks = -(-self.chunks // ranks)
+        return tuple(
+            Need(shard, id_of(f"{rank} of {shard}".encode()), chunks, self.nbytes // ranks) for shard in range(ranks)
+        )
+
+
+def _root(chunks: int) -> bytes:
+    return root_of(bytes(DIGEST_BYTES * chunks))
 
 
 class Shell(Protocol):
@@ -118,6 +151,8 @@ class ThinRank:
     medium: Medium = Medium.DEVICE
     purpose: Purpose = Purpose.USE
     beside: ThinRank | None = None
+    layout: Layout | None = None  # None: whole tensors, or a copy of whatever there is
+    needs: tuple[Need, ...] = ()  # of another layout, while it is filled with that
     registered: Callable[[], None] | None = None
     ended: Callable[[VersionInfo | None], None] | None = None  # of the call that runs: what came of it
     left: Callable[[], None] | None = None
@@ -135,7 +170,8 @@ class ThinRank:
 
     # -- calls
 
-    def register(self, request: int) -> Register:
+    def register(self, request: int, part_ids: tuple[str, ...] = ()) -> Register:
+        layout = self.layout
         return Register(
             request=request,
             registration=self.registration,
@@ -148,11 +184,17 @@ class ThinRank:
             spot=self.spot,
             medium=self.medium,
             purpose=self.purpose,
-            layout_id="" if self.purpose is Purpose.SEED else self.shard.layout_id,
+            layout_id=""
+            if self.purpose is Purpose.SEED
+            else self.shard.layout_id
+            if layout is None
+            else layout.id_of(self.rank),
             nbytes=self.shard.nbytes,
             chunks=self.shard.chunks,
             manifest=self.shard.manifest,
             held=None,
+            part_ids=tuple(map(id_of, self.parts)),
+            parts=self._asked(part_ids),
         )
 
     def publish(self, version: int, ended: Callable[[VersionInfo | None], None]) -> None:
@@ -188,7 +230,7 @@ class ThinRank:
     def hear(self, message: FromCoordinator) -> None:
         match message:
             case RegisterAgain():
-                self.shell.say(self.register(message.request))
+                self.shell.say(self.register(message.request, message.part_ids))
             case Registered() | EpochChanged():
                 self.epoch, self.sequence = message.epoch, message.sequence
                 if self.registered is not None:
@@ -196,10 +238,15 @@ class ThinRank:
                     registered()
             case Start():
                 self.bound = message.version
+                self.needs = self.shard.needs(self.rank, self.world_size) if message.publication else ()
                 if message.write:
                     self._write(message.grants)
                 else:
-                    self.shell.say(ReadyToWrite(message.key, self.rank))
+                    self._ready(message.key)
+            case ReadyAgain():
+                self._ready(message.key, message.part_ids)
+            case CheckCoverage():
+                self.shell.say(Covered(message.key, self.rank, message.readers))
             case Write():
                 self._write(message.grants)
             case AddSource():
@@ -217,13 +264,25 @@ class ThinRank:
                     left, self.left = self.left, None
                     left()
             case TellDigests():
-                self._tell_digests(message.generation)
+                self._tell_digests(message.generation, message.selection, message.shard)
             case TellChunks():
                 self._tell_chunks(message.generation)
             case CutReader():
                 self.shell.say(ReaderCut(message.lease))
             case _:
                 pass
+
+    def _ready(self, key: OpKey, part_ids: tuple[str, ...] = ()) -> None:
+        """With what it reads of another layout, and where that lies."""
+        lies = tuple(map(id_of, self.parts)) if self.needs else ()
+        self.shell.say(ReadyToWrite(key, self.rank, self.needs, lies, self._asked(part_ids)))
+
+    @property
+    def parts(self) -> tuple[bytes, ...]:
+        return () if self.layout is None else self.layout.parts(self.rank)
+
+    def _asked(self, part_ids: tuple[str, ...]) -> tuple[bytes, ...]:
+        return tuple(part for part in self.parts if id_of(part) in part_ids)
 
     def _outcome(self, message: Outcome) -> None:
         self.sequence = message.key.sequence + 1
@@ -336,7 +395,8 @@ class ThinRank:
         began = [flow.began for flow in self.lanes.values() if flow is not None]
         self.times += [min([*began, self.shell.now]), self.shell.now]
         self._end_lanes()
-        self.shell.say(Prepared(self.key, self.rank, self.shard.root))
+        roots = tuple(SelectionRoot(need.selection, _root(need.chunks), need.shard) for need in self.needs)
+        self.shell.say(Prepared(self.key, self.rank, b"" if roots else self.shard.root, roots))
 
     # -- what it tells
 
@@ -361,12 +421,14 @@ class ThinRank:
         chunks = int(self.shard.chunks * memory.have / memory.nbytes)
         self.shell.say(Progress(self.key, self.rank, chunks, int(memory.have), flows))
 
-    def _tell_digests(self, generation: int) -> None:
-        chunks, at_once = self.shard.chunks, DIGESTS_BYTES_MAX // DIGEST_BYTES
+    def _tell_digests(self, generation: int, selection: str = "", shard: int = 0) -> None:
+        whole, at_once = self.shard.chunks, DIGESTS_BYTES_MAX // DIGEST_BYTES
+        chunks = -(-whole // self.world_size) if selection else whole
         for first in range(0, chunks, at_once):
             count = min(at_once, chunks - first)
             what = (chunks, ((first, count),), bytes(DIGEST_BYTES * count))
-            self.shell.say(Digests(self.registration, generation, *what, last=first + count == chunks))
+            last = first + count == chunks
+            self.shell.say(Digests(self.registration, generation, *what, last=last, selection=selection, shard=shard))
 
     def _tell_chunks(self, generation: int) -> None:
         memory, there = self.memory, 0
