@@ -205,8 +205,8 @@ def test_when_one_of_them_dies_the_other_one_brings_the_rest() -> None:
 def test_what_has_failed_is_left_and_not_taken_besides_again() -> None:
     cluster = Slow("ab", "x")
     cluster.reads("x", 1)
-    key, part = cluster.calls["x"].key, cluster.part("x")
-    assert key is not None
+    part = cluster.part("x")
+    key = part.operation.key
     (lease,) = (each for each in part.leases.values() if each.holding.member.worker.name == "b")
     cluster.handles["x"].worker.say(ReadFailed(key, 0, lease.id, "corrupt", ""))
     cluster.settle()
