@@ -327,6 +327,21 @@ def test_of_two_that_fill_host_memory_in_other_sites_one_reads_from_the_other() 
     assert lease.holding.yielding == 0
 
 
+def test_of_two_seeds_of_a_site_one_brings_the_version_there_and_the_other_goes_on_when_it_dies() -> None:
+    """Both serve while they fill."""
+    chain = Chain("xyz", [Location("here" if name == "t" else "there", host=f"host {name}") for name in "txyz"], only="")
+    chain.prefetch("x")
+    chain.prefetch("y")
+    chain.call("z")
+    assert chain.sources() == {"x": "t", "y": "x", "z": "y"}
+    chain.handles["x"].worker.crash()
+    del chain.calls["x"]
+    chain.finish()
+    added = [line for line in chain.cluster.log if "<- AddSource" in line]
+    assert [line.split()[1] for line in added] == ["y"]
+    assert ":t(" in added[0]
+
+
 def test_who_is_filled_behind_a_slow_one_is_as_slow_until_it_has_everything() -> None:
     chain = Chain("abcd", HERE_AND_THERE, only="ab")
     chain.is_taken_for("b", 3)
