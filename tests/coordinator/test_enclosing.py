@@ -28,7 +28,7 @@ from tensorhub.messages import (
 from tensorhub.messages.values import Begun
 from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind, VersionInfo
-from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
 
@@ -142,22 +142,6 @@ def test_what_was_read_as_it_was_is_read_again_once_nobody_can_vouch_for_it() ->
     assert reader.take(Outcome)[0].committed
 
 
-def test_nobody_reads_again_as_long_as_a_publisher_that_is_out_of_touch_may_come_back() -> None:
-    """Its word would decide, so that no reader would be believed."""
-    world, trainers, _ = copied()
-    (reader,) = filling(world)
-    for trainer in trainers:
-        world.cut_off(trainer)
-    world.vote(reader, root(A), root(B))
-    assert not reader.take(Compare)
-    world.pass_time(2.5 * LEASE_S, silent=trainers)
-    assert not reader.take(Compare)
-    assert {asked.selection for asked in reader.take(TellDigests)} == {A.selection, B.selection}
-    world.say(reader, Digests(reader.name, reader.generation, 0, (), b"", True, A.selection, A.shard))
-    (compare,) = reader.take(Compare)
-    assert (compare.enclose, compare.selection, compare.shard) == (True, A.selection, 0)
-
-
 def test_nobody_waits_for_the_word_of_one_that_is_gone() -> None:
     """(Drive 248 of other layouts.)"""
     world, trainers, _ = copied()
@@ -172,26 +156,6 @@ def test_nobody_waits_for_the_word_of_one_that_is_gone() -> None:
     world.say(other, Deregister(next(world.numbers), other.name, abandon=True))
     (compare,) = reader.take(Compare)
     assert compare.enclose
-
-
-def test_the_equal_of_a_publisher_that_is_lost_tells_it_and_nobody_reads_again() -> None:
-    world = World()
-    trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
-    world.publish(trainers, 1)
-    (reader,) = filling(world)
-    for trainer in trainers:
-        world.tell(trainer)
-    world.tell(trainers[1], B)
-    world.cut_off(trainers[0])
-    world.lose_source(reader, world.lease(reader, "t0"))
-    assert [added.grant.source for added in reader.take(AddSource)] == ["t2"]
-    world.vote(reader, root(A), root(B))
-    trainers[2].take(TellDigests)
-    world.pass_time(2.5 * LEASE_S, silent=trainers[:1])
-    assert not reader.take(Compare)
-    assert A.selection in {asked.selection for asked in trainers[2].take(TellDigests)}
-    world.tell(trainers[2], A)
-    assert reader.take(Outcome)[0].committed
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.entities import Group, Holding, Member, RankPart, Testimony, Version
 from tensorhub.coordinator.layout_holdings import PARTS, LayoutHoldings
+from tensorhub.coordinator.states import WorkerState
 from tensorhub.digests import root_of_selections
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.layouts.identity import ALONE
@@ -104,12 +105,13 @@ def enclosing_root(part: RankPart, need: Need, holding: Holding) -> bytes:
 
 
 def publishers_of(part: RankPart, need: Need) -> list[Holding]:
-    """Who has published that, and still takes readers."""
+    """Who has published that, is heard of, and still takes readers."""
     version = part.operation.bound
     classes = version.holdings.classes if part.origin is version.holdings else {}
     known = [version.testimonies.get(shard) for shard in classes.get(need.shard, ())]
     found = [each.publisher for each in known if each is not None and each.publisher is not None]
-    return [each for each in found if each.takes_readers and not each.quarantined]
+    here = [each for each in found if each.takes_readers and not each.quarantined]
+    return [each for each in here if each.member.worker.state is WorkerState.LIVE]
 
 
 def are_enough(sources: Iterable[Source], needs: Sequence[Need]) -> bool:

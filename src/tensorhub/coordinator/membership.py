@@ -180,6 +180,8 @@ class Membership:
         worker.session, worker.heard_at = None, cluster.now
         self._suspect(worker, "disconnected")
         self._set_deadline(worker)
+        for member in worker.members.values():
+            self._wake_askers(member)
         self._withdrawals.readers_away(worker)
         if worker.read_only:
             cluster.guests.away[worker] = None
@@ -487,9 +489,7 @@ class Membership:
             cluster.manifests.release(member.manifest, *member.parts)
             cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.manifest, *member.parts)))
             self._count(member, -1)
-        for version in group.model.versions.values():
-            if version.starving and is_asked(version, member.registration):
-                cluster.wake_all(version.starving)  # nobody waits for its word any more
+        self._wake_askers(member)
         if group.model.copies.pop(member.registration, None) is not None:
             self._handovers.room_changed()
         member.worker.members.pop(member.registration, None)
@@ -501,6 +501,12 @@ class Membership:
             self._dissolve(group)
         else:
             self._change_epoch(group)
+
+    def _wake_askers(self, member: Member) -> None:
+        """Others may be asked instead of it."""
+        for version in member.group.model.versions.values():
+            if version.starving and is_asked(version, member.registration):
+                self._cluster.wake_all(version.starving)
 
     def _ranks_changed(self, group: Group) -> None:
         self._retentions.group_changed(group)

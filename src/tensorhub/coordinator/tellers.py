@@ -3,6 +3,10 @@
 The publisher is asked first, then those who read from it directly, who say what it said to them, and then whoever holds the
 chunks. Of a selection of a class, the publisher of the first shard that is left decides.
 
+A publisher without a connection may come back within its lease, and is not passed over before that. But of a selection those
+who have what can vouch for it (they read from the publisher directly, or with what encloses the selection) are asked
+meanwhile: what they say is what the publisher would say.
+
 Responsible for who is asked, and for who is silent. Not responsible for what is told, nor for votes (`testimonies`).
 """
 
@@ -44,7 +48,8 @@ class Tellers:
             answered = publisher is None or publisher.member.registration in testimony.answered
             if publisher is not None and not answered and self.can_tell(publisher):
                 self.ask_one(testimony, publisher.member, publisher.generation, "")
-                return
+                if testimony.need is None or _is_in_touch(publisher):
+                    return
             if not testimony.second_hand:
                 origin = NOBODY if publisher is None else publisher.member.registration
                 for member, generation in self._witnesses(testimony):
@@ -59,7 +64,7 @@ class Tellers:
 
     def is_anybody_awaited(self, testimony: Testimony) -> bool:
         """Whether somebody may still tell it. A publisher that is out of touch comes back, or is lost; until then nobody
-        else's word counts.
+        reads again what only its word could vouch for.
         """
         publisher = self.publisher(testimony)
         if publisher is not None and self.can_tell(publisher) and publisher.member.registration not in testimony.answered:
@@ -75,8 +80,8 @@ class Tellers:
         publishers = [each.publisher for each in known if each is not None and each.publisher is not None]
         last = testimony.publisher or next(iter(publishers), None)  # others may have read from it
         tellers = list(filter(self.can_tell, publishers))
-        aware = (teller for teller in tellers if teller.member.registration not in testimony.unaware)
-        publisher = next(aware, None) or next(iter(tellers), last)
+        tellers.sort(key=lambda each: (each.member.registration in testimony.unaware, not _is_in_touch(each)))
+        publisher = next(iter(tellers), last)
         if publisher is not testimony.publisher:
             if testimony.publisher is not None and not testimony.root:  # of one who tells it, all or nothing
                 self._cluster.forget_list(testimony)
@@ -157,6 +162,11 @@ def all_of(version: Version) -> Iterator[Testimony]:
 def is_asked(version: Version, registration: str) -> bool:
     """Whether somebody waits for what it says of that version's digests."""
     return any(registration in testimony.asked for testimony in all_of(version))
+
+
+def _is_in_touch(holding: Holding) -> bool:
+    """Whether its owner can be asked now."""
+    return holding.member.worker.session is not None
 
 
 def _reads_it(member: Member, testimony: Testimony) -> bool:
