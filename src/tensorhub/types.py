@@ -330,7 +330,7 @@ class SourceReport:
     transport: str
     bytes_read: int
     seconds: float  # while it was a source
-    outcome: str  # "used", "dropped", or why the read failed: lost, stalled, refused, corrupt, unreachable
+    outcome: str  # "used", "dropped", or why the read failed: lost, stalled, refused, starved, corrupt, unreachable
     shard: int | None = None  # of the source's layout, where that is another one than the reader's
     cells: int = 0  # parts of tensors that the source has and the reader wants
     runs: int = 0  # contiguous in both memories

@@ -577,6 +577,7 @@ class RankPart:
     progress: tuple[int, int] = (0, 0)  # chunks that it has verified and bytes that it has read, as it has reported
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
+    spared: set[str] = field(default_factory=set)  # of these, neighbours that may not have heard yet that they may serve
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     compared_at: float = -inf  # when a faster source was sought last

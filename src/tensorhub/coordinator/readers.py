@@ -22,6 +22,7 @@ from tensorhub.scheduler.slowness import CLEARLY, together
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
+REFUSALS_MAX = 5  # of a neighbour, one and a half seconds together, before its reader reads from another site
 FASTER = CLEARLY  # so many times sooner a reader must have the rest elsewhere, to be moved while it reads
 BESIDE = 1.25  # so many times sooner with further sources besides: nobody has less for it, and nothing is left
 COMPARE_S = 1.0  # how often that is asked, at most
@@ -251,6 +252,12 @@ class Readers:
         failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
         wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
         retry_at = part.retry_at[incarnation] = self._cluster.now + wait_s
+        is_in_time = retry_at <= part.deadline - part.call.timeout_s / 2
+        is_near = distance(part.member.worker.location, source.location) is not Distance.FAR
+        if reason == "refused" and failures <= REFUSALS_MAX and is_in_time and is_near:
+            part.spared.add(incarnation)
+        else:
+            part.spared.discard(incarnation)
         self._cluster.timers.hasten("retry", part.operation.name, retry_at)
 
     def set_retry_timer(self, operation: Operation) -> None:

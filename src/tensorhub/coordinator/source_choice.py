@@ -38,13 +38,18 @@ class SourceChoice:
     def sources(
         self, part: RankPart, needs: Sequence[Need] | None = None, *, other_than: Holding | None = None
     ) -> list[Source]:
-        """From whom it reads best; if it bridges, as far as it needs that (None: all). Empty: there is no candidate now."""
+        """From whom it reads best; if it bridges, as far as it needs that (None: all). Empty: there is no candidate now, or
+        only in other sites, and a neighbour is tried again soon.
+        """
         version = part.operation.bound
         if part.bridges:
             wanted = part.needs or () if needs is None else needs
-            return bridges.choose(part, wanted, lambda need: self.choose(part, version, need, other_than=other_than))
-        holding = self.choose(part, version, other_than=other_than)
-        return [] if holding is None else [(None, holding)]
+            found = bridges.choose(part, wanted, lambda need: self.choose(part, version, need, other_than=other_than))
+        else:
+            holding = self.choose(part, version, other_than=other_than)
+            found = [] if holding is None else [(None, holding)]
+        is_patient = any(part.retry_at[each] > self._cluster.now for each in part.spared)
+        return [] if is_patient and any(_is_far(each, part) for _, each in found) else found
 
     def choose(
         self, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
@@ -74,7 +79,8 @@ class SourceChoice:
             below = self._below(part.holding) if below is None else below
             return holding in below
 
-        untried: Callable[[Holding], bool] = lambda h: h.member.worker.incarnation in part.failures or refuses(h)  # noqa: E731
+        left = part.failures.keys() - part.spared if part.failures else ()
+        untried: Callable[[Holding], bool] = lambda h: h.member.worker.incarnation in left or refuses(h)  # noqa: E731
         best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
         best = best or [h for there in others if (h := self._best(part, there, untried, need)) is not None]
         found = best[0] if best else None
@@ -304,6 +310,10 @@ def _bring_enough(sources: Sequence[Holding], part: RankPart) -> bool:
 def _uses_links(holding: Holding, part: RankPart) -> bool:
     """Whether the two workers' own links are between them: neither memory that they share, nor another site's link."""
     return distance(part.member.worker.location, holding.member.worker.location) in (Distance.RACK, Distance.SITE)
+
+
+def _is_far(holding: Holding, part: RankPart) -> bool:
+    return distance(part.member.worker.location, holding.member.worker.location) is Distance.FAR
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:

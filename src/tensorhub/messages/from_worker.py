@@ -217,7 +217,7 @@ class ReadFailed:
     key: OpKey
     rank: Rank
     lease: Id
-    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable" | "dropped"
+    reason: Name  # "lost" | "stalled" | "refused" | "starved" | "corrupt" | "unreachable" | "dropped"
     detail: Text
     chunk: U64 | None = None  # that came without its digest, if that is the reason
 

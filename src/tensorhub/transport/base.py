@@ -44,7 +44,7 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location,
 
 BATCH_BYTES = 64 * 2**20  # of one request
 
-Reason = Literal["lost", "stalled", "refused", "corrupt", "unreachable"]
+Reason = Literal["lost", "stalled", "refused", "starved", "corrupt", "unreachable"]
 
 
 class ReadFailure(Exception):

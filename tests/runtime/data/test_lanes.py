@@ -340,7 +340,7 @@ async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str
         runner.add_source(a.grant(complete=False))
         failed = await next_event(runner)
         assert isinstance(failed, SourceFailed)
-        assert (failed.reason, runner.report().chunks_verified) == ("refused", 2)
+        assert (failed.reason, runner.report().chunks_verified) == ("starved", 2)
         runner.add_source(b.grant())
         await finish(runner)
     assert c.arrays == a.arrays

@@ -237,7 +237,7 @@ class Channels:
 
     def _ended(self, name: str, grant: Grant, destination: Destination, failure: ReadFailure | None) -> None:
         """A read ended by itself, well or not: a transport that fails again and again with a source is left for the next."""
-        if failure is not None and failure.reason == "refused":  # the source's own word
+        if failure is not None and failure.reason in ("refused", "starved"):  # the source's own word
             return
         key = name, grant.incarnation
         with self._lock:

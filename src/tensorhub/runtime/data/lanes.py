@@ -361,7 +361,7 @@ class PullRunner:
             given_up = lane.requests.lacked(answer.chunks, answer.has, now)
             self._changed.notify_all()
         if given_up:
-            raise ReadFailure("refused", given_up)
+            raise ReadFailure("starved", given_up)
 
     def _settle(self, lane: SourceLane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""

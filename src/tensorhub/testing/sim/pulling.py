@@ -177,7 +177,7 @@ class SimLane:
         if frame.lacking:
             if self.requests.lacked(frame.lacking, frame.has, reader.cluster.now):
                 reader.cluster.driver.took("source given up that lacks the rest")
-                self.end("refused")
+                self.end("starved")
                 return
             reader.cluster.data.lanes_wanted(reading)
             return

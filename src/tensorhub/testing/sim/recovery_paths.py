@@ -23,7 +23,7 @@ PATHS: dict[type, str] = {
     messages.Abandon: "operation abandoned by a rank",
 }
 
-READ_FAILURES = ("corrupt", "dropped", "lost", "refused", "stalled", "unreachable")
+READ_FAILURES = ("corrupt", "dropped", "lost", "refused", "stalled", "starved", "unreachable")
 SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
 # All that a long search has to take. (The kinds of errors that calls end with are counted besides.)
 RECOVERY_PATHS: Final = (

@@ -102,7 +102,7 @@ class CrossingJudge:
         reading.moved_at[handle] = self._world.now
         if source not in reading.holders and reading.is_held_by(source):
             reading.holders.append(source)  # it was published just before
-        if site == source.worker.location.site or self._was_refused(handle):
+        if site == source.worker.location.site:
             return
         others = [
             other
@@ -120,14 +120,6 @@ class CrossingJudge:
                     f"{handle} reads {tag} of {content_id} from {source}, which {other.ranks[0][0]} has brought to {site!r}"
                 )
                 demand(not twice, f"partial fills: {text}")
-
-    def _was_refused(self, handle: JudgedHandle) -> bool:
-        """Whether a source has not let it read yet, as one whose own word to write is still on its way: then it reads
-        elsewhere (docs/design-notes.md, known gaps).
-        """
-        member = self._world.coordinator.cluster.members.get(handle.id)
-        part = member.part if member is not None else None
-        return part is not None and any(reason == "refused" for reason, _ in part.faults.values())
 
 
 def _holds(handle: JudgedHandle, content_id: str) -> bool:

@@ -1,0 +1,123 @@
+"""A source that refuses a reader may not have heard yet that it may serve. A reader waits, if it is near."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator.readers import REFUSALS_MAX
+from tensorhub.messages import AddSource, Deregister
+from tensorhub.testing import CHUNKS, StepwiseCluster
+from tensorhub.testing.sim.layouts import Layout, described
+from tensorhub.types import Location
+from tests.coordinator.layout_world import Rank, World
+from tests.coordinator.test_bridges import cut, filling, published
+
+RETRY_S = 2.0  # at most, until it is tried again
+
+
+def neighbours(layout: str = "other") -> tuple[World, list[Rank], Rank, str]:
+    """A publisher, and two groups that fill in another site, of its layout or another one. Also a rank of the second group,
+    which reads from the first one, and that one's name.
+    """
+    world, trainers = published()
+    if layout == "other":
+        first, second = (filling(world, name, site="there") for name in ("first", "second"))
+    else:
+        first, second = (world.group(name, [cut(0), cut(1)], site="there") for name in ("first", "second"))
+        for group in (first, second):
+            world.fill(group)
+            for rank in group:
+                world.ready(rank)
+    assert [source for source, _, _ in world.sources(second[0])] == ["first0"]
+    return world, trainers, second[0], "first0"
+
+
+def granted(reader: Rank) -> set[str]:
+    return {added.grant.source for added in reader.take(AddSource)}
+
+
+@pytest.mark.parametrize("layout", ["other", "published"])
+def test_who_is_refused_by_a_neighbour_tries_it_again_before_it_reads_from_another_site(layout: str) -> None:
+    world, _, reader, near = neighbours(layout)
+    for _ in range(REFUSALS_MAX):
+        world.lose_source(reader, world.lease(reader, near), "refused")
+        assert not granted(reader)
+        world.pass_time(RETRY_S)
+        assert granted(reader) == {near}
+    world.lose_source(reader, world.lease(reader, near), "refused")
+    assert granted(reader) == ({"t0", "t1"} if layout == "other" else {"t0"})
+
+
+@pytest.mark.parametrize("reason", ["lost", "stalled", "starved", "corrupt"])
+def test_a_neighbour_that_fails_in_another_way_is_not_waited_for(reason: str) -> None:
+    world, _, reader, near = neighbours()
+    world.lose_source(reader, world.lease(reader, near), reason)
+    assert granted(reader) == {"t0", "t1"}
+
+
+def test_nobody_waits_in_the_second_half_of_his_time() -> None:
+    world, _, reader, near = neighbours()
+    world.pass_time(501.0)
+    world.lose_source(reader, world.lease(reader, near), "refused")
+    assert granted(reader) == {"t0", "t1"}
+
+
+@pytest.mark.parametrize("how", ["it is closed", "its connection ends"])
+def test_who_waits_for_a_neighbour_that_goes_reads_elsewhere_when_it_would_have_tried_again(how: str) -> None:
+    world, _, reader, near = neighbours()
+    world.lose_source(reader, world.lease(reader, near), "refused")
+    rank = world.ranks[near]
+    if how == "it is closed":
+        world.say(rank, Deregister(next(world.numbers), rank.name, abandon=True))
+    else:
+        world.cut_off(rank)
+    world.pass_time(RETRY_S, silent=[rank])
+    assert granted(reader) == {"t0", "t1"}
+
+
+def test_a_neighbour_that_has_failed_otherwise_since_comes_last() -> None:
+    world, _, reader, near = neighbours()
+    world.lose_source(reader, world.lease(reader, near), "refused")
+    world.pass_time(RETRY_S)
+    assert granted(reader) == {near}
+    world.lose_source(reader, world.lease(reader, near), "lost")
+    assert granted(reader) == {"t0", "t1"}
+
+
+def test_whoever_else_is_near_is_read_at_once() -> None:
+    world, _, reader, near = neighbours()
+    (third,) = filling(world, "third", site="there")
+    (last,) = filling(world, "last", site="there")
+    source = world.sources(last)[0][0]
+    world.lose_source(last, world.lease(last, source), "refused")
+    found = granted(last)
+    assert len(found) == 1
+    assert found <= {near, reader.name, third.name} - {source}
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_bytes_enter_a_site_once_although_the_word_to_serve_is_late(retries: int) -> None:
+    """The judge of crossings looks on."""
+    cluster, whole = StepwiseCluster(), Layout(CHUNKS, 1)
+    cluster.world.is_unharmed = lambda: True
+    cluster.world.manifest = described(whole, 0)[0]
+    trainer, near, late = (
+        cluster.worker(name, Location(site=site, host=name)).register(name, cut=whole)
+        for name, site in (("trainer", "there"), ("near", "here"), ("late", "here"))
+    )
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    calls = [near.replicate(), late.replicate()]
+
+    def all_but_the_word() -> None:
+        while choices := [each for each in cluster.choices() if each != ("down", "near")]:
+            cluster.do(choices[0])
+
+    all_but_the_word()
+    for _ in range(retries):
+        cluster.now += 0.5
+        cluster.time_passes()
+        all_but_the_word()
+    cluster.advance(1.0)
+    assert [call.number for call in calls] == [1, 1]
