@@ -6,6 +6,9 @@ import pytest
 
 from tensorhub.coordinator.testimonies import COMPARISONS_MAX
 from tensorhub.messages import AddSource, Compare, Compared, Digests, Need, Outcome, TellDigests
+from tensorhub.testing import CHUNKS, StepwiseCluster
+from tensorhub.testing.sim.layouts import Layout, described
+from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tests.coordinator.layout_world import list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, published
 from tests.coordinator.test_enclosing import OWN, copied
@@ -89,3 +92,37 @@ def test_each_of_many_selections_may_be_read_again_to_be_vouched_for() -> None:
             world.say(reader, Digests(reader.name, reader.generation, *what))
     (outcome,) = reader.take(Outcome)
     assert outcome.committed, outcome.error
+
+
+def test_what_was_prefetched_with_what_encloses_it_is_not_read_again() -> None:
+    """The publisher has gone, and the update takes what its prefetch has so far."""
+    rows = CHUNKS + 3
+    cluster = StepwiseCluster(host_bytes=rows * CHUNK_BYTES)
+    cluster.world.chunks, cluster.world.manifest = rows, described(Layout(rows, 1), 0)[0]
+    trainers, twins = (
+        [cluster.worker(f"{name}{rank}").register(name, rank, 2, cut=Layout(rows, 2)) for rank in range(2)]
+        for name in ("trainer", "twin")
+    )
+    reader = cluster.worker("reader").register("reader", cut=Layout(rows, 1))
+    cluster.run()
+    for trainer in trainers:
+        trainer.publish(1)
+    cluster.run()
+    for twin in twins:
+        twin.replicate()
+    cluster.run()
+    for trainer in trainers:
+        trainer.worker.crash()
+    cluster.advance(3 * cluster.options.lease_s)
+    reader.prefetch()
+    reads = 0
+    while reads < rows and (choices := cluster.choices()):
+        choice = next((each for each in choices if each.kind != "read"), choices[0])
+        reads += choice.kind == "read"
+        cluster.do(choice)
+    call = reader.replicate()
+    cluster.advance(1.0)
+    assert (call.number, reads) == (1, rows)
+    log = [line.split()[1:4] for line in cluster.log]
+    assert ["reader", "<-", "TellDigests"] in log
+    assert ["reader", "<-", "Compare"] not in log

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.messages import Origin
@@ -18,17 +18,24 @@ from tensorhub.worker.calls import LocalCopy
 M = TypeVar("M")
 
 
+class Arrived(Protocol):
+    """See `Owner.mark_available`."""
+
+    def __call__(self, named: Sequence[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Copier(Generic[M]):
     """How one copy is made. `access`: some of the wanted chunks of a source, to be read for the length of the block. `move`:
     brings an access' chunks, and returns those that have their digests then. `arrived` hears which chunks are in the
-    destination, and where the source had read them, if it had: so whoever holds wrong bytes is found behind copies, too.
+    destination, where the source had read them, if it had, and whether with what encloses them: so whoever holds wrong bytes
+    is found behind copies, too, and copies are as well vouched for as what they were made from.
     """
 
     access: Callable[[LocalCopy, Sequence[int]], AbstractContextManager[tuple[Access, M] | Wait | Refusal]]
-    origins: Callable[[Access], Sequence[Origin | None]]
+    read_how: Callable[[Access], Sequence[tuple[Origin | None, bool]]]
     move: Callable[[Access, M], Mapping[int, int | None]]
-    arrived: Callable[[Sequence[tuple[int, int | None]], Origin | None], object]
+    arrived: Arrived
 
     def copy(self, sources: Sequence[LocalCopy], count: int, there: frozenset[int]) -> frozenset[int]:
         """Copy what is not `there` of `count` chunks; returns all that is then. What arrives damaged counts as missing."""
@@ -49,12 +56,12 @@ class Copier(Generic[M]):
                 if not isinstance(answer, tuple):
                     return  # none of them is verified there, or the memory has changed its generation
                 access, memory = answer
-                good, origins = self.move(access, memory), self.origins(access)
-            copied: dict[Origin | None, list[tuple[int, int | None]]] = {}
-            for chunk, origin in zip(access.chunks, origins, strict=True):
+                good, read_how = self.move(access, memory), self.read_how(access)
+            copied: dict[tuple[Origin | None, bool], list[tuple[int, int | None]]] = {}
+            for chunk, how in zip(access.chunks, read_how, strict=True):
                 if chunk in good:
-                    copied.setdefault(origin, []).append((chunk, good[chunk]))
-            for origin, named in copied.items():
-                self.arrived(named, origin)
+                    copied.setdefault(how, []).append((chunk, good[chunk]))
+            for (origin, enclosed), named in copied.items():
+                self.arrived(named, origin, enclosed=enclosed)
             yield good
             wanted = access.rest

@@ -214,10 +214,11 @@ class Owner:
         memory = self._at(registration, generation)
         return None if memory is None or memory.origins is None else memory.origins[chunk]
 
-    def origins(self, access: Access) -> list[Origin | None]:
-        """Where the chunks of a running access were read."""
-        origins = None if access.selection else self._memories[access.registration].origins
-        return [None if origins is None else origins[chunk] for chunk in access.chunks]
+    def read_how(self, access: Access) -> list[tuple[Origin | None, bool]]:
+        """Where the chunks of a running access to the memory's own grid were read, and whether with what encloses them."""
+        memory = self._memories[access.registration]
+        origins, enclosed = memory.origins, memory.enclosed
+        return [(None if origins is None else origins[chunk], chunk in enclosed) for chunk in access.chunks]
 
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
         """The chunks that were read from that registration, or with what encloses them, ascending."""

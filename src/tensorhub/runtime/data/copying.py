@@ -10,16 +10,12 @@ from contextlib import AbstractContextManager
 
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
-from tensorhub.messages import Origin
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import LocalCopy
-from tensorhub.worker.local_copying import Copier
+from tensorhub.worker.local_copying import Arrived, Copier
 
 ACCESS_BYTES = 32 * 2**20  # copied before a fence gets its turn
-
-Arrived = Callable[[Sequence[tuple[int, int | None]], Origin | None], object]
-"""See `Copier`."""
 
 
 def copy_chunks(
@@ -46,7 +42,7 @@ def copy_chunks(
     def move(access: Access, memory: ChunkMemory) -> dict[int, int | None]:
         return _copy_some(owner, access, memory, destination, check)
 
-    return Copier(access, owner.origins, move, arrived).copy(sources, len(destination.sizes), there)
+    return Copier(access, owner.read_how, move, arrived).copy(sources, len(destination.sizes), there)
 
 
 def _copy_some(

@@ -106,7 +106,7 @@ class SharedOwner:
     has = _locked(Owner.has)
     there = _locked(Owner.there)
     origin = _locked(Owner.origin)
-    origins = _locked(Owner.origins)
+    read_how = _locked(Owner.read_how)
     read_from = _locked(Owner.read_from)
     enclosed = _locked(Owner.enclosed)
     former = _locked(Owner.former)

@@ -81,12 +81,12 @@ class SimFiller:
                 self._world.driver.took(f"copied from {self._world.kind_of(source.registration)}")
             return good
 
-        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None) -> None:
+        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool) -> None:
             self._world.verified.arrived(target, ((chunk, filled[chunk]) for chunk, _ in named))
-            if owner.mark_available(target, action.generation, named, origin):
+            if owner.mark_available(target, action.generation, named, origin, enclosed=enclosed):
                 self._offers()
 
-        copier = Copier(access, owner.origins, move, arrived)
+        copier = Copier(access, owner.read_how, move, arrived)
         return copier.copy(action.sources, action.manifest.chunk_count, action.copied)
 
     def _begin(self, action: StartPull | CopyLocally) -> None:
