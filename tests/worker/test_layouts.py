@@ -616,6 +616,35 @@ def test_a_selection_is_compared_in_its_own_numbers() -> None:
     assert again.copied == frozenset(range(reading.chunk_count)) - set(part.chunks)
 
 
+@pytest.mark.parametrize("is_another", [False, True], ids=["the same coordinator", "another one"])
+@pytest.mark.parametrize("is_enclosed", [False, True])
+def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(is_enclosed: bool, is_another: bool) -> None:
+    """A connection is lost while it looks for what was not read with what encloses it. The coordinator cannot know whether
+    its question was heard, and would count the vote.
+    """
+    reader = Reader()
+    reading = reader.pulls()
+    reader.votes(reading)
+    part = reading.parts[1]
+    question = Compare(reader.key, 0, 0, b"", True, part.selection.selection_id, part.shard, enclose=True)
+    reader.do(reader.member.receive(question, 0))
+    action = reader.wants(CompareDigests)
+    reader.actions.clear()
+    reader.do(reader.member.disconnected(0))
+    reader.connect()
+    if is_another:
+        error = ErrorInfo("GroupAborted", "unheard of", True)
+        reader.do(reader.member.receive(Outcome(reader.key, 0, False, False, None, error, unknown=True), 0))
+        reader.start()
+        reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
+    assert not reader.said(Prepared)
+    wrong, following = compare(action, 8, [], lambda _: None, part.chunks if is_enclosed else ())
+    reader.do(reader.member.compared(action.generation, following, wrong, 0))
+    (said,) = reader.said(Compared)
+    assert said.rereads is not is_enclosed
+    assert len(reader.said(Prepared)) == is_enclosed
+
+
 def test_a_list_of_what_is_not_read_is_not_compared() -> None:
     reader = Reader()
     reader.votes(reader.pulls())

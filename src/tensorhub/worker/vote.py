@@ -1,5 +1,7 @@
 """A rank's vote for what it has filled: the roots of its digests, and which of its chunks were published with others.
 
+While it compares, the vote is not said again, whatever connection is lost: it would count, and may be void in a moment.
+
 What it is told of the publisher's digests after its vote is one list, of all chunks, where the version is of its own layout.
 Of another layout there is a list for each selection that the rank reads. Lists and strays have the selection's numbers, and
 the memory has its own.
@@ -60,6 +62,8 @@ class Vote:
         self.root = b""  # of this rank's digests, once all is there
         self.roots: tuple[messages.SelectionRoot, ...] = ()  # the same, of each selection; where it reads selections
         self.is_void = False  # some of it is being read again
+        self._compares = False  # it is not known yet whether that page makes it void
+        self._is_owed = False  # it is to be said again once that is known
         self._context = context
         self._operation = operation
         self._comparison = _Comparison()  # of the last list that it was sent
@@ -67,8 +71,12 @@ class Vote:
     def made(self, root: bytes, roots: tuple[messages.SelectionRoot, ...]) -> None:
         """All is there, with these roots."""
         self.root, self.roots, self.is_void = root, roots, False
+        self._compares = self._is_owed = False
 
     def say(self) -> None:
+        if self._compares:
+            self._is_owed = True
+            return
         self._context.say(messages.Prepared(self._operation(), self._context.shard.rank, self.root, self.roots))
 
     def compare(self, page: messages.Compare, manifest: Manifest, generation: int, *, staged: bool) -> None:
@@ -76,15 +84,19 @@ class Vote:
         if not page.first:
             self._comparison = _Comparison(page.selection, page.shard, manifest)
         if self._comparison.takes(page):
-            of = page.first, page.digests, self._comparison.chunks
+            self._compares, of = True, (page.first, page.digests, self._comparison.chunks)
             self._context.act(CompareDigests(manifest, generation, staged, *of, page.enclose))
 
     def compared(self, following: int, wrong: Sequence[Wrong]) -> bool:
         """See `Filling.compared`. True: that was the last page, and not all is as it was published."""
+        self._compares = False
         self._comparison.found(wrong)
         if self._comparison.is_last and self._comparison.wrong:
             return True
         self._say_compared(following)
+        if self._is_owed:
+            self._is_owed = False
+            self.say()
         return False
 
     def say_void(self) -> None:
