@@ -30,6 +30,7 @@ from tensorhub.unpacking import unpacker
 Digest = Literal["xxh3-64", "sha-256", "none"]
 
 FORMAT = 2
+ID_BYTES = 16  # see `id_of`
 CHUNK_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 2**30
 CHUNKS_MAX = 2**24
@@ -235,7 +236,7 @@ class Manifest:
 
 def id_of(encoded: bytes) -> str:
     """32 hex digits that name the manifest of this encoding."""
-    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+    return hashlib.blake2b(encoded, digest_size=ID_BYTES).hexdigest()
 
 
 def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Grid:

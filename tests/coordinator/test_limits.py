@@ -302,7 +302,7 @@ def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkey
 
     def name(manifest: bytes) -> str:
         named.append(manifest)
-        return "id"
+        return "ab" * 16
 
     monkeypatch.setattr(manifests, "id_of", name)
     desk.connect(2)
@@ -317,7 +317,7 @@ def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkey
     for _ in range(5):
         answer = desk.say(1, Resolve(key, 0))
         assert isinstance(answer, Start)
-        assert answer.manifest_id == "id"
+        assert answer.manifest_id == "ab" * 16
     assert named == [b"manifest"]
     kept = desk.core.cluster.manifests
     desk.say(2, Leave("done"))

@@ -74,6 +74,9 @@ class Announcements:
             return False
         if layout is version.holdings and root and held.root not in (b"", root):
             return False  # it is not what was published (R8)
+        recorded = version.recorded(member.shard) if layout is version.holdings else None
+        if recorded is not None and recorded[0] != cluster.manifests.name(held.manifest):
+            return False  # nor are these the tensors
         if layout is not version.holdings and not layout.takes(member.shard, parts):
             return False
         is_described = bool(layout.manifests.get(member.shard)) and member.shard in layout.parts

@@ -50,7 +50,7 @@ from tensorhub.digests import head_of
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.published import Published
 from tensorhub.machine import Timers
-from tensorhub.manifest import id_of
+from tensorhub.manifest import ID_BYTES, id_of
 from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.scheduler.links import Links
 from tensorhub.scheduler.slowness import Slowness
@@ -294,7 +294,8 @@ class Cluster:
         parts: tuple[bytes, ...] | None = None,
     ) -> None:
         """Keep this manifest of a shard in a layout, and its parts (None: whoever says this does not know them), as far as
-        they are not known already. Who waits until all is described is woken.
+        they are not known already. Other parts than were published with it are not kept. Who waits until all is described is
+        woken.
         """
         if not version.is_kept:
             return
@@ -302,13 +303,26 @@ class Cluster:
         if not layout.manifests.get(shard):
             layout.manifests[shard] = self.manifests.keep(manifest)
             self.note(version)
-        if parts is not None and shard not in layout.parts:
+        if parts is not None and shard not in layout.parts and self._are_as_published(version, layout, shard, parts):
             layout.learn_parts(shard, self.manifests.keep_all(parts))
             self.note(version)
         if layout.is_described and not was_described:
             model = self.models[version.info.model]
             self.wake_all(model.unbound)
             self.wake_all(model.guests_unbound)
+
+    def _are_as_published(
+        self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]
+    ) -> bool:
+        """Whether these are that shard's parts, as far as is known; of other layouts nothing is recorded."""
+        recorded = version.recorded(shard) if layout is version.holdings else None
+        return recorded is None or recorded[1] == (self.manifests.name(parts[-1]) if parts else "")
+
+    def ids_of(self, layout: LayoutHoldings[Holding]) -> bytes:
+        """`Version.manifest_ids`, of what is published in that layout."""
+        said = [(layout.manifests[shard], *layout.parts.get(shard, ())[-1:]) for shard in layout]
+        ids = [[bytes.fromhex(self.manifests.name(blob)) for blob in blobs] for blobs in said]
+        return b"".join([b"".join(each).ljust(2 * ID_BYTES, b"\0") for each in ids])
 
     def describe(self, version: Version, layout: LayoutHoldings[Holding]) -> str:
         """The id of what says which rank holds what in that layout (`layouts.published`); once every shard's manifest is

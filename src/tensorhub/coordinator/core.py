@@ -184,7 +184,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 publication.nbytes,
                 publication.world_size,
             )
-            self._versions.recover(Version(info, publication.lineage, publication.layout_id, publication.key), model)
+            what = publication.lineage, publication.layout_id, publication.key, publication.manifest_ids
+            self._versions.recover(Version(info, *what), model)
         for record in durable.models:
             model = cluster.model(record.model)
             model.lineage, model.mark, model.rolled_back_by = record.lineage, record.mark, record.rollback

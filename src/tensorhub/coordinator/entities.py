@@ -37,6 +37,7 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.machine import Stateful
+from tensorhub.manifest import ID_BYTES
 from tensorhub.messages import (
     Abandon,
     Begun,
@@ -225,6 +226,9 @@ class Version(_Moving[VersionState]):
     lineage: int
     layout_id: str  # of the group that publishes, once every rank has called
     publisher: OpKey  # the publish that minted it
+    # Of each shard, as it was published: the id of its manifest, and that of its last part, which names the others (zeros:
+    # it has none). Empty: the coordinator that has recorded it did not say.
+    manifest_ids: bytes = b""
     retained: bool = False  # its holders were told so
     # The layouts of which each class of shards has a source, once it is visible: ids of the layout and of its origin, and
     # whether each shard has one.
@@ -295,6 +299,12 @@ class Version(_Moving[VersionState]):
         keys = [(layout.described_as, layout.class_of(shard), selection)] if layout.described_as else []
         keys.append((layout.origin_id, of, selection))
         return [self.selections[key] for key in keys if key in self.selections]
+
+    def recorded(self, shard: int) -> tuple[str, str] | None:
+        """The ids of that shard's manifest and of its last part ("": none), as it was published. None: nobody has said."""
+        first, second, end = (ID_BYTES * (2 * shard + place) for place in range(3))
+        parts_id = self.manifest_ids[second:end]
+        return (self.manifest_ids[first:second].hex(), parts_id.hex() if any(parts_id) else "") if parts_id else None
 
     def lay_out(self, layout_id: str) -> None:
         """Every rank has published: from now on its shards are held."""

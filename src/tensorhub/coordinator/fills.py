@@ -268,7 +268,7 @@ class Fills:
             return None
         way = ways.find(self._cluster, version, operation)
         misfit = refusals.misfit(operation, version) or self._no_way(operation, version, way)
-        misfit = misfit or refusals.unnamed(operation, version)
+        misfit = misfit or refusals.unnamed(operation, version) or refusals.misnamed(operation, version)
         if misfit is not None:
             return misfit
         may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with

@@ -271,6 +271,10 @@ def _version(cluster: Cluster, version: Version) -> None:
         demand(gate.site == site and len(gate.entering) > 0, "through a gate somebody enters", version)
         bound = all(each.version is version and each.gate is gate for each in gate.entering.values())
         demand(bound, "who enters is bound, and undecided", version)
+    for shard, manifest in version.manifests.items():
+        recorded = version.recorded(shard)
+        is_its = recorded is None or recorded[0] == cluster.manifests.name(manifest)
+        demand(is_its, "what describes a shard is what was published with it", version)
     used = layouts_used(version)
     for key, layout in version.others.items():
         demand((layout.layout_id, layout.origin_id) == key, "layouts are filed by their ids", layout)

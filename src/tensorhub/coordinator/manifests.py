@@ -52,6 +52,10 @@ class Manifests:
         """The id of a manifest, or a part, that is kept."""
         return self._ids[kept]
 
+    def name(self, manifest: bytes) -> str:
+        """The same of any."""
+        return self._ids.get(manifest) or id_of(manifest)
+
     def find(self, manifest_id: str) -> bytes | None:
         """The manifest of that id, if it is kept."""
         return self._by_id.get(manifest_id)

@@ -66,6 +66,7 @@ class Publishes:
         self._cluster.note(version)
         for part in operation.parts.values():
             self._cluster.learn(version, version.holdings, part.shard, part.member.manifest, part.member.parts)
+        version.manifest_ids = self._cluster.ids_of(version.holdings)
         return _unlike(operation) if any(version.holdings.parts.values()) else None
 
     def may_commit(self, operation: Operation) -> bool:
@@ -84,6 +85,7 @@ class Publishes:
             world_size=info.world_size,
             layout_id=version.layout_id,
             key=operation.key,
+            manifest_ids=version.manifest_ids,
         )
 
     def commit(self, operation: Operation) -> None:

@@ -43,6 +43,16 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
     return None
 
 
+def misnamed(operation: Operation, version: Version) -> Blame | None:
+    """Which rank goes on with other tensors, or other chunks, than were published, if one does."""
+    for part in operation.parts.values():
+        recorded = version.recorded(part.shard) if named(part) and ways.as_published(version, operation) else None
+        if recorded is not None and recorded[0] != part.member.begun_id:
+            text = f"{BEGUN} on rank {part.rank}, with another manifest than version {version.number} was published with"
+            return Blame(ManifestMismatch(text, differences=(text,)), part.rank)
+    return None
+
+
 def abandoned(operation: Operation) -> Blame:
     model, version = operation.group.model, operation.bound
     text = (

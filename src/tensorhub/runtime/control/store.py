@@ -60,8 +60,12 @@ CREATE TABLE IF NOT EXISTS pins (
 CREATE TABLE IF NOT EXISTS digested (
     model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, roots BLOB NOT NULL,
     PRIMARY KEY (model, number));
+CREATE TABLE IF NOT EXISTS described (
+    model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, manifest_ids BLOB NOT NULL,
+    PRIMARY KEY (model, number));
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
+_OF_VERSIONS = ("publications", "digested", "described")  # the last one is not there of what older coordinators have written
 FORMAT = 2
 _DATABASE = "state.sqlite3"
 _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
@@ -212,8 +216,9 @@ class SqliteStore:
             raise self._damaged(f"of {lost[0]!r} only versions are there")
         publications = self._db.execute(
             "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
-            '"group", epoch, sequence FROM (SELECT *, row_number() OVER '
+            "\"group\", epoch, sequence, coalesce(manifest_ids, x'') FROM (SELECT *, row_number() OVER "
             "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) AS p "
+            "LEFT JOIN described USING (model, number, content_id) "
             "WHERE age <= max(?, (SELECT retain FROM models WHERE model = p.model)) "
             "OR content_id IN (SELECT content_id FROM pins) ORDER BY model, number",
             (PUBLICATIONS_READ_MAX,),
@@ -230,8 +235,8 @@ class SqliteStore:
         pins = self._db.execute("SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin")
         return Durable(
             publications=tuple(
-                Publication(model, lineage, number, content_id, nbytes, world_size, layout_id, OpKey(model, *key))
-                for model, lineage, number, content_id, nbytes, world_size, layout_id, *key in publications
+                Publication(model, lineage, number, content_id, nbytes, world_size, layout_id, OpKey(model, *key), ids)
+                for model, lineage, number, content_id, nbytes, world_size, layout_id, *key, ids in publications
             ),
             decisions=tuple(
                 Decision(OpKey(model, group, epoch, sequence), model, *content)
@@ -257,6 +262,8 @@ class SqliteStore:
                 size = (entry.nbytes, entry.world_size, entry.layout_id)
                 values = (*content, *size, *_key(entry.key))
                 self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", values)
+                described = (entry.model, entry.number, entry.content_id, entry.manifest_ids)
+                self._db.execute("INSERT OR REPLACE INTO described VALUES (?,?,?,?)", described)
                 self._change(entry.model, "mark = ?", entry.number)
                 self._write(entry.decision())
                 self._prune(entry.model)
@@ -266,7 +273,7 @@ class SqliteStore:
             case Rollback():
                 changed = "lineage = ?, mark = ?, rollback = substr(? || rollback, 1, ?)"
                 self._change(entry.model, changed, entry.lineage, entry.to, f"{entry.ident}\n", IDENTS_CHARS_MAX)
-                for table in ("publications", "digested"):
+                for table in _OF_VERSIONS:
                     self._db.execute(f"DELETE FROM {table} WHERE model = ? AND number > ?", (entry.model, entry.to))
                 self._stand_in(entry)
             case Retention():
@@ -292,7 +299,7 @@ class SqliteStore:
             return
         (up_to,) = self._db.execute(f"{newest} {kept}", (model, PUBLICATIONS_KEPT_MAX)).fetchone()
         old = "model = ? AND number <= ? AND content_id NOT IN (SELECT content_id FROM pins)"
-        for table in ("publications", "digested"):
+        for table in _OF_VERSIONS:
             self._db.execute(f"DELETE FROM {table} WHERE {old}", (model, up_to))
         self._db.execute("INSERT OR REPLACE INTO pruned VALUES (?, ?)", (model, up_to))
 

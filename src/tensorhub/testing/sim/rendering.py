@@ -10,7 +10,7 @@ from tensorhub.types import OpKey, VersionInfo
 
 UNTOLD = {"manifest", "manifest_id", "endpoints", "location", "layout_id", "pid", "request", "nbytes", "chunks", "spot"}
 UNTOLD |= {"medium", "purpose", "registration", "incarnation", "cluster", "retryable", "world_size", "known", "staged"}
-UNTOLD |= {"shard", "serves", "host_bytes"}
+UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids"}
 TOLD_IF_ANY = {"publication", "origin", "selection"}
 TRIVIAL: tuple[object, ...] = (None, False, (), b"")
 
