@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import tensorhub
@@ -21,7 +22,21 @@ from tensorhub.runtime.control import keyring, server
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.tools import seed_shard
 from tensorhub.types import parse_address
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, gated, holds, nothing_left, tensors, thread_of, until, worker_of
+from tensorhub.weights import Weights
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    WAIT_S,
+    all_of,
+    gated,
+    holds,
+    nothing_left,
+    tensors,
+    thread_of,
+    until,
+    worker_of,
+)
 
 SECRET = "the cluster's own"
 READ_ONLY = tensorhub.read_only_token(SECRET)
@@ -187,6 +202,32 @@ async def test_the_coordinator_says_the_same_to_a_client_that_does_not_look(monk
             with pytest.raises(AuthenticationFailed, match=f"this token is read-only: {named} needs"):
                 await call
         assert await dashboard.describe() == ()
+
+
+async def test_a_read_only_token_puts_the_whole_model_together_when_its_publisher_has_gone() -> None:
+    """Out of a copy of two ranks, with what encloses what it reads."""
+    whole = np.arange(2**16, dtype=np.int32).reshape(2, 2**15)
+    view = tensorhub.source("w", shape=whole.shape)
+
+    async def ranks(hub: Hub, group: str, content: npt.NDArray[np.int32]) -> list[Weights]:
+        cuts = [slice(rank, rank + 1) for rank in range(2)]
+        return [
+            await hub.register("m", {"w": content[cut]}, sources={"w": view[cut]}, group=group, rank=rank, world_size=2)
+            for rank, cut in enumerate(cuts)
+        ]
+
+    async with (
+        nothing_left(),
+        tensorhub.serve(token=SECRET, options=OPTIONS) as coordinator,
+        tensorhub.connect(coordinator.address, token=SECRET, options=OPTIONS, name="keeper") as keeper,
+        tensorhub.connect(coordinator.address, token=READ_ONLY, options=OPTIONS, name="dashboard") as dashboard,
+    ):
+        async with tensorhub.connect(coordinator.address, token=SECRET, options=OPTIONS, name="trainer") as trainer:
+            await all_of(*[rank.publish(1) for rank in await ranks(trainer, "trainer", whole.copy())])
+            await all_of(*[rank.replicate() for rank in await ranks(keeper, "keeper", np.zeros_like(whole))])
+        fetched = await dashboard.fetch("m", rank=None)
+        assert np.array_equal(fetched["w"].numpy(), whole)
+        assert [source.name for source in fetched.report.sources if source.bytes_read] == ["keeper", "keeper"]
 
 
 async def test_a_read_only_fetch_goes_on_when_its_coordinator_restarts(tmp_path: Path) -> None:

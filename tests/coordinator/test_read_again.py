@@ -10,7 +10,7 @@ from tensorhub.testing import CHUNKS, StepwiseCluster
 from tensorhub.testing.sim.layouts import Layout, described
 from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tests.coordinator.layout_world import list_of, root
-from tests.coordinator.test_bridges import A, B, cut, filling, published
+from tests.coordinator.test_bridges import A, B, cut, filling, guest_of, published
 from tests.coordinator.test_enclosing import OWN, copied
 
 
@@ -62,6 +62,31 @@ def test_a_vote_does_not_count_while_its_rank_may_read_again_to_be_vouched_for(r
         assert reader.take(AddSource)
         world.vote(reader, root(A), root(B))
     assert reader.take(Outcome)[0].committed
+
+
+@pytest.mark.parametrize("rereads", [True, False])
+def test_a_guest_that_has_read_all_with_what_encloses_it_need_not_tell_its_digests(rereads: bool) -> None:
+    """Nobody asks him: others do not depend on his word. He would be told in the end that his machine damages bytes."""
+    world, trainers, _ = copied()
+    world.lose(*trainers)
+    guest = guest_of(world, "own/r0")
+    world.ready(guest, A, B)
+    world.vote(guest, root(A), root(B))
+    assert not guest.take(TellDigests)
+    for need in (A, B):
+        (compare,) = guest.take(Compare)
+        assert (compare.enclose, compare.selection, compare.shard) == (True, need.selection, need.shard)
+        assert not guest.take(Outcome)
+        if rereads and need is A:
+            world.say(guest, Compared(world.operation(guest).key, 0, A.chunks, (), True, A.selection, A.shard))
+            world.vote(guest, root(A), root(B))
+            (again,) = guest.take(Compare)
+            assert again == compare
+        world.say(guest, Compared(world.operation(guest).key, 0, need.chunks, (), False, need.selection, need.shard))
+    assert guest.take(Outcome)[0].committed
+    (reader,) = filling(world)
+    assert world.sources(reader) == [("c0", A.selection, 0), ("c1", B.selection, 1)]
+    assert not any(known.root for known in world.version.selections.values())
 
 
 def test_each_of_many_selections_may_be_read_again_to_be_vouched_for() -> None:

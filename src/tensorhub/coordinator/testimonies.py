@@ -188,6 +188,8 @@ class Testimonies:
             part.page = None
             part.comparisons += 1
             testimony.answered.discard(part.member.registration)
+            if part.encloses and part.member.worker.read_only:  # it is not asked for its digests: others do not depend on it
+                self._agree(part, need)
             self._cluster.changed(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
             part.page = None
