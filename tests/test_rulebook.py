@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.bugs import BUGS
+from tests.testing.bugs import every_bug
 
-for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged"):
-    importlib.import_module(f"tests.testing.bugs.{_module}")
+BUGS = every_bug()
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "tensorhub"

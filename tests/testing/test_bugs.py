@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
@@ -11,11 +10,10 @@ import pytest
 
 from tensorhub.testing import GuaranteeBroken, run_seed
 from tensorhub.testing.sim import layouts, sites
-from tests.testing.bugs import BUGS, Bug
+from tests.testing.bugs import Bug, every_bug
 from tests.testing.wild import wild_beliefs
 
-for _module in ("outside", "inside", "seen", "woken", "behind", "carried", "bridged", "moved"):
-    importlib.import_module(f"tests.testing.bugs.{_module}")
+BUGS = every_bug()
 
 
 def test_there_are_enough() -> None:

@@ -9,6 +9,8 @@ to carry out), `bridged` (readers of another layout), and `moved` (readers that 
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +19,14 @@ from unittest.mock import patch
 
 from tensorhub.testing import Fault
 
-BUGS: dict[str, Bug] = {}  # by name
+BUGS: dict[str, Bug] = {}  # by name, of the modules that are imported
+
+
+def every_bug() -> dict[str, Bug]:
+    """Those of all modules here, by name."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return BUGS
 
 
 @dataclass(frozen=True)
