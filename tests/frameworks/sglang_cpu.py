@@ -163,6 +163,19 @@ class Rank:
         self._post_load = getattr(self, "_post_load", loader.post_load_weights)
         loader.post_load_weights = self._post_load if text is None else fail
 
+    def tell_of_chunks(self, path: Path | None) -> None:
+        """From now on that file is there once chunks are verified that this rank has read; None: no more."""
+        from tensorhub.runtime.data.serving import SharedOwner
+
+        def mark_available(owner: Any, *given: Any, **named: Any) -> Any:
+            made = self._mark_available(owner, *given, **named)
+            if path is not None:
+                path.touch()
+            return made
+
+        self._mark_available = getattr(self, "_mark_available", SharedOwner.mark_available)
+        SharedOwner.mark_available = mark_available  # type: ignore[method-assign]
+
     def die_in_the_next_update(self) -> None:
         from tensorhub.integrations.sglang_engine import Receiver
 

@@ -156,6 +156,29 @@ def test_a_source_of_vllms_is_copied(llm: Any, trainers: Any) -> None:
         check(llm, model)
 
 
+def test_a_source_of_vllms_that_yields_others_than_it_said_publishes_nothing(llm: Any, trainers: Any) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    source = ModuleSource(actor(1))
+    trainer = trainers(source)
+    trainer.send_weights()
+    served, whole = checksums(llm), dict(source.iter_full() if hasattr(source, "iter_full") else source)
+    first, *_, last = whole
+    given = {**{name: each for name, each in whole.items() if name not in (first, last)}, "new": torch.zeros(2)}
+    trainer.source = type("Source", (), {"iter_full": lambda self: iter(given.items())})()
+    with pytest.raises(RegistrationError, match="not yielded 2 of its tensors: .*; and 1 others: 'new'") as error:
+        trainer.send_weights()
+    assert repr(first) in f"{error.value}"
+    assert repr(last) in f"{error.value}"
+    del given["new"]
+    with pytest.raises(RegistrationError, match="not yielded 2 of its tensors"):
+        trainer.send_weights()
+    assert checksums(llm) == served
+    trainer.source = source
+    trainer.send_weights()
+    assert llm.get_weight_version() == "1"
+
+
 def test_a_trainer_of_two_ranks(llm: Any, trainers: Any) -> None:
     """Each has half of the rows of each tensor, and says so."""
     model = actor(8)

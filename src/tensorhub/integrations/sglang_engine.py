@@ -35,7 +35,7 @@ from tensorhub.integrations.recording import Recording, Specs, record
 from tensorhub.integrations.sglang_session import Order, Outcome, check_sglang
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import published_tensors
+from tensorhub.tools import PublishedTensors, published_tensors
 from tensorhub.types import Options
 
 log = get_logger(__name__)
@@ -103,6 +103,7 @@ class Receiver:
         self._model = model
         self._hub: sync.Hub | None = None
         self._joined: Order | None = None
+        self._published: PublishedTensors | None = None  # of which `_plan` is, or may be
         self._plan: _Plan | None = None
         self._weights: sync.Weights | None = None
         self._is_agreed = False  # by all ranks: every published tensor has its place
@@ -157,13 +158,14 @@ class Receiver:
         if served is not None and not self._is_torn:
             if served.content_id is not None and served.content_id == order.content_id:
                 return order, None, {}
-            newest = self._hub.wait_for(order.model, at_least=0, timeout=order.timeout_s).version
-            if order.version < served.version and order.version != newest:
+            is_older = order.version < served.version
+            if is_older and order.version != self._hub.wait_for(order.model, at_least=0, timeout=order.timeout_s).version:
                 text = f"version {order.version} is older than the one that the engine serves, {served.version}"
                 raise VersionConflict(f"{text}; to go back, call hub.rollback({order.model!r}, to=...) and publish anew")
-        _, specs = finish_blocking(published_tensors(self._hub._hub, order.model, order.version, order.timeout_s))
-        if self._plan is None or self._plan.specs != specs:
-            self._make_plan(self._hub, order, specs)
+        asked = published_tensors(self._hub._hub, order.model, order.version, order.timeout_s, self._published)
+        self._published = finish_blocking(asked)
+        if self._plan is None or self._plan.specs != self._published.kinds:
+            self._make_plan(self._hub, order, self._published.kinds)
         assert self._plan is not None
         self._check_live(self._plan)
         loaded: Mapping[str, torch.Tensor] = {}
@@ -271,12 +273,14 @@ class Receiver:
 
     def _fill(self, plan: _Plan, order: Order, loaded: Mapping[str, torch.Tensor]) -> None:
         if self._weights is not None:
-            if self._weights.version is None:
-                for name, place, value in plan.recording.filled:
-                    if name in plan.in_place:
-                        plan.in_place[name][place] = value
             is_staged = plan.nbytes <= order.host_memory_bytes
             try:
+                if self._weights.version is None:  # there is nothing yet that an update would keep, but the engine's weights
+                    if is_staged:
+                        self._weights.prefetch(order.version, timeout=order.timeout_s)
+                    for name, place, value in plan.recording.filled:
+                        if name in plan.in_place:
+                            plan.in_place[name][place] = value
                 self._weights.update(order.version, staged=is_staged, timeout=order.timeout_s)
             except TensorHubError as error:
                 self._is_torn = self._is_torn or error.memory != "intact"
@@ -290,7 +294,7 @@ class Receiver:
     def close(self) -> None:
         """Leave the cluster. The engine keeps what it serves."""
         hub, weights = self._hub, self._weights
-        self._hub = self._joined = self._plan = self._weights = None
+        self._hub = self._joined = self._published = self._plan = self._weights = None
         for each in (weights, hub):
             if each is not None:
                 with suppress(TensorHubError):
