@@ -196,7 +196,7 @@ def verl(mib: int, rounds: int) -> None:
 
         class Nothing(CheckpointEngine):
             def __init__(self) -> None:
-                self.held = tensors(mib)
+                self.held = {name: each.fill_(1) for name, each in tensors(mib).items()}  # in pages that are there
 
             def prepare(self) -> dict[str, Any]:
                 return {}

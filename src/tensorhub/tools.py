@@ -5,17 +5,22 @@ Internal, and may change. Not responsible for callers' tensors, nor for what is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
+
+import anyio
 
 from tensorhub.arguments import check_ranks
 from tensorhub.errors import InvalidValue, read_only_refusal, shown
 from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
+from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.memory.regions import CallersMemory, FilledMemory
 from tensorhub.memory.unallocated import Described
+from tensorhub.messages import PublicationReply
 from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.calling import ProgressListener
@@ -107,13 +112,45 @@ async def plan_group(
     return plan_ahead(known, readers)
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedTensors:
+    """A version, and the dtype and global shape of each of its tensors. `publication`: equal for versions that are published
+    alike.
+    """
+
+    version: VersionInfo
+    publication: bytes
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+
+
 async def published_tensors(
-    hub: Joined, model: str, selector: Selector = LATEST, timeout: float | None = None
-) -> tuple[VersionInfo, dict[str, tuple[str, tuple[int, ...]]]]:
-    """A version, and the dtype and global shape of each of its tensors; internal, and may change. Raises as `Hub.plan`."""
-    known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
-    whole = whole_manifest(known.published, publication_of(known.published, known.parts), None)
-    return known.version, {each.name: (each.dtype, each.global_shape) for each in whole.tensors}
+    hub: Joined,
+    model: str,
+    selector: Selector = LATEST,
+    timeout: float | None = None,
+    before: PublishedTensors | None = None,
+) -> PublishedTensors:
+    """What a version is made of; internal, and may change. Raises as `Hub.plan`. `before`: of another version. If this one is
+    published alike, the coordinator is asked once, and nothing is worked out again.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    reply, found = await hub._thread.call(_publication, hub._worker, model, selector, timeout_s, before)
+    if found is None:
+        assert before is not None
+        return replace(before, version=reply.version)
+    whole = whole_manifest(found[0], publication_of(*found), None)
+    kinds = {each.name: (each.dtype, each.global_shape) for each in whole.tensors}
+    return PublishedTensors(reply.version, reply.publication, kinds)
+
+
+async def _publication(
+    worker: CallersWorker, model: str, selector: Selector, timeout_s: float, before: PublishedTensors | None
+) -> tuple[PublicationReply, tuple[Published, Mapping[str, bytes]] | None]:
+    deadline = anyio.current_time() + timeout_s
+    reply = await worker.coordinator.publication(model, selector, timeout_s)
+    if before is not None and before.publication == reply.publication:
+        return reply, None
+    return reply, await worker.parts_of(reply.publication, deadline)
 
 
 async def changed_tensors(weights: Weights) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ class Receiver:
 
         await self._hub.wait_for(self._model, at_least=version, timeout=left_s())
         if self._weights is None:
-            _, kinds = await published_tensors(self._hub, self._model, version, left_s())
+            kinds = (await published_tensors(self._hub, self._model, version, left_s())).kinds
             buffers = {name: _empty(shape, getattr(torch, dtype), self._device) for name, (dtype, shape) in kinds.items()}
             self._weights = await self._hub.register(self._model, buffers)
             self._buffers = buffers

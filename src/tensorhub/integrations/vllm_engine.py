@@ -47,7 +47,7 @@ from tensorhub.integrations.recording import Recording, Specs, record
 from tensorhub.integrations.vllm import INTACT, OPEN, TORN
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import changed_tensors, published_tensors
+from tensorhub.tools import PublishedTensors, changed_tensors, published_tensors
 
 log = get_logger(__name__)
 
@@ -117,6 +117,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         self._acting_once = [name for name, layer in model.named_modules() if layers.acts_once(layer)]
         self._init: Init | None = None
         self._hub: sync.Hub | None = None
+        self._published: PublishedTensors | None = None  # of which `_plan` is, or may be
         self._plan: _Plan | None = None
         self._ready_for: int | None = None  # the version that `_plan` was compared with last
         self._weights: sync.Weights | None = None
@@ -161,7 +162,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     def shutdown(self) -> None:
         weights, hub = self._weights, self._hub
-        self._weights = self._hub = self._plan = self._init = self._ready_for = None
+        self._weights = self._hub = self._published = self._plan = self._init = self._ready_for = None
         self._staged = self._live = {}
         for each in (weights, hub):
             if each is not None:
@@ -238,8 +239,8 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         if served is not None and not self._torn:
             if served.content_id is not None and served.content_id == update.content_id:
                 return
-            newest = hub.wait_for(self._name, at_least=0, timeout=self._timeout_s).version
-            if update.version < served.version and update.version != newest:
+            is_older = update.version < served.version
+            if is_older and update.version != hub.wait_for(self._name, at_least=0, timeout=self._timeout_s).version:
                 text = f"version {update.version} is older than the one that the engine serves, {served.version}"
                 raise VersionConflict(f"{text}; to go back, call hub.rollback({self._name!r}, to=...) and publish anew")
         plan = self._plan if self._plan is not None and self._ready_for == update.version else None
@@ -312,8 +313,9 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         moved = [
             repr(name)
             for layer in plan.in_place
+            for own in [layers.own_tensors(layer.module)]
             for attribute, name in layer.names.items()
-            if not layers.is_in_place(layers.own_tensors(layer.module).get(attribute), self._live[name])
+            if not layers.is_in_place(own.get(attribute), self._live[name])
         ]
         if moved:
             raise RegistrationError(
@@ -368,7 +370,9 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     def _prepare(self, hub: sync.Hub, version: int) -> _Plan:
         """The plan for this version's tensors: made once, and again when they are others than before."""
-        _, specs = finish_blocking(published_tensors(hub._hub, self._name, version, self._timeout_s))
+        asked = published_tensors(hub._hub, self._name, version, self._timeout_s, self._published)
+        self._published = finish_blocking(asked)
+        specs = self._published.kinds
         if self._plan is None or self._plan.specs != specs:
             if self._weights is not None:
                 self._weights.close(abandon=True)

@@ -138,15 +138,18 @@ class CallersWorker(ABC):
     async def known(self, model: str, selector: Selector, timeout_s: float) -> Known:
         """What there is to plan with."""
         deadline = anyio.current_time() + timeout_s
-
-        def left_s() -> float:
-            return max(0.0, deadline - anyio.current_time())
-
         reply = await self.coordinator.publication(model, selector, timeout_s)
-        published = Published.decode(reply.publication)
-        parts = {part_id: await self.coordinator.part(part_id, left_s()) for part_id in published.part_ids}
-        (info,) = await self.coordinator.describe(model, left_s(), version=reply.version.version)
+        published, parts = await self.parts_of(reply.publication, deadline)
+        left_s = max(0.0, deadline - anyio.current_time())
+        (info,) = await self.coordinator.describe(model, left_s, version=reply.version.version)
         return Known(reply.version, reply.layout_id, published, parts, info)
+
+    async def parts_of(self, publication: bytes, deadline: float) -> tuple[Published, dict[str, bytes]]:
+        """What a publication is made of."""
+        published, parts = Published.decode(publication), dict[str, bytes]()
+        for part_id in published.part_ids:
+            parts[part_id] = await self.coordinator.part(part_id, max(0.0, deadline - anyio.current_time()))
+        return published, parts
 
     def describe_reader(self, descriptions: Iterable[TensorDescription], declared: Declaration) -> Manifest:
         """As if this worker had registered these tensors, to fill them."""
