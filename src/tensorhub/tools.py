@@ -18,7 +18,7 @@ from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
-from tensorhub.memory.regions import CallersMemory, FilledMemory
+from tensorhub.memory.regions import CallersMemory, Memory
 from tensorhub.memory.unallocated import Described
 from tensorhub.messages import PublicationReply
 from tensorhub.read_plan import ReadPlan
@@ -79,7 +79,7 @@ async def fetch_into(
     hub: Joined,
     model: str,
     selector: Selector,
-    memory: FilledMemory,
+    memory: Memory,
     *,
     rank: int | None = 0,
     timeout: float | None = None,
@@ -87,9 +87,9 @@ async def fetch_into(
 ) -> tuple[VersionInfo, FetchReport]:
     """What `Hub.fetch` is made of, for memory that is made elsewhere; internal, and may change.
 
-    `memory.map` is called once the version is known, in the library's thread; the memory is the caller's again when
-    this returns or raises. `progress(bytes verified, bytes wanted)` is called in the library's thread a few times a
-    second and at the end; it must return at once.
+    `memory`: a `FilledMemory`, or tensors that are there. `memory.map` is called once the version is known, in the library's
+    thread; the memory is the caller's again when this returns or raises. `progress(bytes verified, bytes wanted)` is called
+    in the library's thread a few times a second and at the end; it must return at once.
     """
     check_name("model", model)
     check_selector(selector)
@@ -130,8 +130,8 @@ async def published_tensors(
     timeout: float | None = None,
     before: PublishedTensors | None = None,
 ) -> PublishedTensors:
-    """What a version is made of; internal, and may change. Raises as `Hub.plan`. `before`: of another version. If this one is
-    published alike, the coordinator is asked once, and nothing is worked out again.
+    """What a version is made of; internal, and may change. Raises as `Hub.plan`. `before`: of another version. If this
+    one is published alike, the coordinator is asked once, and nothing is worked out again.
     """
     timeout_s = hub._worker.timeout_s(timeout)
     reply, found = await hub._thread.call(_publication, hub._worker, model, selector, timeout_s, before)

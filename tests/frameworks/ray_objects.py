@@ -32,6 +32,13 @@ class Source:
         """How many objects the transport holds here."""
         return len(get_tensor_transport_manager("TENSORHUB")._published)
 
+    def asked_again(self) -> bool:
+        """Whether an object that Ray asks for again, after a retried task, is what it was."""
+        manager = get_tensor_transport_manager("TENSORHUB")
+        ((obj_id, (_, published)),) = manager._published.items()
+        said = manager.extract_tensor_transport_metadata(obj_id, self._tensors)
+        return said is published and self.published() == 1
+
 
 class Destination:
     """Gets them."""

@@ -167,14 +167,14 @@ class Rank:
         """From now on that file is there once chunks are verified that this rank has read; None: no more."""
         from tensorhub.runtime.data.serving import SharedOwner
 
-        def mark_available(owner: Any, *given: Any, **named: Any) -> Any:
-            made = self._mark_available(owner, *given, **named)
-            if path is not None:
-                path.touch()
+        def mark_available(*given: Any, **named: Any) -> Any:
+            made = self._mark_available(*given, **named)
+            assert path is not None
+            path.touch()
             return made
 
         self._mark_available = getattr(self, "_mark_available", SharedOwner.mark_available)
-        SharedOwner.mark_available = mark_available  # type: ignore[method-assign]
+        SharedOwner.mark_available = self._mark_available if path is None else mark_available  # type: ignore[method-assign]
 
     def die_in_the_next_update(self) -> None:
         from tensorhub.integrations.sglang_engine import Receiver

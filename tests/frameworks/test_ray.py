@@ -348,6 +348,7 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coor
     assert ray.get(destinations[0].take_in_place.remote([tensors]), timeout=DEADLINE_S) == filled(1)
     assert [each.unique().item() for each in ray.get(tensors, timeout=DEADLINE_S)] == 3 * [1]  # in the driver
     assert ray.get(source.published.remote(), timeout=DEADLINE_S) == 1
+    assert ray.get(source.asked_again.remote(), timeout=DEADLINE_S)
     del tensors
     eventually(lambda: ray.get(source.published.remote(), timeout=DEADLINE_S) == 0)
     eventually(lambda: ray.get(destinations[0].kept.remote(), timeout=DEADLINE_S) == 1)

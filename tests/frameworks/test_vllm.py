@@ -143,6 +143,8 @@ def test_three_updates(llm: Any, trainers: Any, host_memory_bytes: int) -> None:
     assert len(plan.in_place) == 11
     assert not plan.loaded
     assert bool(engine_of(llm)._staged) == bool(host_memory_bytes)
+    replicas = trainer._hub.describe("actor").replicas
+    assert len({replica.group for replica in replicas}) == 1, "memory that is read into by layer is nobody's source"
 
 
 def test_a_source_of_vllms_is_copied(llm: Any, trainers: Any) -> None:
@@ -166,7 +168,7 @@ def test_a_source_of_vllms_that_yields_others_than_it_said_publishes_nothing(llm
     first, *_, last = whole
     given = {**{name: each for name, each in whole.items() if name not in (first, last)}, "new": torch.zeros(2)}
     trainer.source = type("Source", (), {"iter_full": lambda self: iter(given.items())})()
-    with pytest.raises(RegistrationError, match="not yielded 2 of its tensors: .*; and 1 others: 'new'") as error:
+    with pytest.raises(RegistrationError, match=r"not yielded 2 of its tensors: .*; and 1 others: 'new'") as error:
         trainer.send_weights()
     assert repr(first) in f"{error.value}"
     assert repr(last) in f"{error.value}"
@@ -281,6 +283,18 @@ BROKEN = {  # which call fails: the calls after it, and which weights it leaves
 }
 
 
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_an_offline_engine_forgets_what_it_cached(
+    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch, clear_cache: bool
+) -> None:
+    forgotten = []
+    monkeypatch.setattr(llm, "reset_prefix_cache", lambda: forgotten.append(llm.get_weight_version()))
+    trainer = trainers(actor(24), clear_cache=clear_cache)
+    for _ in range(2):
+        trainer.send_weights()
+    assert forgotten[1:] == (["0"] if clear_cache else []), "before the next version is there"
+
+
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_call_whose_answer_is_lost(llm: Any, trainers: Any, broken: str) -> None:
     from tensorhub.integrations.vllm import OfflineClient
@@ -346,6 +360,59 @@ def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
     check(llm, model)
 
 
+def test_a_fill_that_breaks_off_in_place_says_torn_and_the_next_one_repairs(
+    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it is there: what was to be served is overwritten."""
+    model = actor(26)
+    trainer = trainers(model)
+    trainer.send_weights()
+    weights = engine_of(llm)._weights
+    update = weights.update
+
+    def break_off(version: int, timeout: float) -> None:
+        update(version, timeout=timeout)
+        weights.unpublish()
+        error = VersionUnavailable("the last source is gone")
+        error.memory = "torn"
+        raise error
+
+    train(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "update", break_off)
+        with pytest.raises(VersionUnavailable, match=r"last source is gone \[the engine's weights are torn") as caught:
+            trainer.send_weights()
+    assert caught.value.memory == "torn"
+    assert llm.get_weight_version() == "torn"
+    trainer.send_weights()
+    assert llm.get_weight_version() == "2"
+    check(llm, model)
+
+
+@pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
+def test_what_attention_derives_is_derived_once_the_weights_are_there(
+    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch, host_memory_bytes: int
+) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    model = actor(27)
+    trainer = trainers(model, host_memory_bytes=host_memory_bytes)
+    trainer.send_weights()
+    derived = []
+    derive = Attention.process_weights_after_loading
+
+    def noted(layer: Any, dtype: torch.dtype) -> None:
+        derived.append((layer.layer_name, checksums(llm)))
+        derive(layer, dtype)
+
+    train(model)
+    monkeypatch.setattr(Attention, "process_weights_after_loading", noted)
+    trainer.send_weights()
+    monkeypatch.undo()
+    assert [name for name, _ in derived] == [f"model.layers.{number}.self_attn.attn" for number in range(2)]
+    assert all(sums == checksums(llm) for _, sums in derived)
+
+
 def test_a_staged_update_that_fails_while_it_fetches_pauses_nothing(
     llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +465,20 @@ def test_the_engines_weights_are_checked(llm: Any, trainers: Any, host_memory_by
     assert {name for name in named if "o_proj" in name or "down_proj" in name} < changed
     trainer.send_weights()
     trainer.check_weights()
+    assert checksums(llm) == before
+
+
+def test_weights_that_were_found_spoilt_are_written_anew_by_any_update(llm: Any, trainers: Any) -> None:
+    """Also by one to the version that they are of."""
+    trainer = trainers(actor(28), digests=True)
+    info = trainer._weights.publish(0)
+    trainer._update(info)
+    before = checksums(llm)
+    dict(engine_of(llm).model.named_modules())["model.norm"].weight.data[3] += 1
+    with pytest.raises(IntegrityError, match=r"'model.norm.weight'"):
+        trainer.check_weights()
+    assert checksums(llm) != before
+    trainer._update(info)
     assert checksums(llm) == before
 
 
@@ -476,6 +557,15 @@ def test_an_older_version_than_the_one_that_is_served(llm: Any, trainers: Any) -
     train(model)
     trainer.send_weights(1)  # another version 1
     check(llm, model)
+
+
+def test_the_version_that_is_served_once_more(llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainers(actor(25))
+    info = trainer._weights.publish(0)
+    trainer._update(info)
+    monkeypatch.setattr(engine_of(llm), "_check_places", None)  # what comes before anything is written
+    trainer._update(info)
+    assert llm.get_weight_version() == "0"
 
 
 def test_two_trainers(trainers: Any) -> None:

@@ -180,14 +180,14 @@ class CallersWorker(ABC):
         self,
         model: str,
         selector: Selector,
-        memory: FilledMemory,
+        memory: Memory,
         *,
         rank: int | None,
         timeout_s: float,
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call. `rank`
-        None: with the whole model, whichever rank has what.
+        None: with the whole model, whichever rank has what, or those of its tensors that a `FilledMemory` takes.
         """
         self.version_watches.report_loss(model)
         apart = READ_ONLY if self.read_only else ""
@@ -196,7 +196,7 @@ class CallersWorker(ABC):
             rank = 0
         shard = Shard(registration, model, group, 0, 1, True, "", None, rank or 0)
         if rank is None:
-            names = memory.patterns
+            names = memory.patterns if isinstance(memory, FilledMemory) else None
             layout_id = f"own/{id_of(repr(('fetch', names)).encode(errors='surrogatepass'))}"
             declared = Declaration(partial=names is not None)
             shard = replace(shard, layout_id=layout_id, declared=declared, names=names)
