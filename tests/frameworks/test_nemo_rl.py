@@ -59,6 +59,7 @@ def test_updates_are_counted_on_both_sides() -> None:
         for each in policy:
             asyncio.run(each.send_weights(weights(value)))
         assert [received(each) for each in rollouts] == [{"a": 16 * value, "b": 3 * value}] * 2
+    assert policy[1]._exchange._sender is None, "only rank 0 keeps a copy"
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.zeros(4, 4)
@@ -77,3 +78,17 @@ def test_updates_are_counted_on_both_sides() -> None:
     meet(policy[:1], [engine()])
     with pytest.raises(VersionConflict):
         policy[0]._exchange.send(weights(6.0), 5)
+
+
+def test_tensors_are_loaded_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorhub.integrations import nemo_rl
+
+    async def batches() -> list[list[tuple[str, torch.Tensor]]]:
+        return [batch async for batch in rollout.receive_weight_batches()]
+
+    policy, rollout = engine(), engine()
+    meet([policy], [rollout])
+    for batch_bytes, expected in ((1, [["a"], ["b"]]), (2**20, [["a", "b"]])):
+        monkeypatch.setattr(nemo_rl, "BATCH_BYTES", batch_bytes)
+        asyncio.run(policy.send_weights(weights(1.0)))
+        assert [[name for name, _ in batch] for batch in asyncio.run(batches())] == expected
