@@ -9,6 +9,7 @@ import torch
 from ray.experimental import set_target_for_ref
 from ray.experimental.rdt.util import get_tensor_transport_manager
 
+from tensorhub.integrations import ray_transport
 from tensorhub.integrations.ray_transport import register_transport
 
 SIZE = 300_000  # floats: what is small is not kept
@@ -41,7 +42,11 @@ class Source:
 
 
 class Destination:
-    """Gets them."""
+    """Gets them. `serves`: while it fills, as with large objects."""
+
+    def __init__(self, serves: bool = False) -> None:
+        if serves:
+            ray_transport.SERVED_BYTES_MIN = 0  # type: ignore[misc]
 
     def take(self, tensors: list[Any]) -> list[tuple[list[int], str, list[float]]]:
         return [(list(each.shape), str(each.dtype), each.unique().tolist()) for each in tensors]

@@ -337,7 +337,7 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coor
     coordinator()
     source = started(ray.remote(Source).options(num_cpus=0.1, max_restarts=-1, max_task_retries=-1).remote())
     destination = ray.remote(num_cpus=0.1, enable_tensor_transport=True)(Destination)
-    destinations = [destination.remote() for _ in range(2)]
+    destinations = [destination.remote(serves) for serves in (False, True)]
 
     def filled(value: float) -> list[tuple[list[int], str, list[float]]]:
         dtypes = "torch.float32", "torch.bfloat16", "torch.float32"

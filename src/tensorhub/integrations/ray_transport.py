@@ -8,8 +8,8 @@
         def weights(self): return list(self.model.parameters())
 
 The tensors of each object are a version: published when the object is made, in place, and closed when Ray frees the object.
-Its metadata carry model and number; each destination fetches them from there, verified. The coordinator is that of
-TENSORHUB_ADDRESS, else "ray-actor://tensorhub".
+Its metadata carry model and number; each destination fetches them, verified, from the best source. The coordinator is
+that of TENSORHUB_ADDRESS, else "ray-actor://tensorhub".
 
 Responsible for Ray's side of that. Not responsible for weights that change version after version: those are registered
 once, and updated in place (`tensorhub.Hub.register`).
@@ -17,6 +17,7 @@ once, and updated in place (`tensorhub.Hub.register`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -47,6 +48,7 @@ from tensorhub.tools import fetch_into
 
 NAME: Final = "TENSORHUB"
 FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS  # Ray gives up after all of it, and cannot say why
+SERVED_BYTES_MIN: Final = 2**28  # an object's destinations serve each other while they fill, which costs each some 4 ms
 
 log = get_logger("tensorhub.ray")
 
@@ -142,12 +144,20 @@ class TensorHubTransport(TensorTransportManager):
             hub = self._hub()
         if target_buffers is None:
             target_buffers = self._allocated(of)
-        memory = RegisteredMemory({str(place): each for place, each in enumerate(target_buffers)})
+        tensors = {str(place): each for place, each in enumerate(target_buffers)}
+        if sum([each.nbytes for each in target_buffers]) < SERVED_BYTES_MIN:
+            try:
+                finish_blocking(fetch_into(hub._hub, of.model, of.version, RegisteredMemory(tensors), timeout=FETCH_S))
+            except TensorHubError as error:
+                error.memory = "torn"  # as far as can be known
+                raise
+            return list(target_buffers)
+        weights = hub.register(of.model, tensors, spot=True)
         try:
-            finish_blocking(fetch_into(hub._hub, of.model, of.version, memory, timeout=FETCH_S))
-        except TensorHubError as error:
-            error.memory = "torn"  # as far as can be known
-            raise
+            weights.replicate(of.version, timeout=FETCH_S)
+        finally:
+            with contextlib.suppress(TensorHubError):  # closed in any case, or the error above says more
+                weights.close(abandon=True)
         return list(target_buffers)
 
     def _allocated(self, of: PublishedTensors) -> list[torch.Tensor]:
