@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, refusals, ways
+from tensorhub.coordinator import bridges, limits, refusals, replicas, ways
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.bridges import Source
@@ -354,7 +354,7 @@ class Fills:
         sources = self.first_sources(operation) if bare and not bridging else None
         if sources is not None:
             self._begin_write(operation)
-        for part in fillers:
+        for part in sorted(fillers, key=lambda part: part.rank):
             self._tell_start(part, () if sources is None else self._first_grants(part, sources))
 
     def restate(self, part: RankPart) -> None:
@@ -391,16 +391,21 @@ class Fills:
         sources = self.first_sources(operation) if ready else None
         if sources is not None and not self._must_wait(operation, version):
             self._begin_write(operation)
-            for part in operation.parts.values():
+            for _, part in sorted(operation.parts.items()):  # of twins the first ones are read by the others
                 if part.needs_bytes:
                     self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part, sources)))
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:
         """What was chosen before the write began is still the best: what a write changes is of other versions. Ranks that
-        bridge may read from the same shards, and each chooses again: the one before it has a share of its sources now.
+        bridge may read from the same shards, and each chooses again: the one before it has a share of its sources now. So
+        does who may read from the one before it, since that has the same.
         """
         chosen = sources.get(part.rank)  # none, if it has written before
+        if replicas.twins(part.operation.bound, part.layout, part.shard):
+            grants = self._readers.grant(part)
+            self._testimonies.expect_of_twins(part)
+            return tuple(grants)
         if chosen is None or part.bridges:
             return tuple(self._readers.grant(part))
         return tuple([self._readers.lend(part, *source) for source in chosen])

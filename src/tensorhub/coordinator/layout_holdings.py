@@ -40,6 +40,7 @@ class LayoutHoldings(Shards[H]):
         self.covers = not origin_id  # whoever holds all of its shards has every byte of the version
         self.abandoned = False  # the last of its sources left on purpose, and none has come since
         self._classes: dict[int, tuple[int, ...]] = {}  # see `classes`; empty: to be made anew
+        self._first: dict[int, int] = {}  # of each shard's class, as of `_classes`
 
     def __repr__(self) -> str:
         of = f" from {self.origin_id}" if self.origin_id else ""
@@ -58,11 +59,12 @@ class LayoutHoldings(Shards[H]):
                 parts = self.parts.get(shard)
                 found.setdefault(parts[-1] if parts else shard, []).append(shard)  # the last part names the others
             self._classes = {shards[0]: tuple(shards) for shards in found.values()}
+            self._first = {shard: first for first, shards in self._classes.items() for shard in shards}
         return self._classes
 
     def class_of(self, shard: int) -> int:
         """The first shard of its class."""
-        return next(first for first, shards in self.classes.items() if shard in shards)
+        return self._first[shard] if self.classes else shard
 
     def takes(self, shard: int, parts: tuple[bytes, ...]) -> bool:
         """Whether, in another layout, who says so of its memory holds that shard as all others here do."""

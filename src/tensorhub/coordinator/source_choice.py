@@ -1,5 +1,8 @@
 """From whom a reader reads best: which holdings it may read, and which of them brings it everything first.
 
+Who would have to read from another site reads from one in its own that has the same as another shard (`replicas.twins`).
+That may be a rank of its own group that is being filled: so one of them enters the site.
+
 Responsible for that choice alone: it changes nothing. Not responsible for leases (`readers`), for which needs a reader has
 (`bridges`), nor for estimates and orders (`scheduler`).
 """
@@ -48,8 +51,12 @@ class SourceChoice:
         else:
             holding = self.choose(part, version, other_than=other_than)
             found = [] if holding is None else [(None, holding)]
+        is_far = any(_is_far(each, part) for _, each in found)
+        twin = self._of_twins(part, other_than) if (is_far or not found) and part.rereads is None else None
+        if twin is not None:
+            return [(None, twin)]
         is_patient = any(part.retry_at[each] > self._cluster.now for each in part.spared)
-        return [] if is_patient and any(_is_far(each, part) for _, each in found) else found
+        return [] if is_patient and is_far else found
 
     def choose(
         self, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
@@ -60,27 +67,12 @@ class SourceChoice:
         The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
-        below: dict[Holding, None] | None = None
         holders, others = _holders(part, version, need)
         encloses = need is not None and bridges.must_enclose(part, need)
         # Others cannot say all their digests.
         only_whole = encloses and any(there.complete for there in (*holders, *others))
-
-        def refuses(holding: Holding) -> bool:
-            nonlocal below
-            if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
-                return True
-            if (need is not None and holding.is_no_origin) or (only_whole and not holding.complete):
-                return True
-            if holding.complete or need is not None or part.holding is None or not part.holding.readers:
-                return False
-            if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._feeding.dry):
-                return False  # each is filled from one other: what is filled from this reader is no more fed than it is
-            below = self._below(part.holding) if below is None else below
-            return holding in below
-
-        left = part.failures.keys() - part.spared if part.failures else ()
-        untried: Callable[[Holding], bool] = lambda h: h.member.worker.incarnation in left or refuses(h)  # noqa: E731
+        refuses = self._refusing(part, need, other_than, only_whole=only_whole)
+        untried: Callable[[Holding], bool] = lambda h: _has_failed(h, part) or refuses(h)  # noqa: E731
         best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
         best = best or [h for there in others if (h := self._best(part, there, untried, need)) is not None]
         found = best[0] if best else None
@@ -105,6 +97,36 @@ class SourceChoice:
             )
             found = min(failed, key=order, default=None)
         return found
+
+    def _refusing(
+        self, part: RankPart, need: Need | None, other_than: Holding | None, *, only_whole: bool = False
+    ) -> Callable[[Holding], bool]:
+        """Which sources this reader cannot have for that need, as things stand."""
+        below: dict[Holding, None] | None = None
+
+        def refuses(holding: Holding) -> bool:
+            nonlocal below
+            if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
+                return True
+            if (need is not None and holding.is_no_origin) or (only_whole and not holding.complete):
+                return True
+            if holding.complete or need is not None or part.holding is None or not part.holding.readers:
+                return False
+            if not (part.holding.is_fed or holding.peers.patches or part.bridges or self._feeding.dry):
+                return False  # each is filled from one other: what is filled from this reader is no more fed than it is
+            below = self._below(part.holding) if below is None else below
+            return holding in below
+
+        return refuses
+
+    def _of_twins(self, part: RankPart, other_than: Holding | None) -> Holding | None:
+        """The best source in its own site that has the same, as another shard."""
+        refuses, near = self._refusing(part, None, other_than), list[Holding]()
+        for shard in replicas.twins(part.operation.bound, part.layout, part.shard):
+            found = self._best(part, part.layout.of(shard), lambda h: _has_failed(h, part) or refuses(h))
+            near += [found] if found is not None and not _is_far(found, part) else []
+        rates = self._cluster.links.rates(self._cluster.now)
+        return min(near, key=lambda h: _estimate(h, part, _wanted(h.peers, None), rates), default=None)
 
     def faster(self, part: RankPart, factor: float, gain_s: float) -> Holding | None:
         """A source from which this reader would have the rest so many times sooner, and as much sooner, than from those that
@@ -313,7 +335,14 @@ def _uses_links(holding: Holding, part: RankPart) -> bool:
 
 
 def _is_far(holding: Holding, part: RankPart) -> bool:
+    """Whether it is in another site than that reader."""
     return distance(part.member.worker.location, holding.member.worker.location) is Distance.FAR
+
+
+def _has_failed(holding: Holding, part: RankPart) -> bool:
+    """Whether it has failed that reader, and not only refused it since it may not have heard yet that it may write."""
+    incarnation = holding.member.worker.incarnation
+    return incarnation in part.failures and incarnation not in part.spared
 
 
 def _is_nearer(one: Holding, other: Holding, part: RankPart) -> bool:

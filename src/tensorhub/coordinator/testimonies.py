@@ -72,6 +72,14 @@ class Testimonies:
             self._are_replicas_known(part.operation.bound, first)
             self._compare_replicas(part.operation.bound, first)
 
+    def expect_of_twins(self, part: RankPart) -> None:
+        """This rank may read from holders of other shards, so that nobody reads from its own publisher: who has published
+        these is asked for digests now, and not only when it votes.
+        """
+        follows = any(lease.need is None and lease.holding.shard != part.shard for lease in part.leases.values())
+        if follows and not part.bridges:
+            self._are_replicas_known(part.operation.bound, part.layout.class_of(part.shard))
+
     @staticmethod
     def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
         """Others have said that one of these selections is another one. Its name is a hash of what it is, so somebody is

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, source_choice, supply, ways
+from tensorhub.coordinator import bridges, replicas, source_choice, supply, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
@@ -204,6 +204,12 @@ def another_grid_is_forgotten() -> Iterator[None]:
 @bug("R9: a group reads from another site what a group of another layout is bringing into its own just now", faults=())
 def gates_are_open() -> Iterator[None]:
     with replaced(Gates, "must_wait", lambda self, operation, version, way: False):
+        yield
+
+
+@bug("R9: each rank reads from another site what an equal rank of its group is bringing in", faults=(), COPIES_DRAWN=1.0)
+def each_rank_enters_alone() -> Iterator[None]:
+    with replaced(replicas, "twins", lambda version, layout, shard: []):
         yield
 
 

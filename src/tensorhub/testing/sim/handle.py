@@ -100,6 +100,7 @@ class HandleShell:
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
         self.layout_id = shard.layout_id or f"world/{shard.world_size}"  # its group's
+        self.part = ""  # what its twins, which publish the same, have in common; "": it has none
         self.grid = shard.manifest
         self.cells: Cells = ["unset"] * (shard.manifest.chunk_count if shard.manifest is not None else cluster.chunks)
         self.hooks: deque[calls.CallHook] = deque()

@@ -27,13 +27,14 @@ from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 AND, OF = " + ", "@"  # between the pieces of a cell, and between a published cell's tag and which of its bytes they are
 LAYOUTS_DRAWN = 0.25  # of all seeds
 COUNTS = (2, 2, 3)  # how many of them a seed may have
+COPIES_DRAWN = 0.3  # of these; each part of one of their layouts is on two ranks of a group
 LEFT_OUT_DRAWN = 0.4  # of these; some group may read less than all of a version, or wants to, and is refused
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensor, of so many rows, is cut into so many ranks: at rows, or at columns. The last rank leaves some of them out;
-    `partial`: that is meant so.
+    """The tensor, of so many rows, is cut at rows, or at columns, and each part is on so many ranks as there are copies. The
+    last part leaves some of it out; `partial`: that is meant so.
     """
 
     rows: int
@@ -41,6 +42,12 @@ class Layout:
     by_columns: bool = False
     left_out: int = 0
     partial: bool = False
+    copies: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Into how many it is cut."""
+        return self.ranks // self.copies
 
     @property
     def is_refused(self) -> bool:
@@ -49,8 +56,8 @@ class Layout:
 
     def shape_of(self, rank: int) -> tuple[slice, slice]:
         """Its rows, and its columns."""
-        size = (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out
-        part = slice(size * rank // self.ranks, size * (rank + 1) // self.ranks)
+        size, number = (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out, rank % self.parts
+        part = slice(size * number // self.parts, size * (number + 1) // self.parts)
         return (slice(0, self.rows), part) if self.by_columns else (part, slice(0, CHUNK_BYTES))
 
 
@@ -79,6 +86,11 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
     if random.random() < LEFT_OUT_DRAWN:
         left_out = min(random.choice((1, 2)), rows - drawn[-1].ranks)  # each rank reads something
         drawn[-1] = replace(drawn[-1], left_out=left_out, partial=random.random() < 0.5)
+    random = Random(f"copies of {seed}")
+    if random.random() < COPIES_DRAWN:
+        number = random.randrange(len(drawn))
+        twice = replace(drawn[number], ranks=2 * drawn[number].ranks, copies=2)
+        drawn[number] = twice if twice.ranks <= 4 else drawn[number]
     return drawn
 
 
@@ -204,7 +216,7 @@ def box_of(coordinates: Coordinates) -> Box:
 def resharded_cells(grid: ReshardedManifest, published: Iterable[tuple[Box, Sequence[str]]]) -> tuple[str, ...]:
     """What memory of that grid holds, if ranks that have these boxes have published these cells."""
     assert grid.lies is not None
-    box, shards = box_of(grid.lies), sorted(published, key=lambda shard: shard[0][2])
+    box, shards = box_of(grid.lies), sorted(dict(published).items(), key=lambda shard: shard[0][2])
     return tuple([joined(_pieces_at(grid.places(chunk), box, shards)) for chunk in range(grid.chunk_count)])
 
 

@@ -14,6 +14,8 @@ def overwrite(handle: HandleShell) -> bool:
     content, cluster = handle.member.content, handle.cluster
     if handle.shard.medium is Medium.HOST:
         return False  # no user has that memory
+    if handle.part:
+        return False  # it would be no twin any more
     if content is None or handle.member.state is not HandleState.READY or handle.access is not None:
         return False
     cluster.driver.note(f"{handle.name} is written while it is published")

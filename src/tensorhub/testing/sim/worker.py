@@ -38,17 +38,18 @@ class SimHandle(HandleShell):
 
     worker: SimWorker
 
-    def write(self) -> None:
-        """Fill the memory with something that nobody else ever wrote."""
+    def write(self, version: int = 0) -> None:
+        """Fill the memory with something that nobody else ever wrote; or with what its twins write for that version."""
         assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
         self.grid = self.shard.manifest
         chunks = self.grid.chunk_count if self.grid is not None else self.cluster.chunks
-        self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", chunks)
+        number = next(self.cluster.numbers)
+        self.cells = written(f"{self.part}={version}" if self.part else f"{self.name}#{number}", chunks)
 
     def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
         """Write the memory, where it is the caller's to write, and publish it."""
         if self.idle and self.member.state in (HandleState.EMPTY, HandleState.TORN):
-            self.write()
+            self.write(version)
         return self.call(PublishCall(version), timeout_s)
 
     def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
@@ -225,6 +226,7 @@ class SimWorker:
         handle = self.take(shard)
         if cut is not None:
             handle.layout_id = layout_id_together([described(cut, each)[0].layout_id for each in range(world_size)])
+            handle.part = f"{group}/{rank % cut.parts}" if cut.copies > 1 else ""
         return handle
 
     def fetcher(self, shard: int | None = 0, *, model: str = "actor") -> SimHandle:

@@ -117,7 +117,9 @@ class AvailabilityJudge:
         return not is_of_whole or version is None or any(layout.is_described for layout in version.layouts)
 
     def _is_heard_of(self, content_id: str) -> bool:
-        """Whether each shard of it is held as a whole by some worker that is heard of: it may be gone since."""
+        """Whether each shard of it is held as a whole by some worker that is heard of, or a twin of it, which others than
+        those of that layout read as well: it may be gone since.
+        """
         held = [
             (m.shard, m.holding)
             for m in self._world.coordinator.cluster.members.values()
@@ -126,8 +128,12 @@ class AvailabilityJudge:
         sources = [
             (n, h.layout) for n, h in held if h is not None and h.is_source and h.version.info.content_id == content_id
         ]
-        layouts = [layout for _, layout in sources]
-        return any({n for n, its in sources if its is layout} >= set(layout) for layout in layouts)
+        for layout in (layout for _, layout in sources):
+            found = {n for n, its in sources if its is layout}
+            twins = layout.classes.values() if layout.is_described else ()
+            if found >= set(layout) or (twins and not any(found.isdisjoint(shards) for shards in twins)):
+                return True
+        return False
 
     def _holders(self, shard: int) -> Iterator[JudgedHandle]:
         return (h for h in self._world.live_handles() if h.shard.number == shard and h.shard.serves)

@@ -83,12 +83,13 @@ class Contents:
 
     def is_all(self, content_id: str, handles: Iterable[JudgedHandle]) -> bool:
         """Whether these, which hold different parts of it in another layout, have every byte of it."""
+        held = {box_of(h.grid.lies) for h in handles if isinstance(h.grid, ReshardedManifest) and h.grid.lies}
+        return sum(map(_area, held)) >= self.nbytes(content_id)
+
+    def nbytes(self, content_id: str) -> int:
+        """Of the tensor; twins have the same part of it."""
         ranks = self._publishers[self.publications[content_id]]
-        published = sum(map(_area, map(_box_of, ranks.values())))
-        return (
-            sum(_area(box_of(h.grid.lies)) for h in handles if isinstance(h.grid, ReshardedManifest) and h.grid.lies)
-            >= published
-        )
+        return sum(map(_area, {_box_of(rank) for rank in ranks.values()}))
 
     def held_by(self, handle: JudgedHandle, content_id: str) -> tuple[str, ...]:
         """What the memory of that handle holds, where it holds that."""

@@ -1,8 +1,9 @@
-"""No two groups bring a byte of a version into a site, as long as nothing goes wrong: by what arrives, whoever decided it.
+"""No byte of a version is brought into a site twice, as long as nothing goes wrong: by what arrives, whoever decided it.
 
 Two groups of a site may each read a version of other sites: where one of them gives up, or a holder leaves; where one reads
 less than all, or does not move; or where one has waited for the other for half of its time. Else what one has read from
-another site is in the site, and the group that was told later where to read has it from there.
+another site is in the site, and the group that was told later where to read has it from there. So it is with the ranks of
+one group, unless they stage what they read: nobody can read that.
 
 Responsible for groups whose ranks are in one site. Not responsible for copies of one shard, which read what was published,
 nor for anything once a fault has happened: then bytes may be lost that had come.
@@ -18,6 +19,7 @@ from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedW
 from tensorhub.testing.sim.layouts import tags_in
 from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tensorhub.types import HandleState, OpKey, Purpose
+from tensorhub.worker.calls import FillCall
 
 SLACK_S = 0.5  # until the coordinator hears what has happened, and its ranks what it says
 Where = tuple[str, str]  # a content id, and a site
@@ -33,7 +35,8 @@ class _Reading:
     before: list[_Reading]  # who read that there when this one was told where to read, and others can read it there
     beside: list[_Reading]  # who was reading it there then: it may have followed one of them
     holders: list[JudgedHandle]  # who held that then
-    entered: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # by published cell: bytes from other sites
+    # By published cell: bytes from other sites, and the rank that has read them there.
+    entered: dict[str, list[tuple[int, int, JudgedHandle]]] = field(default_factory=dict)
     moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
 
     @property
@@ -41,6 +44,12 @@ class _Reading:
         """Whether others can read all of the version there, once it is complete."""
         shards = [handle.shard for handle, _ in self.ranks]
         return all(s.serves and not (s.declared is not None and s.declared.partial) for s in shards)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its ranks can read from each other while they are filled."""
+        calls = [call.what for _, call in self.ranks]
+        return self.serves and not any(isinstance(what, FillCall) and what.staged for what in calls)
 
     @property
     def lasts(self) -> bool:
@@ -111,15 +120,18 @@ class CrossingJudge:
             and other.lasts
             and reading.lasts
             and all(each.lasts for each in reading.beside)
+            and not self._was_refused(handle)
         ]
+        if reading.is_shared and reading.lasts and reading.moves(self._world.now, self._world.options.lease_s):
+            others.append(reading)
         for tag, first, end in _pieces(cells):
-            reading.entered.setdefault(tag, []).append((first, end))
             for other in others:
-                twice = any(least < end and first < most for least, most in other.entered.get(tag, ()))
-                text = (
-                    f"{handle} reads {tag} of {content_id} from {source}, which {other.ranks[0][0]} has brought to {site!r}"
-                )
-                demand(not twice, f"partial fills: {text}")
+                found = other.entered.get(tag, ())
+                twice = (who for least, most, who in found if least < end and first < most and who is not handle)
+                who = next(twice, None)
+                text = f"{handle} reads {tag} of {content_id} from {source}, which {who} has brought to {site!r}"
+                demand(who is None, f"partial fills: {text}")
+            reading.entered.setdefault(tag, []).append((first, end, handle))
 
 
 def _holds(handle: JudgedHandle, content_id: str) -> bool:

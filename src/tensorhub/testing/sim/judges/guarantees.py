@@ -295,7 +295,7 @@ class Guarantees:
         parts[handle.shard.rank] = manifest.parts
         if len(parts) == size and handle.shard.serves:
             read = bytes_read([part for each in self._parts.pop(running.key).values() for part in each])
-            needed = bound.version.nbytes
+            needed = self.contents.nbytes(bound.version.content_id)
             text = f"update destroys last: {handle} is to be overwritten, and its group reads {read} bytes of {needed}"
             demand(read >= needed, text)
 

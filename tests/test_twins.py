@@ -1,0 +1,89 @@
+"""Ranks of one group that hold the same, in another site than the trainer: one of them reads it there, over real sockets,
+and the others have it from that one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import pytest
+
+import tensorhub
+from tensorhub.hub import Hub
+from tensorhub.types import FetchReport
+from tensorhub.weights import Weights
+from tests.rig import all_of, cluster
+from tests.test_origins import far, holds
+from tests.test_resharding import SHAPES, Array, Tensors, new_version, read_from, trainer, whole
+
+pytestmark = pytest.mark.anyio
+
+NBYTES = sum(tensor.nbytes for tensor in whole(0).values())
+
+
+async def twins(hubs: Sequence[Hub], content: int, group: str) -> tuple[list[Weights], list[Tensors]]:
+    """On each of these workers a rank that has the whole model."""
+    memory, weights = [whole(content) for _ in hubs], []
+    sources = {name: tensorhub.source(name, shape=shape) for name, shape in SHAPES.items()}
+    for rank, (hub, mine) in enumerate(zip(hubs, memory, strict=True)):
+        use = {"group": group, "rank": rank, "world_size": len(hubs)}
+        weights.append(await hub.register("m", mine, sources=sources, **use))  # type: ignore[arg-type]
+    return weights, memory
+
+
+def given_by(reports: Sequence[FetchReport]) -> Mapping[str, int]:
+    """Bytes of each worker."""
+    found = Counter[str]()
+    for source in (source for report in reports for source in report.sources):
+        found[source.name] += source.bytes_read
+    return +found
+
+
+def all_hold(memory: Sequence[Mapping[str, Array]], content: int) -> bool:
+    return all(holds(mine, content) for mine in memory)
+
+
+async def test_of_ranks_that_read_what_was_published_whole_one_enters_the_site() -> None:
+    async with cluster("trainer-0", "trainer-1", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        hubs = [await stack.enter_async_context(far(c, f"rollout-{rank}")) for rank in range(2)]
+        trained, theirs = await twins(c.hubs, 1, "trainer")
+        await all_of(*(each.publish(1) for each in trained))
+        ranks, mine = await twins(hubs, 0, "rollout")
+        for version in (1, 2):
+            reports = await all_of(*(each.update() for each in ranks))
+            assert all_hold(mine, version)
+            (entered,) = [source for source in given_by(reports) if source.startswith("trainer")]
+            assert given_by(reports)[entered] == NBYTES
+            assert sum(given_by(reports).values()) == 2 * NBYTES
+            await all_of(*(each.unpublish() for each in trained))
+            for memory in theirs:
+                for name, tensor in whole(version + 1).items():
+                    memory[name][...] = tensor
+            await all_of(*(each.publish(version + 1) for each in trained))
+
+
+async def test_of_ranks_that_read_another_layout_whole_one_enters_the_site() -> None:
+    """The next version, too."""
+    async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        hubs = [await stack.enter_async_context(far(c, f"rollout-{rank}")) for rank in range(3)]
+        trained, memory = await trainer(c.hubs, 1)
+        await all_of(*(each.publish(1) for each in trained))
+        ranks, mine = await twins(hubs, 0, "rollout")
+        for version in (1, 2):
+            reports = await all_of(*(each.update() for each in ranks))
+            assert all_hold(mine, version)
+            assert given_by(reports)["trainer"] == NBYTES
+            assert sum(given_by(reports).values()) == 3 * NBYTES
+            await all_of(*(new_version(trained, memory, rank, version + 1) for rank in range(len(memory))))
+
+
+async def test_in_the_trainers_site_each_reads_of_the_trainer() -> None:
+    async with cluster("trainer", "rollout-0", "rollout-1", transports=["tcp"]) as c:
+        trained, _ = await trainer(c.hubs[:1], 1)
+        await all_of(*(each.publish(1) for each in trained))
+        ranks, mine = await twins(c.hubs[1:], 0, "rollout")
+        reports = await all_of(*(each.update() for each in ranks))
+        assert all_hold(mine, 1)
+        assert read_from(reports) == {"trainer"}
