@@ -226,13 +226,13 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
                 "us_per_cell": round(1e6 * cells_s / cells, 3),
                 "gb": round(reader.nbytes / 1e9, 1),
                 "sources": needs,
-                **reading_row(publication, reader, rank),
+                **reading_row(publication, reader),
             }
 
 
-def reading_row(publication: Publication, reader: Coordinates, rank: int) -> dict[str, object]:
+def reading_row(publication: Publication, reader: Coordinates) -> dict[str, object]:
     def read() -> Reading:
-        return reading_of(publication, reader, chunk_bytes=CHUNK_BYTES, turn=rank)
+        return reading_of(publication, reader, chunk_bytes=CHUNK_BYTES)
 
     reading_s, reading = timed(read)
     assert reading.nbytes == reader.nbytes

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
+import numpy as np
 import pytest
 
 import tensorhub
@@ -77,6 +78,30 @@ async def test_of_ranks_that_read_another_layout_whole_one_enters_the_site() -> 
             assert given_by(reports)["trainer"] == NBYTES
             assert sum(given_by(reports).values()) == 3 * NBYTES
             await all_of(*(new_version(trained, memory, rank, version + 1) for rank in range(len(memory))))
+
+
+async def test_so_it_is_where_several_trainers_have_a_tensor() -> None:
+    """Each rank reads that of the same trainer."""
+    async with cluster("trainer-0", "trainer-1", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        hubs = [await stack.enter_async_context(far(c, f"rollout-{rank}")) for rank in range(2)]
+        full, trained = whole(1), []
+        for rank, hub in enumerate(c.hubs):
+            half, gate = slice(48 * rank, 48 * (rank + 1)), tensorhub.source("gate", shape=SHAPES["gate"])
+            memory = {"gate": full["gate"], "q": full["q"][half].copy()}
+            sources = {"gate": gate, "q": tensorhub.source("q", shape=SHAPES["q"])[half]}
+            use = {"group": "trainer", "rank": rank, "world_size": 2}
+            trained.append(await hub.register("m", memory, sources=sources, **use))  # type: ignore[arg-type]
+        await all_of(*(each.publish(1) for each in trained))
+        mine = [{name: np.zeros(SHAPES[name], np.float32) for name in ("q", "gate")} for _ in hubs]
+        sources = {name: tensorhub.source(name) for name in ("q", "gate")}
+        ranks = []
+        for rank, hub in enumerate(hubs):
+            use = {"group": "rollout", "rank": rank, "world_size": 2}
+            ranks.append(await hub.register("m", mine[rank], sources=sources, **use))  # type: ignore[arg-type]
+        reports = await all_of(*(each.update() for each in ranks))
+        assert all(np.array_equal(memory[name], full[name]) for memory in mine for name in memory)
+        nbytes = sum(full[name].nbytes for name in ("q", "gate"))
+        assert sum(n for source, n in given_by(reports).items() if source.startswith("trainer")) == nbytes
 
 
 async def test_in_the_trainers_site_each_reads_of_the_trainer() -> None:

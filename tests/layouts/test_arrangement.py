@@ -59,6 +59,12 @@ def test_kinds_with_a_scale_and_names_in_any_script() -> None:
     assert catalogue.names == ("größe.重み", "w")
 
 
+def test_like_ranks_have_turns_of_their_own_and_equal_ones_the_same() -> None:
+    assert [sharded(rank, 4).turn for rank in range(4)] == [0, 1, 2, 3]
+    assert sharded(2, 4).turn == sharded(2, 4).turn
+    assert arrange(pieces_of([local("w", 6)], rank=0)).turn == arrange([]).turn == 0
+
+
 def test_nothing_is_a_layout_too() -> None:
     made = arrange([])
     assert (

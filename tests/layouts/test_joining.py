@@ -223,4 +223,4 @@ def test_a_reading_is_that_of_its_pieces() -> None:
     named = {"stack": [(at[0], source("a", shape=(12, 4))[0:6, 0:2]), (at[1], source("b", shape=(6, 2)))]}
     pieces = coordinates_of(manifest_of({"stack": (2, 6, 2)}), Declaration(1, 2, None, named)).pieces()
     reader = arrange(pieces, publication.catalogue)
-    assert made.reading == reading_of(publication, reader, chunk_bytes=4096, turn=1)
+    assert made.reading == reading_of(publication, reader, chunk_bytes=4096)

@@ -53,8 +53,8 @@ def scattered(strips: Sequence[Strip], regions: Sequence[bytearray], content: by
     assert done == len(content)
 
 
-def check_reading(made: World, chunk_bytes: int, turn: int) -> None:
-    found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes, turn=turn)
+def check_reading(made: World, chunk_bytes: int) -> None:
+    found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes)
     counts = [bytearray(len(region)) for region in made.memory.regions]
     for part in found.parts:
         assert part.ranks == next(each.ranks for each in made.publication.classes if part.shard in each.ranks)
@@ -79,14 +79,14 @@ def check_reading(made: World, chunk_bytes: int, turn: int) -> None:
     assert firsts == sorted(set(firsts))
 
 
-@given(st.randoms(use_true_random=False), SMALL, st.integers(0, 3))
-def test_a_reading_moves_what_gathering_and_slicing_would(random: Random, chunk_bytes: int, turn: int) -> None:
-    check_reading(world(random), chunk_bytes, turn)
+@given(st.randoms(use_true_random=False), SMALL)
+def test_a_reading_moves_what_gathering_and_slicing_would(random: Random, chunk_bytes: int) -> None:
+    check_reading(world(random), chunk_bytes)
 
 
-@given(st.randoms(use_true_random=False), SMALL, st.integers(0, 3))
-def test_a_reading_of_many_like_tensors_does_so_too(random: Random, chunk_bytes: int, turn: int) -> None:
-    check_reading(experts(random), chunk_bytes, turn)
+@given(st.randoms(use_true_random=False), SMALL)
+def test_a_reading_of_many_like_tensors_does_so_too(random: Random, chunk_bytes: int) -> None:
+    check_reading(experts(random), chunk_bytes)
 
 
 @settings(max_examples=30)
@@ -94,8 +94,8 @@ def test_a_reading_of_many_like_tensors_does_so_too(random: Random, chunk_bytes:
 def test_who_has_heard_of_the_same_has_the_same_numbers(random: Random, chunk_bytes: int, many: bool) -> None:
     made = (experts if many else world)(random)
     again = Publication(tuple(map(heard, made.publication.ranks)))
-    found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes, turn=1)
-    assert reading_of(again, heard(made.reader), chunk_bytes=chunk_bytes, turn=1) == found
+    found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes)
+    assert reading_of(again, heard(made.reader), chunk_bytes=chunk_bytes) == found
     for part in found.parts:
         decoded = Selection.decode(part.selection.encode())
         assert decoded == part.selection
@@ -114,7 +114,7 @@ def test_ten_thousand_random_layouts(start: int) -> None:
     for seed in range(start, start + 2500):
         random = Random(seed)
         made = random.choice([experts, world])(random)
-        check_reading(made, random.choice([1, 7, 16, 64, 4096]), random.randrange(4))
+        check_reading(made, random.choice([1, 7, 16, 64, 4096]))
 
 
 # --------------------------------------------------------------------------------------------------------- chunks
@@ -232,7 +232,7 @@ def test_eight_ranks_by_rows_to_two_tensor_parallel_ones() -> None:
 
 def test_four_tensor_parallel_ranks_to_two() -> None:
     publication = Publication(tuple(parallel_rank(4, rank, published=True) for rank in range(4))).check()
-    found = reading_of(publication, parallel_rank(2, 1, published=False), chunk_bytes=16 * MIB, turn=1)
+    found = reading_of(publication, parallel_rank(2, 1, published=False), chunk_bytes=16 * MIB)
     assert [part.shard for part in found.parts] == [2, 3]
     assert found.nbytes == 208 * MIB + 8 * KIB
     assert all(strip.is_contiguous for strip in taken(found))  # a source's columns are all that it has

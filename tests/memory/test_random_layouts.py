@@ -45,7 +45,7 @@ def moved(source: ChunkMemory, chunk: int, reader: ChunkMemory, into: int, call_
 
 
 def check(made: World, chunk_bytes: int, call_bytes: int) -> None:
-    found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes, turn=1)
+    found = reading_of(made.publication, made.reader, chunk_bytes=chunk_bytes)
     reader = memory_of(made.memory.regions, found)
     for part in found.parts:
         source = memory_of(made.memories[part.shard].regions)

@@ -187,6 +187,13 @@ class Coordinates:
     # ------------------------------------------------------------------------------------------------ what it says
 
     @cached_property
+    def turn(self) -> int:
+        """The number of its part of the first tensor that is cut, among parts of that size: like ranks have other numbers,
+        and ranks of equal coordinates have the same one.
+        """
+        return next((each.start // each.size for box in self.boxes for each in box if each.start and each.size), 0)
+
+    @cached_property
     def geometry(self) -> tuple[tuple[Kind, Box, tuple[int, ...]], ...]:
         """Of each form, by its number: the kind, the box, and its strides in bytes."""
         found = []

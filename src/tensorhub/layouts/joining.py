@@ -148,7 +148,7 @@ def reading_of_copy(published: Published, publication: Publication, manifest: Ma
 def _resharded(
     published: Published, publication: Publication, manifest: Manifest, reader: Coordinates, rank: int
 ) -> ReshardedManifest:
-    reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes, turn=rank)
+    reading = reading_of(publication, reader, chunk_bytes=published.chunk_bytes)
     grid = grid_id(published.publication_id, reader.coordinates_id, rank)
     return resharded(manifest, published.digest, published.chunk_bytes, reading, grid, reader, published)
 

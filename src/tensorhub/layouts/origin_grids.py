@@ -40,6 +40,6 @@ class OriginGrids:
             lies = self.ranks[rank]
             if grid not in self._found and grid_id(of.publication_id, lies.coordinates_id, rank) == grid:
                 publication = publication_of(of, self.parts)
-                reading = reading_of(publication, lies, chunk_bytes=of.chunk_bytes, turn=rank)
+                reading = reading_of(publication, lies, chunk_bytes=of.chunk_bytes)
                 self._found[grid] = ReshardedManifest((), (), of.chunk_bytes, of.digest, "", b"", reading, grid)
         return self._found.get(grid)

@@ -10,8 +10,8 @@ A model of 100,000 tensors has a few dozen likenesses, so the geometry of step 3
 operations for each tensor. No cell is made before it is asked for.
 
 Where several sources hold a byte (replicated tensors, key-value heads), those that are read anyway come first, then
-those that give the least so far. `turn` decides between equals, so that the ranks of a reading group do not all choose
-the same one.
+those that give the least so far. `turn` decides between equals, so that like ranks of a reading group do not all choose
+the same one, while ranks of equal coordinates do: what one of them has read, the others can read there.
 
 Responsible for what is read from whom. Not responsible for whether the sources are a whole version (`publication`), nor
 for when cells are asked for.

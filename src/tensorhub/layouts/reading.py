@@ -215,13 +215,13 @@ class Reading:
         return sum(self.sizes)
 
 
-def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: int, turn: int = 0) -> Reading:
-    """What this reader reads, in chunks of at most `chunk_bytes`. `turn`: the reader's rank.
+def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: int) -> Reading:
+    """What this reader reads, in chunks of at most `chunk_bytes`. Readers of equal coordinates read the same.
 
     ManifestMismatch: it wants bytes that nobody has published. RegistrationError: that would be too many chunks or strips.
     """
     classes = publication.classes
-    made = plan(reader, [each.coordinates for each in classes], turn=turn)
+    made = plan(reader, [each.coordinates for each in classes], turn=reader.turn)
     chunks: list[tuple[_Batch, list[int]]] = []
     found: list[tuple[ShardClass, Selection, list[int]]] = []
     known: dict[tuple[tuple[_Row, ...], ...], _Chunks] = {}
