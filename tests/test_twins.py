@@ -65,6 +65,22 @@ async def test_of_ranks_that_read_what_was_published_whole_one_enters_the_site()
             await all_of(*(each.publish(version + 1) for each in trained))
 
 
+async def test_where_trainers_have_drifted_apart_each_rank_has_the_bytes_of_its_own() -> None:
+    """Only what differs is read again."""
+    async with cluster("trainer-0", "trainer-1", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        hubs = [await stack.enter_async_context(far(c, f"rollout-{rank}")) for rank in range(2)]
+        trained, theirs = await twins(c.hubs, 1, "trainer")
+        theirs[1]["gate"][0, 0] += 1
+        await all_of(*(each.publish(1) for each in trained))
+        ranks, mine = await twins(hubs, 0, "rollout")
+        reports = await all_of(*(each.update() for each in ranks))
+        pairs = [(one[name], other[name]) for one, other in zip(mine, theirs, strict=True) for name in SHAPES]
+        assert all(np.array_equal(one, other) for one, other in pairs)
+        of_trainers = sorted(n for source, n in given_by(reports).items() if source.startswith("trainer"))
+        assert len(of_trainers) == 2
+        assert 0 < of_trainers[0] < of_trainers[1] == NBYTES
+
+
 async def test_of_ranks_that_read_another_layout_whole_one_enters_the_site() -> None:
     """The next version, too."""
     async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
