@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from tensorhub.coordinator import replicas
+from tensorhub.coordinator.readers import REFUSALS_MAX
 from tensorhub.digests import root_of
 from tensorhub.messages import AddSource, Outcome, Progress, TellDigests
 from tensorhub.testing import CHUNKS
-from tests.coordinator.layout_world import LEASE_S, NO_DIGESTS, Rank, World, list_of
+from tests.coordinator.layout_world import NO_DIGESTS, Rank, World, list_of
 from tests.coordinator.test_bridges import A, B, cut, finish, published
 from tests.coordinator.test_replicas import hsdp
 
@@ -122,12 +123,14 @@ def test_who_comes_before_the_other_may_write_tries_again(bridges: bool) -> None
 
 
 @pytest.mark.parametrize("bridges", [False, True])
-def test_nobody_waits_for_one_that_does_not_move(bridges: bool) -> None:
+def test_nobody_waits_for_one_that_refuses_again_and_again(bridges: bool) -> None:
     world, _ = published() if bridges else hsdp()
     first, *_, late = bridging(world) if bridges else [(r := replicating(world))[0], r[2]]
-    world.pass_time(LEASE_S)
+    for _ in range(REFUSALS_MAX):
+        refuse(world, late, first.name)
+        assert not world.sources(late)
+        world.pass_time(2.0)
     refuse(world, late, first.name)
-    world.pass_time(0.1)
     assert sources(world, [late]) == [["t0", "t1"] if bridges else ["t2"]]
 
 

@@ -120,7 +120,6 @@ class CrossingJudge:
             and other.lasts
             and reading.lasts
             and all(each.lasts for each in reading.beside)
-            and not self._was_refused(handle)
         ]
         if reading.is_shared and reading.lasts and reading.moves(self._world.now, self._world.options.lease_s):
             others.append(reading)
