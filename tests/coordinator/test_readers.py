@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorhub.coordinator.states import LeaseState
 from tensorhub.errors import (
     TransportUnavailable,
     VersionUnavailable,
@@ -362,6 +363,32 @@ def test_a_cut_that_was_lost_on_the_way_is_repeated() -> None:
     trainer.worker.connect()
     cluster.advance(1)
     assert cluster.coordinator.cluster.leases == {}
+
+
+def test_a_cut_that_was_lost_on_the_way_is_repeated_to_a_source_that_fills_itself() -> None:
+    """What such a source holds it restates with its call, and not with its registration."""
+    cluster, _, middle = published()
+    reader = cluster.handle("behind")
+    middle.replicate(timeout_s=60)
+    while middle.pull is None or len(middle.pull.missing) == 2:
+        cluster.do(cluster.choices()[0])
+    reader.replicate(timeout_s=60)
+    while steps := [step for step in cluster.choices() if step.kind != "read"]:
+        cluster.do(steps[0])
+    (lease,) = [each for each in cluster.coordinator.cluster.leases.values() if each.holding.member.worker.name == "reader"]
+    assert lease.part.member.worker.name == "behind"
+    reader.worker.crash()
+    while lease.state is LeaseState.ACTIVE:
+        cluster.advance(1, run=False)
+        while steps := [step for step in cluster.choices() if step.kind == "up"]:
+            cluster.do(steps[0])
+    assert lease.state is LeaseState.FENCING
+    middle.worker.disconnect()  # before it has answered
+    middle.worker.connect()
+    while steps := [step for step in cluster.choices() if step.kind != "read"]:
+        cluster.do(steps[0])
+    assert middle.pull is not None
+    assert lease.id not in cluster.coordinator.cluster.leases
 
 
 def test_a_source_lost_together_with_its_reader_leaves_no_lease() -> None:

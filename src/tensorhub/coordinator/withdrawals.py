@@ -35,6 +35,7 @@ class Withdrawals:
         """
         for holding in member.holdings:
             if holding is filling:
+                self._tell_again(holding)
                 continue
             withdrawal = self._of(holding)
             if withdrawal is not None:
@@ -42,12 +43,16 @@ class Withdrawals:
                     continue  # the owner waits for our grant, and the memory is open until then
                 self._forget(withdrawal)  # the owner gave its request up, with the connection or at its deadline
             if holding.generation == generation and (not holding.leaving or filling is not None):
-                for lease in holding.readers.values():
-                    if lease.state is LeaseState.FENCING:
-                        self._readers.tell_to_cut(lease)  # the first time may have been lost
+                self._tell_again(holding)
                 continue
             self._holdings.confirm_withdrawn(member, holding.generation)
         return filling is not None or member.holding is not None
+
+    def _tell_again(self, holding: Holding) -> None:
+        """Whom it is to cut: the first time may have been lost, or the answer."""
+        for lease in holding.readers.values():
+            if lease.state is LeaseState.FENCING:
+                self._readers.tell_to_cut(lease)
 
     def ask(self, worker: Worker, message: LeaveRequest) -> None:
         """The owner wants its memory back. New readers are kept out; running ones are moved, or have their grace."""
