@@ -48,6 +48,25 @@ def test_a_lost_last_source_is_waited_for_until_the_deadline() -> None:
     assert caught.value.memory == "torn"
 
 
+def test_a_lost_shard_is_named_with_the_ranks_that_read_it() -> None:
+    """Not the ranks of those who read it, which are others across layouts."""
+    cluster = StepwiseCluster()
+    trainers, readers = cluster.group("trainer", 3), cluster.group("reader", 3)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate(timeout_s=30) for handle in readers]
+    while readers[1].pull is None:
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "read"))
+    trainers[1].worker.crash()
+    cluster.advance(40)
+    with pytest.raises(
+        VersionUnavailable, match=r"has lost its last source of shard 1, which rank\(s\) \[1\] read, none came"
+    ):
+        _ = calls[1].number
+
+
 def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
     cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)

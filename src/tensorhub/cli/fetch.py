@@ -96,10 +96,16 @@ class Fetched:
     def seconds(self) -> float:
         return self.report.seconds + self.write_s
 
+    @property
+    def nbytes(self) -> int:
+        """That were read, without those that only helped to verify."""
+        return self.report.bytes_read - self.report.excess_bytes
+
     def __str__(self) -> str:
         where = f"{self.files[0]}" if len(self.files) == 1 else f"{len(self.files)} files in {self.files[0].parent}"
-        what = f"{self.info.model} version {self.info.version}: {self.report.bytes_read:,} bytes"
-        return f"fetched {what} in {self.seconds:.3f} s into {where}"
+        what, excess = f"{self.info.model} version {self.info.version}: {self.nbytes:,} bytes", self.report.excess_bytes
+        besides = f" ({excess:,} more were read to verify them)" if excess else ""
+        return f"fetched {what}{besides} in {self.seconds:.3f} s into {where}"
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -107,7 +113,8 @@ class Fetched:
             "version": self.info.version,
             "content_id": self.info.content_id,
             "files": list(map(str, self.files)),
-            "bytes": self.report.bytes_read,
+            "bytes": self.nbytes,
+            "excess_bytes": self.report.excess_bytes,
             "seconds": round(self.seconds, 3),
             "phases": {name: round(seconds, 3) for name, seconds in {**self.report.phases, "write": self.write_s}.items()},
         }

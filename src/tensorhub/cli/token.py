@@ -60,6 +60,8 @@ def read_only(
 def _write(path: Path, text: str) -> None:
     """A new file that only this user may read; it is there whole, or not at all."""
     try:
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise common.usage(f"{path} exists, and may be in use: give another --out, or remove it") from None

@@ -18,7 +18,7 @@ from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.supply import needs_source
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import IntegrityError, OperationTimeout, VersionUnavailable
+from tensorhub.errors import IntegrityError, OperationTimeout, VersionUnavailable, some
 from tensorhub.messages import Fill
 from tensorhub.types import OpKind
 
@@ -120,7 +120,7 @@ class Deadlines:
             return Blame(OperationTimeout(text))
         starving = [part for part in parts if needs_source(part)]
         if starving:
-            text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
+            text = f"{what} has lost its last source{_gone(starving)}, none came back in time"
             return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model)}"))
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
         text = f"{what} was not complete after {_rounded(late.call.timeout_s)} s on rank(s) {[part.rank for part in slow]}"
@@ -151,7 +151,21 @@ def _corrupt(what: str, part: RankPart) -> IntegrityError:
     )
 
 
+def _gone(starving: list[RankPart]) -> str:
+    """Which shards nobody has all of, of those that these ranks read: for an error."""
+    shards = set[int]()
+    for part in starving:
+        if part.origin is not None and part.needs is not None:
+            shards.update([need.shard for need in part.needs if not part.origin.is_class_whole(need.shard)])
+        elif not part.layout.is_whole(part.shard):
+            shards.add(part.shard)
+    ranks = sorted([part.rank for part in starving])[:RANKS_TOLD_MAX]
+    return (
+        f" of shard {some(list(map(str, sorted(shards))))}, which rank(s) {ranks} read" if shards else f" (rank(s) {ranks})"
+    )
+
+
 def _faults(parts: list[RankPart]) -> str:
     """How these ranks' sources failed last, for an error."""
-    told = [text for part in parts for _, text in part.faults.values()][:FAULTS_TOLD_MAX]
+    told = list(dict.fromkeys([text for part in parts for _, text in part.faults.values()]))[:FAULTS_TOLD_MAX]
     return f"; reads that failed: {'; '.join(told)}" if told else ""
