@@ -109,12 +109,14 @@ class AvailabilityJudge:
         return bool(shards) and all(any(self._offers(h, content_id) for h in self._holders(shard)) for shard in shards)
 
     def _is_described_for(self, handle: JudgedHandle, number: int) -> bool:
-        """Whether a fetch of the whole model can be told what is held where. After a restart those who know that may not be
-        back, though host copies of all shards are.
+        """Whether who reads the whole model, or into another layout, can be told what is held where. After a restart those
+        who know that may not be back, though host copies of all shards are.
         """
-        version = self._world.coordinator.cluster.models[handle.shard.model].versions.get(number)
-        is_of_whole = not handle.shard.serves and handle.shard.layout_id != ""
-        return not is_of_whole or version is None or any(layout.is_described for layout in version.layouts)
+        model, shard = self._world.coordinator.cluster.models[handle.shard.model], handle.shard
+        version = model.versions.get(number)
+        if version is None or any(layout.is_described for layout in version.layouts):
+            return True
+        return version.is_laid_out_as(model.groups[shard.group]) if shard.serves else shard.layout_id == ""
 
     def _is_heard_of(self, content_id: str) -> bool:
         """Whether each shard of it is held as a whole by some worker that is heard of, or a twin of it, which others than
