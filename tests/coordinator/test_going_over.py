@@ -196,6 +196,30 @@ def test_in_its_first_lease_a_coordinator_waits_for_those_who_may_come_back() ->
     assert is_told_to_go_over([late])
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["who begins anew calls first", "who goes on calls first"])
+@pytest.mark.parametrize("is_there", [True, False], ids=["its way is there", "its way is gone"])
+def test_who_has_not_heard_that_all_begin_anew_goes_on_and_the_others_with_it(first: int, is_there: bool) -> None:
+    """The former coordinator had told one rank only: all ranks of a call read in one way (G1, G4)."""
+    world, trainers, (reader,) = held()
+    info, former = world.version.info, OpKey("m", "s", 1, 0)
+    way = world.core.cluster.describe(world.version, *world.version.others.values())
+    world = world.restarted()
+    for trainer in trainers:
+        back(world, trainer, held_by(trainer, info, is_publisher=True))
+    if is_there:
+        back(world, reader, held_by(reader, info))
+    ranks = world.group("s", [("own/s0", ()), ("own/s1", ())])
+    anew = Begun(former, info.version, info.content_id, "", False, anew=True)
+    goes_on = Begun(former, info.version, info.content_id, "", False, way)
+    calls = list(zip(ranks, (anew, goes_on), strict=True))
+    for rank, begun in calls if first == 0 else reversed(calls):
+        call = (OpKind.UPDATE, "latest", None, 1, False, False, 1000.0, (former,), begun)
+        world.say(rank, Fill(world.key(rank), rank.rank, rank.name, *call))
+    assert [[start.publication for start in rank.take(Start)] for rank in ranks] == [[way] if is_there else []] * 2
+    world.pass_time(2 * LEASE_S)
+    assert is_there or is_told_to_go_over(ranks)
+
+
 def test_who_is_not_ready_plans_on_until_it_is() -> None:
     """It is woken by its own word, and by nothing else: nobody looks for another way before."""
     world, trainers, _ = held()

@@ -711,8 +711,11 @@ class Operation(_Moving[OperationState]):
 
     @property
     def resumes(self) -> Begun | None:
-        """What it goes on with that began under a former coordinator: the same content for all ranks."""
-        return next((part.begun for part in self.parts.values() if part.begun is not None), None)
+        """What it goes on with that began under a former coordinator: the same content for all ranks. Who begins anew reads
+        it in the way of those who do not: they may have missed that all were to.
+        """
+        begun = (part.begun for part in self.parts.values() if part.begun is not None)
+        return min(begun, key=lambda each: each.anew, default=None)
 
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
