@@ -159,6 +159,23 @@ def test_who_waits_to_follow_its_own_layout_is_woken_once_that_is_being_filled()
     assert late.take(Start)
 
 
+def test_a_staged_update_is_waited_for_also_where_another_group_of_that_layout_does_not_read_yet() -> None:
+    world, trainers = published()
+    (first,) = world.group("r", [("own/r0", ())], site="there")
+    world.fill([first])
+    (staged,) = world.group("x", [("own/r0", ())], site="there")
+    staged.generation += 1
+    call = (OpKind.UPDATE, "latest", None, staged.generation, False, True, 2.0)
+    world.say(staged, Fill(world.key(staged), 0, staged.name, *call))
+    world.pass_time(1.5)
+    world.ready(staged, A, B)  # half of its time is over
+    late = begin(world, "y", "own/r0", site="there")
+    assert waits(world, late)
+    finish(world, [staged], trainers)
+    world.ready(late, A, B)
+    assert world.sources(late) == [("x0", "", 0)]
+
+
 def test_another_layout_that_begins_elsewhere_does_not_wait() -> None:
     world, _, _ = entering()
     assert begin(world, "x", "own/x", site="elsewhere").take(Start)

@@ -54,7 +54,7 @@ class Gates:
         for other in islice(gate.entering.values(), LOOKED_AT_MAX):
             is_alike = other.group.reads_as == operation.group.reads_as
             if is_alike and not (other.is_staged or operation.is_staged):
-                return -inf  # whichever begins to write first is followed by the other
+                continue  # whichever begins to write first is followed by the other
             if mine.worker.reaches(ways.first_member(other).worker, across=True):
                 until = min(half, self._moves_until(other))
                 if until > self._cluster.now:
