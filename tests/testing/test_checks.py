@@ -13,7 +13,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import LEFT
 from tensorhub.coordinator.states import OperationState, WorkerState
-from tensorhub.errors import OperationTimeout
+from tensorhub.errors import OperationTimeout, VersionUnavailable
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import LeaveRequest, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, SimHandle, SimulatedCluster, StepwiseCluster
@@ -25,6 +25,7 @@ from tensorhub.testing.sim.judges.retention import layout_of
 from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import CHUNKS, make_manifest
 from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.types import HandleState
 from tests.testing.bugs import inside, outside, replaced
 
 
@@ -149,6 +150,28 @@ def test_a_reader_whose_source_leaves_or_tries_to_need_not_wait(timeout_s: float
     trainer.unpublish(timeout_s)
     cluster.advance(15.0)
     assert asked.has_ended()
+
+
+def test_a_reader_need_not_wait_for_what_its_source_was_told_to_overwrite_and_has_kept() -> None:
+    """The source's call was cancelled while the coordinator took it: what it holds is as before."""
+    cluster, trainer, reader = published()
+    other = cluster.handle("other")
+    cluster.run()
+    other.publish(2)
+    cluster.run()
+    asked = reader.replicate(1, timeout_s=60.0)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    updating, link = trainer.update("latest"), trainer.worker.link
+    assert link is not None
+    while not link.up:
+        cluster.do(Choice("do", trainer.name))
+    cluster.do(Choice("up", trainer.worker.name))
+    trainer.cancel()
+    cluster.advance(15.0)
+    assert isinstance(asked.error, VersionUnavailable)
+    assert updating.error is not None
+    assert trainer.member.state is HandleState.READY
 
 
 def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads_that_it_wants_to() -> None:

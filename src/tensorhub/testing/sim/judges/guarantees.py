@@ -270,6 +270,7 @@ class Guarantees:
         """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
         if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
             return  # it goes on with what it has begun before
+        self._let_go(handle, message)
         running = handle.member.running
         manifest = running.manifest if isinstance(running, Filling) and running.key == message.key else None
         demand(
@@ -283,6 +284,16 @@ class Guarantees:
             brought = [part_of(manifest, grant.shard, grant.selection) for grant in message.grants]
             lacks = [part.shard for part in manifest.parts if part not in brought]
             demand(not lacks, f"update destroys last: {handle} is to be overwritten, and nobody is said to have {lacks}")
+
+    def _let_go(self, handle: JudgedHandle, message: Start | Write) -> None:
+        """What it holds counts as left from now on, also if its call was cancelled and it stays: its readers may have been
+        told (R12).
+        """
+        record = handle.last_call
+        if record is None or record.key != message.key or handle.member.state not in HOLDING:
+            return
+        if isinstance(record.what, FillCall) and not record.what.staged:
+            self._given_up[handle.last_held] = self._world.now
 
     def _reads(self, handle: JudgedHandle, running: Filling, manifest: ReshardedManifest) -> None:
         """Once all ranks of a group are to be overwritten: they read every byte together, unless they need not (R7)."""
