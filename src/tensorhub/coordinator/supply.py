@@ -33,8 +33,6 @@ def is_dry(lease: ReadLease) -> bool:
 def is_spare(lease: ReadLease) -> bool:
     """Whether its reader does without it: others that last bring everything."""
     part = lease.part
-    if lease.partial:
-        return False
     if part.bridges:
         return not lacking(part, without=lease)
     return any(lasts(each) for each in part.leases.values() if each is not lease)
