@@ -293,9 +293,28 @@ def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_
     assert chain.sources() == {"x": "b", "a": "t", "b": "a"}
     chain.call("c")
     assert chain.sources()["c"] == "b"
+    chain.says("x", 1, per_s=FAST / 4)
     chain.passes(rules.COMPARE_S)
     chain.says("c", 1, per_s=FAST / 2)
     assert chain.sources() == {"x": "c", "a": "t", "b": "a", "c": "b"}
+    chain.finish()
+
+
+def test_who_makes_way_has_read_something_before_it_does_so_again() -> None:
+    """Each move costs it the chunks that are on their way: it would never have one where readers come and go."""
+    chain = with_a_seed("")
+    for name, moves in (("a", True), ("b", False)):
+        chain.call(name)
+        chain.says(name, 8, per_s=FAST / 2)
+        assert chain.sources()["x"] == (name if moves else "t")
+        chain.handles[name].cancel()
+        chain.settle()
+        del chain.calls[name]
+        assert chain.sources() == {"x": "t"}
+    chain.says("x", 1, per_s=FAST / 4)
+    chain.call("c")
+    chain.says("c", 8, per_s=FAST / 2)
+    assert chain.sources() == {"x": "c", "c": "t"}
     chain.finish()
 
 

@@ -591,6 +591,7 @@ class RankPart:
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     compared_at: float = -inf  # when a faster source was sought last
+    moved_with: int = -1  # chunks that it had verified when it was moved last in mid-read
     exonerated: set[str] = field(default_factory=set)  # sources whose bytes are unchanged (R8), by name, in any incarnation
     drifted: tuple[int, int, str] | None = None  # as of `Version`, found in what it has read
     rank: int = field(init=False)  # its member's; so below

@@ -360,7 +360,8 @@ class Readers:
         elif (holding.weight > READER_WEIGHT or holding.yielding) and holding.active_readers <= MADE_WAY_MAX:
             part.compared_at = now
             for each in list(holding.readers.values()):
-                if each.weight < READER_WEIGHT and (each.weight or self._takes_much(part, holding)):
+                has_read = each.part.progress[0] > each.part.moved_with  # else each who comes would cost it what is on its way
+                if each.weight < READER_WEIGHT and has_read and (each.weight or self._takes_much(part, holding)):
                     self._improve(each.part, 1.0)
         elif holding.depth == 1 and (above := self._choice.doubted(lease)) is not None:
             part.compared_at = now
@@ -383,6 +384,7 @@ class Readers:
             return
         found = self._choice.faster(part, factor, gain_s)
         if found is not None:
+            part.moved_with = part.progress[0]
             self._swap(part, found)
         elif gain_s > 0:
             for each in self._choice.beside(part, BESIDE, gain_s):
