@@ -32,8 +32,20 @@ def address_of(listener: socket.socket) -> str:
 
 def peer_uid(connection: socket.socket) -> int:
     """The effective user of the process at the other end when it connected, according to the kernel."""
-    _, uid, _ = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII")))
-    return int(uid)
+    return _peer(connection)[1]
+
+
+def is_this_process(descriptor: int) -> bool:
+    """Whether it is this very process that listens, or has connected, at the other end, according to the kernel."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        return _peer(connection)[0] == os.getpid()
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process and its effective user."""
+    form = "=iII"
+    pid, uid, _ = struct.unpack(form, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form)))
+    return int(pid), int(uid)
 
 
 def why_not_given(uid: int, named: Collection[int]) -> str:

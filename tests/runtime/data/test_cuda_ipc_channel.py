@@ -317,6 +317,41 @@ async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.so
     assert device.opened == []
 
 
+PRETENDER = """import contextlib
+from tensorhub.errors import TensorHubError
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.transport import unix
+from tensorhub.transport.cuda_ipc.messages import DIALECT, AllocationsAre
+from tensorhub.transport.shm.segments import Segment
+listener = unix.listen()
+listener.setblocking(True)
+print(unix.address_of(listener), flush=True)
+accepted, _ = listener.accept()
+words = Segment(4096)
+said = AllocationsAre(b"another process.", ((4096, 2**40, bytes(64)),), (0, 4096))
+with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, stall_timeout_s=5) as connection:
+    connection.handshake(ServerHandshake("owner", "source", [b"secret"], bytes(NONCE_BYTES)), 5)
+    connection.receive(FROM_READER)
+    connection.send(DIALECT.reply(0, said))
+    connection.send_descriptors([words.descriptor])
+    connection.receive(FROM_READER)
+"""
+
+
+def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses() -> None:
+    """They may be anything: a copy from there would end this process, or its GPU's context. (Each reader is told the name.)"""
+    device = Double()
+    transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=60, stall_timeout_s=1)))
+    with subprocess.Popen([sys.executable, "-c", PRETENDER], stdout=subprocess.PIPE, text=True) as pretender:
+        assert pretender.stdout is not None
+        endpoint = Endpoint("cuda_ipc", pretender.stdout.readline().strip())
+        with pytest.raises(Unusable, match="its memory cannot be opened"):
+            transport.open(endpoint, RIGHT, Target(device), Cutter())
+        assert pretender.wait(60) == 0
+
+
 def test_only_what_was_opened_is_read() -> None:
     device, segment = Double(), Segment(4096)
     theirs, mine = device.bytes_of(bytearray(b"12345678")), device.allocate(8)

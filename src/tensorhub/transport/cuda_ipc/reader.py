@@ -17,6 +17,7 @@ from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device, Spread
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.memory.strided import Block, runs
 from tensorhub.memory.strided_device import rows_of_blocks
+from tensorhub.transport import unix
 from tensorhub.transport.base import DEVICE, Channel, Destination, NotShared, Unusable
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.cuda_ipc.allocations import Imports, Opened, this_process
@@ -76,7 +77,8 @@ class CudaIpcTransport(ConnectedTransport):
             allocations = [Allocation(*each) for each in said.allocations]
             if any(len(each.handle) != HANDLE_BYTES for each in allocations):
                 raise ProtocolError(f"a handle has {HANDLE_BYTES} bytes")
-            is_here = said.process == this_process()
+            # Then its addresses are read as they are: that is no source's word alone.
+            is_here = said.process == this_process() and unix.is_this_process(client.connection.descriptor)
             opened = [] if is_here else self._imports.open(device, allocations)
             # A kernel reads another GPU's memory only once it was opened for that; a copy is made by the driver.
             by_kernel = not is_here or all(device.owns(each.address) for each in allocations)
