@@ -32,6 +32,7 @@ from tensorhub.coordinator import (
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
+from tensorhub.manifest import ID_BYTES
 from tensorhub.protocol.forms import Violation, brief, record_of
 from tensorhub.types import OpKey
 
@@ -203,6 +204,8 @@ class SqliteStore:
             model = models.get(each.model, ModelRecord(each.model))
             if model.mark is None or each.number > model.mark or each.lineage > model.lineage:
                 raise self._damaged(f"version {each.number} of {each.model!r} is beyond its model's mark")
+            if len(each.manifest_ids) not in (0, 2 * ID_BYTES * each.world_size):  # all who hold it would be turned away
+                raise self._damaged(f"the ids of the manifests of version {each.number} of {each.model!r} are cut")
         return found
 
     def _damaged(self, what: str) -> StateError:
