@@ -46,7 +46,9 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
 def misnamed(operation: Operation, version: Version) -> Blame | None:
     """Which rank goes on with other tensors, or other chunks, than were published, if one does."""
     for part in operation.parts.values():
-        recorded = version.recorded(part.shard) if named(part) and ways.as_published(version, operation) else None
+        # Who reads of another layout names a manifest of his own.
+        is_its = named(part) and ways.as_published(version, operation) and not (part.begun and part.begun.publication)
+        recorded = version.recorded(part.shard) if is_its else None
         if recorded is not None and recorded[0] != part.member.begun_id:
             text = f"{BEGUN} on rank {part.rank}, with another manifest than version {version.number} was published with"
             return Blame(ManifestMismatch(text, differences=(text,)), part.rank)
