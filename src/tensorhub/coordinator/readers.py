@@ -260,12 +260,17 @@ class Readers:
             part.spared.discard(incarnation)
         self._cluster.timers.hasten("retry", part.operation.name, retry_at)
 
-    def set_retry_timer(self, operation: Operation) -> None:
-        """Look again when the first source that has failed a reader may be tried again."""
+    def try_again(self, operation: Operation) -> None:
+        """A source that has failed a reader may be tried again. Whose source leaves goes there: when it began to leave there
+        was perhaps no other one.
+        """
+        for lease in [each for part in operation.parts.values() for each in part.leases.values() if each.holding.leaving]:
+            self.move(lease)
         times = [when for part in operation.parts.values() for when in part.retry_at.values()]
         later = [when for when in times if when > self._cluster.now]
         if later:
             self._cluster.timers.set("retry", operation.name, min(later))
+        self._cluster.wake(operation)
 
     def fence(self, lease: ReadLease, why: str) -> None:
         """The lease must not count any more. It is FENCED once the owner has confirmed."""
