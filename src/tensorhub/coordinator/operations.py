@@ -288,7 +288,9 @@ class Operations:
         """A source that has failed a reader may be tried again."""
         operation = self._cluster.undecided.get(key)
         if operation is not None:
-            self._readers.try_again(operation)
+            self._readers.set_retry_timer(operation)
+            self._readers.move_again(operation)
+            self._cluster.wake(operation)
 
     def gate_due(self, key: str) -> None:
         """It has waited long enough for who enters its site, or that one has not moved."""

@@ -260,17 +260,17 @@ class Readers:
             part.spared.discard(incarnation)
         self._cluster.timers.hasten("retry", part.operation.name, retry_at)
 
-    def try_again(self, operation: Operation) -> None:
-        """A source that has failed a reader may be tried again. Whose source leaves goes there: when it began to leave there
-        was perhaps no other one.
-        """
-        for lease in [each for part in operation.parts.values() for each in part.leases.values() if each.holding.leaving]:
-            self.move(lease)
+    def set_retry_timer(self, operation: Operation) -> None:
+        """Look again when the first source that has failed a reader may be tried again."""
         times = [when for part in operation.parts.values() for when in part.retry_at.values()]
         later = [when for when in times if when > self._cluster.now]
         if later:
             self._cluster.timers.set("retry", operation.name, min(later))
-        self._cluster.wake(operation)
+
+    def move_again(self, operation: Operation) -> None:
+        """Who reads where somebody leaves may have found nobody else then, and may try such a source now."""
+        for lease in [each for part in operation.parts.values() for each in part.leases.values() if each.holding.leaving]:
+            self.move(lease)
 
     def fence(self, lease: ReadLease, why: str) -> None:
         """The lease must not count any more. It is FENCED once the owner has confirmed."""
@@ -365,7 +365,7 @@ class Readers:
         elif (holding.weight > READER_WEIGHT or holding.yielding) and holding.active_readers <= MADE_WAY_MAX:
             part.compared_at = now
             for each in list(holding.readers.values()):
-                has_read = each.part.progress[0] > each.part.moved_with  # else each who comes would cost it what is on its way
+                has_read = each.part.progress[0] > each.part.moved_with  # else whoever comes costs it what is on its way
                 if each.weight < READER_WEIGHT and has_read and (each.weight or self._takes_much(part, holding)):
                     self._improve(each.part, 1.0)
         elif holding.depth == 1 and (above := self._choice.doubted(lease)) is not None:

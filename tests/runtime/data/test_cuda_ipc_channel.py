@@ -341,7 +341,7 @@ with contextlib.suppress(TensorHubError, OSError), BlockingConnection(accepted, 
 
 
 def test_who_only_says_that_it_is_this_process_is_not_read_by_its_addresses() -> None:
-    """They may be anything: a copy from there would end this process, or its GPU's context. (Each reader is told the name.)"""
+    """They may be anything: a copy from there would end this process. (Each reader is told its name.)"""
     device = Double()
     transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=60, stall_timeout_s=1)))
     with subprocess.Popen([sys.executable, "-c", PRETENDER], stdout=subprocess.PIPE, text=True) as pretender:
