@@ -15,7 +15,7 @@ from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
-from tensorhub.memory import strided
+from tensorhub.memory import chunks, strided
 from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.memory.strided import (
@@ -243,6 +243,15 @@ def test_a_selection_is_another_grid_over_the_same_bytes() -> None:
     assert isinstance(memory.covers(Selection(((straight(4, 5000, 1),),))), str)
     with pytest.raises(StateError, match="contiguous"):
         memory.outgoing(0)
+
+
+def test_a_selection_of_huge_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner gathers each in memory of its device, for each connection."""
+    monkeypatch.setattr(chunks, "SELECTED_CHUNK_BYTES_MAX", 1000)
+    described = [TensorDescription("t", "uint8", (100_000,), 1 << 40, 100_000)]
+    memory = ChunkMemory(build_manifest(described, 4096, "none"), [memoryview(bytearray(100_000))])
+    assert not isinstance(memory.covers(Selection(((straight(0, 0, 16 * 4096),),))), str)
+    assert "more than 65536 bytes" in str(memory.covers(Selection(((straight(0, 0, 16 * 4096 + 1),),))))
 
 
 def test_chunks_of_regions_that_are_not_read() -> None:

@@ -29,6 +29,7 @@ from tensorhub.strips import Strip
 
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 
+SELECTED_CHUNK_BYTES_MAX = 64 * 2**20  # of a selection, or 16 of the shard's own: it is gathered in memory of the device
 REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
 PARTS_MIN, PART_BYTES = 2**14, 64  # a selection may say so many parts, and one more for so many bytes of a shard
 COVERS_MAX = 2**22  # of a selection: chunks of the memory that its chunks touch, in all
@@ -134,6 +135,8 @@ class ChunkMemory:
             return fault
         if selection.nbytes > REPEATS_MAX * sum(sizes):
             return f"it has the shard's bytes more than {REPEATS_MAX} times"
+        if max(selection.sizes, default=0) > (most := max(SELECTED_CHUNK_BYTES_MAX, 16 * self.manifest.chunk_bytes)):
+            return f"a chunk of it has more than {most} bytes: use a smaller chunk_bytes"
         found = self._own_covering().covered(selection.chunks, COVERS_MAX)
         return found or f"its chunks touch more than {COVERS_MAX} of the shard's: a larger chunk_bytes makes fewer"
 
