@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator.entities import Withdrawal
+from tensorhub.coordinator.states import LeaseState
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
 from tensorhub.testing import SimHandle, StepwiseCluster
@@ -146,6 +147,22 @@ def test_after_the_grace_the_reader_is_cut_and_told_that_the_version_is_gone() -
         _ = reader.last_call.number
     assert caught.value.memory == "torn"
     assert caught.value.retryable
+
+
+@pytest.mark.parametrize(("timeout_s", "cut_after_s"), [(4.0, 2.0), (60.0, 5.0)])
+def test_readers_have_the_grace_but_no_more_than_half_of_the_owners_time(timeout_s: float, cut_after_s: float) -> None:
+    """The other half is for the owner's fence."""
+    cluster, trainer, _ = reading()
+    begun = cluster.now
+    trainer.unpublish(timeout_s=timeout_s)
+    run_without_reads(cluster)
+    (lease,) = cluster.coordinator.cluster.leases.values()
+    while cluster.now < begun + cut_after_s - 0.2:
+        cluster.advance(0.1, run=False)
+        run_without_reads(cluster)
+    assert lease.state is LeaseState.ACTIVE
+    cluster.advance(0.3, run=False)
+    assert lease.state is not LeaseState.ACTIVE
 
 
 def test_nobody_new_is_sent_to_a_source_that_leaves() -> None:
