@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -50,6 +51,7 @@ DEFAULTS: Final[Mapping[str, Sequence[str]]] = {
 }
 MEMORY: Final = Path("/dev/shm")  # a file server's files should not wait for a disk
 SCRATCH: Final = "tensorhub-testbed-"  # of directories: this, the process id, and something
+BEGIN_S: Final = 8.0  # about: the network, its processes, and the floor
 RUN_S: Final = 900.0  # one system in one round; then the run is ended by force
 _IMPORTED: Final = ("benches.testbed.process", "benches.testbed.systems.hub", "tensorhub.sync", "anyio._backends._asyncio")
 _IMPORTED_WITH_TORCH: Final = (*_IMPORTED, "torch.distributed")
@@ -90,6 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     known = facts() | _conditions(first)
     for name, value in known.items():
         print(f"{name}: {value}")
+    print(_expected(variants.values(), ways, given.rounds), file=sys.stderr, flush=True)
     imported = _IMPORTED_WITH_TORCH if any(way.module == "gloo" for way in ways) else _IMPORTED
     with _sigterm_ends(), mock.patch.object(subprocess, "Popen", popen(*imported)):
         measured = {value: _measure(each, ways, given.rounds, given.keep) for value, each in variants.items()}
@@ -180,6 +183,16 @@ def _conditions(scenario: Scenario) -> dict[str, object]:
     return found
 
 
+def _expected(variants: Collection[Scenario], ways: Sequence[Way], rounds: int) -> str:
+    """How long it takes: rollouts have an interval's time for the last version. All variants have the same times."""
+    one, *_ = variants
+    every_s = one.every_copies * one.copy_s
+    least_s, most_s = BEGIN_S + (one.versions - 1) * every_s, BEGIN_S + one.versions * every_s
+    runs = rounds * sum(_why_not(each, way) is None for each in variants for way in ways)
+    whole = f"{runs * least_s / 60:.1f} to {runs * most_s / 60:.1f} min for all {runs}"
+    return f"expected: {least_s:.0f} to {most_s:.0f} s for each run, {whole}; more where the trainer is held up"
+
+
 def _measure(
     scenario: Scenario, ways: Sequence[Way], rounds: int, keep: Path | None
 ) -> tuple[list[report.Row], list[Result]]:
@@ -191,6 +204,7 @@ def _measure(
             if way.name in failures:
                 continue
             began_s = time.monotonic()
+            print(f"round {number + 1}: {way.title} ...", file=sys.stderr, flush=True)
             try:
                 results[way.name].append(_run(scenario, way, keep))
             except Exception as error:
@@ -280,7 +294,7 @@ def _picture(
     for value, (rows, _) in measured.items():
         for row in rows:
             if row.stalls is not None:
-                lines.setdefault(row.title, []).append((float(value), row.per_update_s))
+                lines.setdefault(row.title, []).append((float(value), row.per_update_s if row.has_updated else inf))
     across = "rollouts" if given.rollouts else "how much slower one link is" if given.slow else "links' rate, by the WAN's"
     return picture.curves(lines, base.title, across, "seconds that each update stalls")
 

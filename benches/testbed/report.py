@@ -39,6 +39,11 @@ class Row:
         assert self.stalls is not None
         return self.stalls.total_s / max(1, self.stalls.updates + self.stalls.unfinished)
 
+    @property
+    def has_updated(self) -> bool:
+        """Else its stalls say nothing: as far as they got, or none."""
+        return self.stalls is not None and self.stalls.updates > 0
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benches.comparison import environments
+from tensorhub.testing.flow.scenario import advice
 
 ENDS: Final = ("# lines", "# end of lines")  # what stands between them is what a program adds to use a system
 
@@ -121,5 +122,6 @@ def chosen(names: Sequence[str]) -> list[Way]:
     """Raises ValueError, naming what there is."""
     unknown = [name for name in names if name not in WAYS]
     if unknown:
-        raise ValueError(f"there is no system {unknown[0]!r}: give {', '.join(WAYS)}")
+        give = advice(unknown[0], tuple(WAYS), f"give {', '.join(WAYS)}")
+        raise ValueError(f"there is no system {unknown[0]!r}: {give}")
     return [WAYS[name] for name in dict.fromkeys(names)]

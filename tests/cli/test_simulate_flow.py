@@ -27,6 +27,20 @@ def test_sites_are_counted_where_there_are_several() -> None:
     assert done.stdout.splitlines()[1].startswith("8 rollouts in 2 sites (a, b); ")
 
 
+@pytest.mark.parametrize(
+    ("scenario", "ranks", "said"),
+    [
+        ("standalone", "2", "4 rollouts of 2 ranks; "),
+        ("standalone", "3", "2 rollouts of 3 ranks (2 hosts are left out); "),
+        ("standalone", "7", "1 rollouts of 7 ranks (1 host is left out); "),
+        ("churn", "5", "3 rollouts of 5 ranks (3 hosts are added) in 2 sites (a, b); "),
+    ],
+)
+def test_hosts_that_do_not_divide_into_groups_are_counted(scenario: str, ranks: str, said: str) -> None:
+    done = run_here("simulate", scenario, "--ranks", ranks, "--systems", "pull", "--quiet")
+    assert done.stdout.splitlines()[1].startswith(said)
+
+
 def test_json_is_all_there_is_on_stdout_and_a_picture_is_drawn(tmp_path: Path) -> None:
     plot = tmp_path / "update.svg"
     done = run_here("simulate", "update", "--gpus", "16", "--parameters", "7B", "--seed", "5", "--json", "--plot", str(plot))
@@ -41,7 +55,7 @@ def test_json_is_all_there_is_on_stdout_and_a_picture_is_drawn(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["standalon"], "there is no scenario 'standalon' (did you mean 'standalone'?): give churn, "),
+        (["standalon"], "error: scenario: there is no scenario 'standalon': did you mean 'standalone'? Give churn, "),
         (["update", "--gpus", "100", "--parameters", "1T"], "cannot be placed on 100 rollout GPUs"),
         (["update", "--gpus", "64", "--parameters", "7X"], "write it as 500M, 7B, 70B or 1T"),
         (["update", "--gpus", "0"], "give a whole number, 1 to 65536"),
@@ -49,6 +63,10 @@ def test_json_is_all_there_is_on_stdout_and_a_picture_is_drawn(tmp_path: Path) -
         (["update", "--parameters", "7B"], "--parameters goes with --gpus"),
         (["update", "--ranks", "65536"], "update in groups of 65536 has 131072 workers, more than "),
         (["update", "--systems", "nccl"], "there is no system 'nccl': give some of tensorhub, "),
+        (
+            ["update", "--systems", "broadcast-por"],
+            "there is no system 'broadcast-por': did you mean 'broadcast-poor'? Give ",
+        ),
         (["update", "--systems", ","], "--systems: give some of tensorhub, "),
         (["elastic", "--systems", "broadcast"], "elastic cannot be run under 'broadcast'"),
         (["update", "--seeds", "3"], "--seeds belongs to the search for broken guarantees"),
@@ -71,6 +89,6 @@ def test_a_typo_in_a_file_is_named_with_its_line(tmp_path: Path) -> None:
     file.write_text(text.replace("chunk_bytes = 1_048_576", "chunk_byte = 1_048_576"))
     done = run_here("simulate", str(file))
     assert done.returncode == 2
-    assert f"error: usage: {file}, line 9: model.chunk_byte: [model] has no such key" in done.stderr
+    assert f"error: scenario: {file}, line 9: model.chunk_byte: [model] has no such key" in done.stderr
     file.write_text(text)
     assert run_here("simulate", str(file), "--systems", "pull", "-q").stdout.startswith("mine: One update")

@@ -150,13 +150,16 @@ def check_address(address: str | None) -> str:
 
 
 @contextlib.contextmanager
-def checking(option: str = "", *, instead: str = "") -> Iterator[None]:
-    """The user gave what is refused in this block: a usage error about `option`, which says what to give instead."""
+def checking(option: str = "", *, instead: str = "", kind: str = "usage") -> Iterator[None]:
+    """The user gave what is refused in this block: a usage error about `option`, which says what to give instead. `kind`:
+    what the error is called, if not that.
+    """
     try:
         yield
     except (AuthenticationFailed, OSError, StateError, ValueError) as error:
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        raise usage(f"{option}: " * bool(option) + text + f"; give {instead}" * bool(instead)) from error
+        text = f"{option}: " * bool(option) + text + f"; give {instead}" * bool(instead)
+        raise CommandError(kind, text, USAGE) from error
 
 
 def connecting(address: str | None, token_file: Path | None) -> Connect:

@@ -33,8 +33,9 @@ class Wanted:
 
 def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
     """Run it, and print what came of it. What cannot be used is a usage error."""
+    with common.checking(kind="scenario"):
+        scenario = given = load(wanted.scenario)
     with common.checking():
-        scenario = load(wanted.scenario)
         if wanted.seed is not None:
             scenario = replace(scenario, seed=wanted.seed)
         if wanted.gpus is not None:
@@ -56,18 +57,32 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(common.INTERRUPTED) from None
     report = Report(scenario, [each.row for each in runs])
+    conditions = _conditions(scenario, "" if wanted.gpus is not None else _left_out(given, scenario))
     if wanted.plot is not None:
-        wanted.plot.write_text(draw(scenario, runs, [_conditions(scenario)]))
+        wanted.plot.write_text(draw(scenario, runs, [conditions]))
     if as_json:
         print(json.dumps(report.as_json()), flush=True)
     else:
-        _print(report)
+        _print(report, conditions)
 
 
-def _conditions(scenario: Scenario) -> str:
+def _left_out(given: Scenario, grouped: Scenario) -> str:
+    """How many hosts of the file no group has, since a kind's do not divide; or how many there are more."""
+    pairs = zip(given.hosts, grouped.hosts, strict=True)
+    lacking = [a.count - b.count * grouped.ranks for a, b in pairs if a.role == "rollout"]
+    out, more = sum(each for each in lacking if each > 0), -sum(each for each in lacking if each < 0)
+    said = [_hosts(out, "left out")] * bool(out) + [_hosts(more, "added")] * bool(more)
+    return f" ({' and '.join(said)})" if said else ""
+
+
+def _hosts(count: int, what: str) -> str:
+    return f"{count} host{'s are' if count > 1 else ' is'} {what}"
+
+
+def _conditions(scenario: Scenario, left_out: str) -> str:
     links, bound = scenario.links, cut_bound(scenario)
-    groups = f"{scenario.count('rollout'):,} rollouts of {scenario.ranks} GPUs" if scenario.ranks > 1 else ""
-    who = groups or f"{scenario.count('rollout'):,} rollouts"
+    of_ranks = f" of {scenario.ranks} ranks" if scenario.ranks > 1 else ""
+    who = f"{scenario.count('rollout'):,} rollouts{of_ranks}{left_out}"
     size = f"{common.format_bytes(scenario.rank_bytes)} a rank over {links.nic_mbit_per_s / 1000:g} Gbit/s"
     if len(scenario.sites) > 1:  # a site that is written in two ways is seen here
         who += (
@@ -76,9 +91,9 @@ def _conditions(scenario: Scenario) -> str:
     return f"{who}; {size}: floor {scenario.copy_s:.3f} s; cut bound {bound[0]:.3f} s ({bound[1]}); seed {scenario.seed}"
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, conditions: str) -> None:
     print(f"{report.scenario.name}: {report.scenario.title}")
-    print(_conditions(report.scenario))
+    print(conditions)
     table = Table("system", header_style="bold")
     for name in (
         "update",

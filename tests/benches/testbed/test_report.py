@@ -13,6 +13,7 @@ from benches.testbed.report import Row
 from benches.testbed.run import Result
 from benches.testbed.sizes import SIZES, fitted, with_slow
 from benches.testbed.ways import WAYS
+from tensorhub.testing.flow.plots import HATCHED
 from tensorhub.testing.flow.scenario import load
 from tests.benches.testbed.test_accounting import END, begin, done, publish
 
@@ -81,6 +82,24 @@ def test_pictures_are_svg_and_name_every_system() -> None:
     curve = picture.curves({"ours": [(1, 1.0), (8, 1.1)], "theirs": [(1, 1.0), (8, float("inf"))]}, "t", "n", "s")
     ElementTree.fromstring(curve)
     assert picture.bars([], "nothing", [])
+
+
+def test_who_has_done_nothing_does_not_look_fast() -> None:
+    unfinished = Result("sockets", [publish(2, wait=0.5), begin("rollout-0", 99.0), END], 1.0, None, 100.0, 0.1, 0.2)
+    rows = [report.row(STANDALONE, WAYS[each.way], [each]) for each in (result("tensorhub", 2.0), unfinished)]
+    drawn = picture.bars([*rows, Row("redis", "not installed: redis")], "t", [])
+    assert drawn.count(HATCHED) == 1
+    assert ">none done<" in drawn
+    assert "none done, 1 cut short" in drawn
+    assert "not installed: redis" in drawn
+
+
+def test_curves_of_many_systems_can_be_told_apart() -> None:
+    lines = {f"system {number}": [(1.0, 1.0), (8.0, 2.0)] for number in range(11)} | {"last": [(1.0, float("inf"))]}
+    root = ElementTree.fromstring(picture.curves(lines, "t", "n", "s"))
+    styles = {(each.get("stroke"), each.get("stroke-dasharray")) for each in root.iter() if each.get("stroke-dasharray")}
+    assert len(styles) == 12
+    assert "last; none done at 1" in [each.text for each in root.iter() if each.text]
 
 
 def test_what_is_predicted_is_beside_what_was_measured() -> None:

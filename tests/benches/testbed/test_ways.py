@@ -31,7 +31,7 @@ def test_each_system_says_how_many_lines_it_takes() -> None:
 
 
 def test_an_unknown_system_is_named_with_all_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no system 'socket': give tensorhub, .*sockets.*web"):
+    with pytest.raises(ValueError, match=r"no system 'socket': did you mean 'sockets'\? Give tensorhub, .*sockets.*web"):
         chosen(["tensorhub", "socket"])
 
 

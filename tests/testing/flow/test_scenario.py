@@ -60,7 +60,11 @@ def test_each_built_in_scenario_can_be_run_small_and_large(name: str) -> None:
     [
         ("seed = 1", "sed = 1", "scenario, line 3: sed: a scenario has no such key: did you mean 'seed'?"),
         ("every_copies", "every_copys", "scenario, line 25: trainer.every_copys: [trainer] has no such key: did you mean"),
-        ('"rollout"', '"rolout"', "line 20: hosts.role: 'rolout': give 'trainer', 'rollout', 'seed'"),
+        (
+            '"rollout"',
+            '"rolout"',
+            "line 20: hosts.role: 'rolout': did you mean 'rollout'? Give 'trainer', 'rollout', 'seed'",
+        ),
         ("count = 2", "count = 0", "line 22: hosts.count: 0: give a whole number, 1 to 65536"),
         ("count = 2", "count = 2\nslow = 0.5", "line 23: hosts.slow: 0.5: give a number, 1 to 1000"),
         ("count = 2", "count = 2\nspot = true", "line 23: hosts.spot: there is no [spot]"),
@@ -72,7 +76,8 @@ def test_each_built_in_scenario_can_be_run_small_and_large(name: str) -> None:
         ("format = 1", "format = 2", "line 1: format: 2: give a whole number, 1 to 1"),
         ('"rollout"', '"trainer"', "line 20: hosts.role: there is one trainer, of count 1"),
         ('"rollout"\nsite = "a"', '"rollout"\nsite = "b"', "links: there are several sites, and it lacks 'wan_mbit_per_s'"),
-        ("seed = 1", "seed = ", "it is no TOML"),
+        ("seed = 1", "seed = ", "scenario, line 3: it is no TOML: Invalid value at column 8"),
+        ("generate_sigma = 0.6", "generate_sigma = '''", "scenario, line 29: it is no TOML: Expected \"'''\" at the end"),
     ],
 )
 def test_a_mistake_is_named_with_its_line_and_with_what_may_stand_there(before: str, after: str, said: str) -> None:

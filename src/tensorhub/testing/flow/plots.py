@@ -1,6 +1,7 @@
 """A run as an SVG, written by hand: stall per rollout, what goes over the links, and who gave the last version to whom.
 
-Pure: runs in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart.
+Pure: runs in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart, then
+three darker ones.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from typing import Final
 from tensorhub.testing.flow.report import depths, parents
 from tensorhub.testing.flow.run import Run, last_edges
 from tensorhub.testing.flow.scenario import Scenario
+from tensorhub.testing.flow.workload import Attempt
 
 WIDTH: Final = 1100
 LEFT: Final = 220
-RIGHT: Final = 30
+RIGHT: Final = 110  # of the figures behind the bars
 PLOT: Final = WIDTH - LEFT - RIGHT
-COLOURS: Final = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#f0e442", "#000000")
+COLOURS: Final = (
+    *("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#999999", "#f0e442", "#000000"),
+    *("#882255", "#332288", "#999933"),
+)
+HATCH: Final = (  # for who was never done: fill="url(#hatch)"
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<path d="M0 0v6" stroke="#999999" stroke-width="3"/></pattern></defs>'
+)
+HATCHED: Final = "url(#hatch)"
 ROW: Final = 60  # of one system's stalls, and of one kind of links
 TREE: Final = 360
 BINS: Final = 400  # of a timeline
@@ -36,36 +46,56 @@ def draw(scenario: Scenario, runs: Sequence[Run], notes: Sequence[str] = ()) -> 
     height = top + 18 * len(notes) + 20
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}"'
     ground = _box(0, 0, WIDTH, height, "#ffffff")
-    return "\n".join([f'{head} font-family="sans-serif" font-size="13">', ground, *parts, "</svg>\n"])
+    return "\n".join([f'{head} font-family="sans-serif" font-size="13">', HATCH, ground, *parts, "</svg>\n"])
 
 
 Panel = tuple[str, float, list[str]]
 
 
 def _stalls(scenario: Scenario, runs: Sequence[Run]) -> Panel:
-    """A bar for each rollout: its mean stall of a call; a line at the floor."""
-    means: list[dict[str, float]] = []
-    for run in runs:
-        calls: dict[str, list[float]] = {}
-        for attempt in run.workload.attempts:
-            if attempt.outcome == "done" and not attempt.joins:
-                calls.setdefault(attempt.rollout, []).append(attempt.seconds)
-        means.append({name: fmean(times) for name, times in calls.items()})
-    most = max([scenario.copy_s, *(value for each in means for value in each.values())])
+    """A bar for each rollout: its mean stall of an update; a line at the floor. Where none was done it is hatched, and
+    as high as can be if the whole system did none.
+    """
+    means = [_mean_stalls(run) for run in runs]
+    most = max([scenario.copy_s, *(seconds for each in means for seconds, is_done in each.values() if is_done)])
     lines: list[str] = []
     for number, (run, each) in enumerate(zip(runs, means, strict=True)):
         top, wide = number * ROW, PLOT / max(1, len(run.workload.rollouts))
         colour, bottom = COLOURS[number % len(COLOURS)], top + ROW - 12
+        mean_s = run.row.updates.mean_s
+        figure = f"{mean_s:.3f} s" if mean_s is not None else "none done" if each else "no updates"
         lines.append(_text(LEFT - 10, top + 30, run.row.system, anchor="end"))
+        lines.append(_text(LEFT + PLOT + 8, top + 30, figure))
         for place, rollout in enumerate(run.workload.rollouts):
-            high = (ROW - 16) * each.get(rollout.name, 0.0) / most
-            tip = f"{rollout.name}: {each.get(rollout.name, 0.0):.3f} s"
-            lines.append(_box(LEFT + place * wide, bottom - high, max(0.5, wide * 0.85), high, colour, tip))
+            if rollout.name in each:
+                seconds, is_done = each[rollout.name]
+                share = 1.0 if mean_s is None else min(1.0, seconds / most)
+                high, fill = max(1.0, (ROW - 16) * share), colour if is_done else HATCHED
+                tip = f"{rollout.name}: {'' if is_done else 'none done, cut short after '}{seconds:.3f} s"
+                lines.append(_box(LEFT + place * wide, bottom - high, max(0.5, wide * 0.85), high, fill, tip))
         floor = bottom - (ROW - 16) * scenario.copy_s / most
         lines.append(f'<path d="M{LEFT} {floor:.1f}h{PLOT}" stroke="#000" stroke-dasharray="3 4"/>')
         lines.append(f'<path d="M{LEFT} {bottom}h{PLOT}" stroke="#000"/>')
     title = f"mean stall of an update, by rollout, to {most:.3g} s; dashed: one copy over its NIC, {scenario.copy_s:.3g} s"
+    if not all(is_done for each in means for _, is_done in each.values()):
+        title += "; hatched: none done, cut short"
     return title, len(runs) * ROW, lines
+
+
+def _mean_stalls(run: Run) -> dict[str, tuple[float, bool]]:
+    """By rollout: the mean of its updates that were done, and True; else of those that were cut short, or of its joins if it
+    never had a version, and False. Who had a version and none to update to is not there.
+    """
+    updates: dict[str, list[Attempt]] = {}
+    joins: dict[str, list[Attempt]] = {}
+    for attempt in run.workload.attempts:
+        (joins if attempt.joins else updates).setdefault(attempt.rollout, []).append(attempt)
+    found: dict[str, tuple[float, bool]] = {}
+    for name, attempts in (joins | updates).items():
+        done = [each.seconds for each in attempts if each.outcome == "done"]
+        if name in updates or not done:
+            found[name] = fmean(done or [each.seconds for each in attempts]), bool(done)
+    return found
 
 
 def _links(scenario: Scenario, run: Run) -> Panel:

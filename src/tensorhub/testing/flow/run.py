@@ -10,7 +10,7 @@ from statistics import fmean
 from tensorhub.testing.flow.baselines import Broadcast, Pull
 from tensorhub.testing.flow.hub_system import Phases, TensorHub
 from tensorhub.testing.flow.report import Report, Row, Stalls, depths, parents
-from tensorhub.testing.flow.scenario import Scenario, ScenarioError
+from tensorhub.testing.flow.scenario import Scenario, ScenarioError, advice
 from tensorhub.testing.flow.transfers import Edge
 from tensorhub.testing.flow.workload import System, Workload, World
 
@@ -56,7 +56,9 @@ def check(scenario: Scenario, systems: Sequence[str]) -> None:
     for name in systems:
         if name not in possible(scenario):
             why = "there is no system" if name not in SYSTEMS else f"{scenario.name} cannot be run under"
-            raise ScenarioError(f"{why} {name!r}: give some of {', '.join(possible(scenario))}")
+            known = possible(scenario)
+            give = advice(name, known if name not in SYSTEMS else (), f"give some of {', '.join(known)}")
+            raise ScenarioError(f"{why} {name!r}: {give}")
 
 
 def last_edges(world: World, workload: Workload) -> list[Edge]:

@@ -29,6 +29,7 @@ BYTES_PER_PARAMETER = 2
 BYTES_PER_GPU_MAX = 40 * 10**9  # of weights; half of a GPU's memory
 _HEADER = re.compile(r"\s*\[\[?\s*([a-z_]+)\s*\]\]?")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
+_NO_TOML = re.compile(r"(.*) \(at (?:line ([0-9]+), column ([0-9]+)|end of document)\)", re.DOTALL)
 
 
 class ScenarioError(InvalidValue):
@@ -140,9 +141,8 @@ def load(name: str) -> Scenario:
         return read(_directory().joinpath(name + SUFFIX).read_text(), name, name)
     path = Path(name)
     if not path.is_file():
-        close = get_close_matches(name, names(), 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ScenarioError(f"there is no scenario {shown(name)}{hint}: give {', '.join(names())}, or a file")
+        give = advice(name, names(), f"give {', '.join(names())}, or a file")
+        raise ScenarioError(f"there is no scenario {shown(name)}: {give}")
     with path.open("rb") as file:
         given = file.read(FILE_BYTES_MAX + 1)
     if len(given) > FILE_BYTES_MAX:
@@ -159,8 +159,17 @@ def read(text: str, name: str, where: str = "scenario") -> Scenario:
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ScenarioError(f"{where}: it is no TOML: {error}") from None
+        if (match := _NO_TOML.fullmatch(str(error))) is None:
+            raise ScenarioError(f"{where}: it is no TOML: {error}") from None
+        line, column = match[2] or len(text.splitlines()), f" at column {match[3]}" if match[3] else " at the end"
+        raise ScenarioError(f"{where}, line {line}: it is no TOML: {match[1]}{column}") from None
     return _Reading(where, _lines(text)).scenario(given, name)
+
+
+def advice(given: str, known: Sequence[str], said: str) -> str:
+    """What an error says there is, after a question for the closest of what is known, if one is close."""
+    close = get_close_matches(given, known, 1)
+    return f"did you mean {close[0]!r}? {said[0].upper()}{said[1:]}" if close else said
 
 
 def parameters(text: str) -> int:
@@ -285,10 +294,9 @@ class _Table:
         self._given: dict[str, Any] = given
         for key in given:
             if key not in _TABLES[name]:
-                close = get_close_matches(key, _TABLES[name], 1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
                 whose = f"[{name}]" if name else "a scenario"
-                self.refuse(key, f"{whose} has no such key: {hint}It has {', '.join(_TABLES[name])}")
+                has = advice(key, _TABLES[name], f"it has {', '.join(_TABLES[name])}")
+                self.refuse(key, f"{whose} has no such key: {has}")
 
     def refuse(self, key: str, advice: str) -> NoReturn:
         self._reading.refuse(self.name, self._number, key, advice)
@@ -313,7 +321,8 @@ class _Table:
         if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
             self.refuse(key, f"{shown(value)}: give 1 to 200 printable characters, in quotes")
         if allowed and value not in allowed:
-            self.refuse(key, f"{shown(value)}: give {', '.join(map(repr, allowed))}")
+            give = advice(value, allowed, f"give {', '.join(map(repr, allowed))}")
+            self.refuse(key, f"{shown(value)}: {give}")
         return value
 
     def flag(self, key: str) -> bool:
