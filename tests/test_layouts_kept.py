@@ -100,8 +100,18 @@ async def test_a_version_that_only_another_layout_holds_is_counted_and_errors_sa
         await all_of(*(each.close() for each in trained))
         (version,) = (await c.hubs[0].summarize("m")).versions
         assert (version.state, version.copies) == ("available", 1)
-        with pytest.raises(VersionUnavailable, match="version 1 by 1 replica of other layouts than the published one"):
+        told = "held now: version 1 by 1 replica of other layouts than the published one"
+        with pytest.raises(VersionUnavailable) as one_rank:
             await c.hubs[0].fetch("m", rank=0, timeout=0)
+        assert f"{told}, which this call cannot read (fetch(rank=None) can)" in str(one_rank.value)
+        assert "the selector" not in str(one_rank.value)
+        with pytest.raises(VersionUnavailable) as whole:
+            await c.hubs[0].fetch("m", 2, rank=None)
+        assert f"{told}; the selector 'available' gets 1" in str(whole.value)
+        assert (await c.hubs[0].fetch("m", "available", rank=None)).info.version == 1
+        with pytest.raises(ExceptionGroup) as own:
+            await all_of(*(each.update(2) for each in weights))
+        assert str(own.value.exceptions[0]).endswith("; held now: version 1 by this group itself")
         assert (await c.hubs[0].plan("m", selector="available")).version.version == 1
 
 

@@ -88,7 +88,18 @@ def test_at_80_columns_nothing_is_cut() -> None:
     text = terminal(WIDE, width=80)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    for fact in ("1234/1234", "17", "doubtful", "suspect", "7", "90.0 MB", "cccccccccccc", "retained", "readers", "chunks"):
+    for fact in (
+        "1234/1234",
+        "17",
+        "doubtful",
+        "not heard",
+        "7",
+        "90.0 MB",
+        "cccccccccccc",
+        "retained",
+        "readers",
+        "chunks",
+    ):
         assert fact in text
     # What does not fit goes on below: each column, read downwards, has all of it.
     letters = Counter(text)
@@ -194,7 +205,7 @@ def test_a_version_that_lacks_shards_says_which_and_a_summary_how_many(show: Cal
     several = [view, replace(view, version=6, missing=tuple(range(16)))]
     several += [replace(view, version=5, missing=()), replace(view, version=4, world_size=2)]
     lines = [" ".join(line.split()) for line in show(replace(MODEL, versions=tuple(several))).splitlines()]
-    assert "version state size shards missing retained content" in lines
+    assert "version state size shards missing as published retained content" in lines
     assert sum(line.startswith("7 unavailable 90.0 MB 20 0, 3 yes") for line in lines) == 1
     assert any(line.startswith("6 unavailable") and "14, 15, ..." in line for line in lines)
     assert any(line.startswith("5 unavailable 90.0 MB 20 - yes") for line in lines)
@@ -202,7 +213,7 @@ def test_a_version_that_lacks_shards_says_which_and_a_summary_how_many(show: Cal
     assert "missing" not in show(MODEL)
     counted = replace(COUNTED, versions=(replace(COUNTED.versions[1], missing=2), COUNTED.versions[0]))
     lines = [" ".join(line.split()) for line in show(counted).splitlines()]
-    assert "version state retained copies ready filling doubtful missing readers" in lines
+    assert "version state retained copies ready filling doubtful missing as published readers" in lines
     assert "6 unavailable no 0 0 0 0 2 0" in lines
 
 
@@ -241,6 +252,14 @@ def test_rows_show_layouts_and_who_bridges_where_there_are_several(show: Callabl
     assert "7 filling 0 3/12 1 published spot t trainer" in lines
     assert "7 active 0 a part w1 [bold]w2" in lines
     assert "layout" not in show(MODEL)
+
+
+@pytest.mark.parametrize("show", [terminal, piped])
+def test_a_torn_replica_without_shards_has_a_row(show: Callable[..., str]) -> None:
+    torn = replace(MODEL.replicas[0], group="rollout", state="torn", spot=False, shards=())
+    lines = [" ".join(line.split()) for line in show(replace(MODEL, replicas=(*MODEL.replicas, torn))).splitlines()]
+    assert "7 torn - - - - - rollout" in lines
+    assert "7 filling 0 3/12 1 spot w1 group-1" in lines
 
 
 def test_a_terminal_is_told_what_shows_the_rows() -> None:

@@ -650,6 +650,25 @@ def test_latest_that_ends_says_what_is_held_by_how_many_and_which_selector_gets_
     )
 
 
+def test_who_holds_it_is_told_that_it_does() -> None:
+    cluster, _, keeper, reader = newest_left()
+    other = cluster.handle("other")
+    cluster.run()
+    other.replicate(1)
+    cluster.run()
+
+    def told(asked: CallRecord) -> str:
+        cluster.run()
+        return str(error_of(asked)).rpartition("held now: ")[2]
+
+    assert told(other.update(9)) == "version 1 by this group and 1 other replica"
+    assert told(reader.update(9)) == "version 1 by 2 replicas; the selector 'available' gets 1"
+    keeper.unpublish()
+    cluster.run()
+    assert told(other.update(9)) == "version 1 by this group itself"
+    assert told(reader.update(9)) == "version 1 by 1 replica; the selector 'available' gets 1"
+
+
 def test_a_number_that_does_not_exist_says_what_is_held() -> None:
     cluster, _, _, reader = newest_left()
     asked = reader.replicate(9)

@@ -12,7 +12,16 @@ from rich.text import Text
 
 from tensorhub.cli import common
 from tensorhub.model_summary import CallsSummary, ModelSummary, VersionSummary
-from tensorhub.types import MISSING_TOLD_MAX, LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView, printable
+from tensorhub.types import (
+    MISSING_TOLD_MAX,
+    LeaseView,
+    ModelInfo,
+    ReplicaView,
+    ShardView,
+    VersionView,
+    WorkerView,
+    printable,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ NARROW = (
     *("version", "state", "size", "shards", "retained", "rank", "chunks", "readers", "content"),
     *("copies", "ready", "filling", "calls", "longest", "silent for"),
 )
+MISSING = "missing as published"  # in other layouts they may be there
 
 
 def _shown(cell: str) -> str:
@@ -88,12 +98,12 @@ def _versions(versions: tuple[VersionView, ...]) -> Sheet:
         )
         for view in newest_first
     )
-    missing = ["missing"] if is_missing else []
+    missing = [MISSING] if is_missing else []
     return Sheet("versions", ("version", "state", "size", "shards", *missing, "retained", "content"), rows)
 
 
 def _missing(view: VersionView) -> str:
-    """The ranks whose shards nobody has."""
+    """The published ranks whose shards nobody has."""
     if not view.missing:
         return "-"
     if len(view.missing) == view.world_size:
@@ -102,26 +112,28 @@ def _missing(view: VersionView) -> str:
 
 
 def _replicas(model: ModelInfo) -> Sheet:
-    """With the layouts, if there are others than the published ones."""
+    """With the layouts, if there are others than the published ones. A torn one without shards has a row, too."""
     published = {view.version: view.layout_id for view in model.versions}
     others = {id(view) for view in model.replicas if published.get(view.version, view.layout_id) != view.layout_id}
     rows = tuple(
         (
             str(view.version),
-            shard.state if shard.state in ("doubtful", "quarantined") else view.state,
-            str(shard.rank),
-            f"{shard.chunks_verified}/{shard.chunks}",
-            str(shard.readers),
+            shard.state if shard is not None and shard.state in ("doubtful", "quarantined") else view.state,
+            *(_shard(shard) if shard is not None else ("-", "-", "-")),
             *([_layout(view.layout_id, is_published=id(view) not in others)] if others else []),
             _kind(view),
-            shard.worker,
+            shard.worker if shard is not None else "-",
             view.group,
         )
         for view in sorted(model.replicas, key=lambda view: (-view.version, view.group))
-        for shard in sorted(view.shards, key=lambda shard: shard.rank)
+        for shard in sorted(view.shards, key=lambda shard: shard.rank) or (None,)
     )
     layout = ["layout"] if others else []
     return Sheet("replicas", ("version", "state", "rank", "chunks", "readers", *layout, "kind", "worker", "group"), rows)
+
+
+def _shard(shard: ShardView) -> tuple[str, ...]:
+    return str(shard.rank), f"{shard.chunks_verified}/{shard.chunks}", str(shard.readers)
 
 
 def _layout(layout_id: str, *, is_published: bool) -> str:
@@ -159,7 +171,7 @@ def _across(view: LeaseView) -> str:
 def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
     rows = tuple(
         (
-            view.state,
+            "not heard" if view.state == "suspect" else view.state,
             view.name,
             view.location.site or "-",
             view.location.rack or "-",
@@ -210,13 +222,14 @@ RARE = ("draining", "torn", "doubtful", "quarantined", "missing")  # columns tha
 
 def _version_counts(versions: tuple[VersionSummary, ...]) -> Sheet:
     rare = [name for name in RARE if any(getattr(view, name) for view in versions)]
-    columns = ("version", "state", "retained", "copies", "ready", "filling", *rare, "readers")
+    counted = ("copies", "ready", "filling", *rare, "readers")
+    columns = ("version", "state", "retained", *(MISSING if name == "missing" else name for name in counted))
     rows = tuple(
         (
             str(view.version),
             view.state,
             "yes" if view.retained else "no",
-            *(str(getattr(view, name)) for name in columns[3:]),
+            *(str(getattr(view, name)) for name in counted),
         )
         for view in versions
     )

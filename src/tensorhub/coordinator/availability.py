@@ -19,6 +19,7 @@ from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.supply import wants_source
 from tensorhub.errors import VersionUnavailable, some
+from tensorhub.layouts.identity import ALONE
 from tensorhub.messages import ChunksThere, TellChunks
 
 HELD_TOLD_MAX = 3  # versions that an error names
@@ -64,7 +65,7 @@ class Availability:
             waits = waits or how is HowHeld.DOUBTFUL
         if waits or not (candidates or any(number >= least for number in model.lost)):
             return None
-        raise VersionUnavailable(self._nothing(model, least, max(held, default=None)))
+        raise VersionUnavailable(self._nothing(operation, least, max(held, default=None)))
 
     def lost(self, operation: Operation) -> VersionUnavailable | None:
         """Why a bound call for "available" ends at once, if nobody is left who could bring it its version.
@@ -82,16 +83,17 @@ class Availability:
             return None
         is_elsewhere = any(layout.copies() or layout.can_each_class_be_read() for layout in version.layouts if layout)
         why = ELSEWHERE if is_elsewhere else GONE
-        return VersionUnavailable(f"version {version.number} of {model.name!r}: {why}; {held_text(model)}")
+        return VersionUnavailable(f"version {version.number} of {model.name!r}: {why}; {held_text(model, operation)}")
 
     @staticmethod
-    def _nothing(model: Model, least: int, held: int | None) -> str:
+    def _nothing(operation: Operation, least: int, held: int | None) -> str:
+        model = operation.group.model
         what = f"version {least} of {model.name!r} or a newer one" if least else f"a version of {model.name!r}"
         text = f"nobody holds {what} as a whole, {NOBODY}"
         if held is None or held < least:
-            return f"{text}; {held_text(model)}"
+            return f"{text}; {held_text(model, operation)}"
         mine = f"a rank of this group holds version {held}, which 'available' never replaces by an older one"
-        return f"{text}; {_told(model)}; {mine}: call unpublish() on it first, or give the number of that version"
+        return f"{text}; {_told(model, operation)}; {mine}: call unpublish() on it first, or give the number of that version"
 
     def _held(self, version: Version, operation: Operation) -> HowHeld:
         """How the whole version is held for these readers: as it was published, or, if that is better, in their layout."""
@@ -171,20 +173,25 @@ class Availability:
                 self._cluster.touch(member.group.model)
 
 
-def held_text(model: Model) -> str:
-    """For an error: which versions of a model are held, by how many, and which selector gets one."""
-    held = _readable(model)
-    gets = next((v.number for v in held if v.can_be_read()), None)
-    return _told(model) if gets is None else f"{_told(model)}; the selector 'available' gets {gets}"
+def held_text(model: Model, operation: Operation | None = None) -> str:
+    """For an error: which versions of a model are held, by how many, and which one the selector "available" gets.
+
+    Who makes the call `operation` is not told to fetch what it holds. Without it, the caller is taken to read any layout.
+    """
+    told, held = _told(model, operation), _readable(model)
+    gets = next((v for v in held if v.can_be_read() or not _reads_one_shard(operation)), None)
+    if gets is None or _is_own(gets, operation):
+        return told
+    return f"{told}; the selector 'available' gets {gets.number}"
 
 
-def _told(model: Model) -> str:
+def _told(model: Model, operation: Operation | None) -> str:
     held = _readable(model)
     if not held:
         if any(v.visible and v.is_held for v in model.versions.values()):
             return "workers that are not heard of now hold a version of it"
         return f"nobody holds all of a version of it{_lacking(model)}"
-    told = ", ".join(f"version {v.number} by {_replicas(v)}" for v in held[:HELD_TOLD_MAX])
+    told = ", ".join(f"version {v.number} by {_replicas(v, operation)}" for v in held[:HELD_TOLD_MAX])
     more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
     return f"held now: {told}{more}"
 
@@ -211,8 +218,31 @@ def _not_retired(model: Model) -> list[Version]:
     return [v for v in model.visible if v.number <= mark]
 
 
-def _replicas(version: Version) -> str:
-    count = "1 replica" if version.copies == 1 else f"{version.copies} replicas"
-    return (
-        count if version.can_be_read() else f"{count} of other layouts than the published one: fetch(rank=None) reads those"
-    )
+def _reads_one_shard(operation: Operation | None) -> bool:
+    """Whether it takes a published shard as it is, so that other layouts are of no use to it."""
+    return operation is not None and ways.first_member(operation).fits_any_layout
+
+
+def _is_own(version: Version, operation: Operation | None) -> bool:
+    """Whether the ranks of the group that calls have a whole copy of it themselves."""
+    held = [member.holding for member in operation.group.members.values()] if operation is not None else []
+    mine = [
+        h
+        for h in held
+        if h is not None and h.version is version and h.is_source and h.member.worker.state is WorkerState.LIVE
+    ]
+    return bool(mine) and {h.shard for h in mine} == set(mine[0].layout)
+
+
+def _replicas(version: Version, operation: Operation | None) -> str:
+    own = _is_own(version, operation)
+    count = version.copies - own
+    if own and not count:
+        return "this group itself"
+    told = ("this group and " if own else "") + f"{count} {'other ' if own else ''}replica{'' if count == 1 else 's'}"
+    if version.can_be_read():
+        return told
+    told = f"{told} of other layouts than the published one"
+    if not _reads_one_shard(operation):
+        return told
+    return f"{told}, which this call cannot read" + (" (fetch(rank=None) can)" if version.layout_id != ALONE else "")

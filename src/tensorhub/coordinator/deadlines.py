@@ -83,10 +83,10 @@ class Deadlines:
             why = f"no holder of version {target.number} can be reached now, or has room for another read-only reader"
             return Blame(VersionUnavailable(f"{what}: {why} (GUESTS_OF_HOLDING_MAX); waited {call.timeout_s:g} s"))
         if bound is None:
-            why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least)
+            why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least, operation)
             if operation.resumes is not None and target is not None:
                 why = f"version {target.number} has lost its last source, none came back in time"
-                why += f"; {held_text(operation.group.model)}"
+                why += f"; {held_text(operation.group.model, operation)}"
             return Blame(VersionUnavailable(f"{what}: {why}; waited {_rounded(call.timeout_s)} s"))
         return self._sourceless(operation, bound, what)
 
@@ -97,7 +97,7 @@ class Deadlines:
             text = f"{what}: no holder of version {version.number} can be reached now (silent, full, or it has just failed)"
         else:
             return None  # a rank's hook takes its time
-        return Blame(VersionUnavailable(f"{text}; {held_text(operation.group.model)}"))
+        return Blame(VersionUnavailable(f"{text}; {held_text(operation.group.model, operation)}"))
 
     @staticmethod
     def _not_verified(operation: Operation, late: RankPart, what: str) -> Blame:
@@ -121,7 +121,7 @@ class Deadlines:
         starving = [part for part in parts if needs_source(part)]
         if starving:
             text = f"{what} has lost its last source{_gone(starving)}, none came back in time"
-            return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model)}"))
+            return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model, operation)}"))
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
         text = f"{what} was not complete after {_rounded(late.call.timeout_s)} s on rank(s) {[part.rank for part in slow]}"
         return Blame(OperationTimeout(text + _faults(slow)))

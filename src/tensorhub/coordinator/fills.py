@@ -71,7 +71,7 @@ class Fills:
         at_least = max(numbers, default=None)
         if call.selector == AVAILABLE:
             return self._availability.resolve(operation, at_least)
-        return self._versions.resolve(operation.group.model, call.selector, at_least)
+        return self._versions.resolve(operation.group.model, call.selector, at_least, operation)
 
     def staying(self, operation: Operation, version: Version) -> list[Holding]:
         """What its ranks hold and must not overwrite with `version` now, since a retained version would be lost (G5)."""

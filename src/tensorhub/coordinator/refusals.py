@@ -59,7 +59,7 @@ def abandoned(operation: Operation) -> Blame:
     model, version = operation.group.model, operation.bound
     text = (
         f"version {version.number} of {model.name!r}: {LEFT}; "
-        f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
+        f"ask again for a newer version, or retain versions that late readers need; {held_text(model, operation)}"
     )
     return Blame(VersionUnavailable(text))
 
@@ -77,7 +77,7 @@ def outlived(operation: Operation) -> Blame | None:
     if not version.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
         return None
     text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
-    return Blame(VersionUnavailable(f"{text}; {held_text(model)}"))
+    return Blame(VersionUnavailable(f"{text}; {held_text(model, operation)}"))
 
 
 def drifted(part: RankPart) -> tuple[int, int, str] | None:

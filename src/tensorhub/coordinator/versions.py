@@ -102,16 +102,19 @@ class Versions:
 
     # -- resolving (R12)
 
-    def resolve(self, model: Model, selector: Selector, at_least: int | None) -> Version | None:
+    def resolve(
+        self, model: Model, selector: Selector, at_least: int | None, operation: Operation | None = None
+    ) -> Version | None:
         """The visible version that a selector means; None: the call waits for it.
 
-        Raises VersionUnavailable for a number that is not visible, and for what is no selector: it fails at once.
+        Raises VersionUnavailable for a number that is not visible, and for what is no selector: it fails at once. The
+        error says what `operation` can have.
         """
         if isinstance(selector, int):
             version = model.versions.get(selector)
             if version is None or not version.visible:
                 raise VersionUnavailable(
-                    self._unknown(model, selector), retryable=model.mark is None or selector > model.mark
+                    self._unknown(model, selector, operation), retryable=model.mark is None or selector > model.mark
                 )
             return version
         if selector not in (LATEST, PREVIOUS):
@@ -133,32 +136,32 @@ class Versions:
             )
         return version
 
-    def _unknown(self, model: Model, number: int) -> str:
+    def _unknown(self, model: Model, number: int, operation: Operation | None) -> str:
         if not model.visible:
             return f"version {number} of {model.name!r} does not exist: nothing was published under that model yet"
         if model.mark is not None and number > model.mark:
             return (
                 f"version {number} of {model.name!r} is not published yet (the newest is {model.mark}); "
-                f"wait_for() waits for a version; {held_text(model)}"
+                f"wait_for() waits for a version; {held_text(model, operation)}"
             )
-        return f"version {number} of {model.name!r} does not exist any more; {held_text(model)}"
+        return f"version {number} of {model.name!r} does not exist any more; {held_text(model, operation)}"
 
     @staticmethod
-    def waiting_text(model: Model, selector: Selector, at_least: int | None) -> str:
+    def waiting_text(model: Model, selector: Selector, at_least: int | None, operation: Operation | None = None) -> str:
         """Why nothing is bound yet, for the error at the deadline."""
         newest = model.newest_visible()
         if newest is None and model.is_newest_lost:
             lost = f"nobody holds the version of {model.name!r} that a rollback has made the newest again"
-            return f"{lost}; {held_text(model)}"
+            return f"{lost}; {held_text(model, operation)}"
         if newest is None:
             return f"nothing was published under the model {model.name!r} (is the name right?)"
         if at_least is not None and newest.number < at_least:
             what = f"version {at_least} of {model.name!r} was not published; the newest is {newest.number}"
-            return f"{what}; {held_text(model)}"
+            return f"{what}; {held_text(model, operation)}"
         if selector == PREVIOUS and model.newest_visible(skip=1) is None:
-            return f"{model.name!r} has one version only; there is no 'latest-1'; {held_text(model)}"
+            return f"{model.name!r} has one version only; there is no 'latest-1'; {held_text(model, operation)}"
         what = f"no live worker holds {selector!r} of {model.name!r} (the newest version is {newest.number})"
-        return f"{what}; {held_text(model)}"
+        return f"{what}; {held_text(model, operation)}"
 
     # -- consequences
 
