@@ -157,6 +157,8 @@ class Healing:
         alone = not (shard.serves or shard.layout_id) and operation is not None and operation.writing
         if alone and not wanted.manifests.get(shard.number):
             return False  # the coordinator has restarted since, and nobody whose word counts has said what that shard is
+        if not (alone or self._world.guarantees.available.is_described_for(record.handle, wanted.number)):
+            return False  # the same of all shards, for who reads across layouts: host copies know no more than their ids
         numbers = [shard.number] if alone else [*wanted.holdings]
         content_id = wanted.info.content_id
         return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(record, content_id)

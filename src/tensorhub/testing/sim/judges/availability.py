@@ -66,7 +66,7 @@ class AvailabilityJudge:
         has_it = goes_on or held == [number] * group.world_size or self._is_heard_of(content_id)
         demand(has_it, f"selectors: {what}, and nobody is heard of who holds it")
         for newer, content_id in self._published(handle.shard.model, number + 1):
-            can_be_read = self._can_be_read(content_id) and self._is_described_for(handle, newer)
+            can_be_read = self._can_be_read(content_id) and self.is_described_for(handle, newer)
             demand(not can_be_read, f"selectors: {what}: {newer} can be read")
             if self._recovers():
                 away = self._away(handle.shard.model, content_id)
@@ -108,7 +108,7 @@ class AvailabilityJudge:
         shards = self._contents.truth.get(content_id, {})
         return bool(shards) and all(any(self._offers(h, content_id) for h in self._holders(shard)) for shard in shards)
 
-    def _is_described_for(self, handle: JudgedHandle, number: int) -> bool:
+    def is_described_for(self, handle: JudgedHandle, number: int) -> bool:
         """Whether who reads the whole model, or into another layout, can be told what is held where. After a restart those
         who know that may not be back, though host copies of all shards are.
         """
