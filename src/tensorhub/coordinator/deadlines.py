@@ -160,9 +160,9 @@ def _gone(starving: list[RankPart]) -> str:
         elif not part.layout.is_whole(part.shard):
             shards.add(part.shard)
     ranks = sorted([part.rank for part in starving])[:RANKS_TOLD_MAX]
-    return (
-        f" of shard {some(list(map(str, sorted(shards))))}, which rank(s) {ranks} read" if shards else f" (rank(s) {ranks})"
-    )
+    if not shards:
+        return f" (rank(s) {ranks})"
+    return f" of shard {some(list(map(str, sorted(shards))))}, which rank(s) {ranks} read"
 
 
 def _faults(parts: list[RankPart]) -> str:

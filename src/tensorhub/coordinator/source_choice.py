@@ -122,8 +122,9 @@ class SourceChoice:
     def _of_twins(self, part: RankPart, other_than: Holding | None) -> Holding | None:
         """The best source in its own site that has the same, as another shard."""
         refuses, near = self._refusing(part, None, other_than), list[Holding]()
+        untried: Callable[[Holding], bool] = lambda h: _has_failed(h, part) or refuses(h)  # noqa: E731
         for shard in replicas.twins(part.operation.bound, part.layout, part.shard):
-            found = self._best(part, part.layout.of(shard), lambda h: _has_failed(h, part) or refuses(h))
+            found = self._best(part, part.layout.of(shard), untried)
             near += [found] if found is not None and not _is_far(found, part) else []
         rates = self._cluster.links.rates(self._cluster.now)
         return min(near, key=lambda h: _estimate(h, part, _wanted(h.peers, None), rates), default=None)

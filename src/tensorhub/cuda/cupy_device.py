@@ -181,8 +181,9 @@ class CudaDevice:
         if not rows:
             return []
         self.use()
-        what = f"gathering {len(gathered)}, digesting {len(digested)} and scattering {len(scattered)} on {self.name}"
-        with failures(what), self._stream() as stream:
+        steps = {"gathering": gathered, "digesting": digested, "scattering": scattered}
+        what = ", ".join([step for step, its in steps.items() if its])
+        with failures(f"{what} on {self.name}"), self._stream() as stream:
             # One table for all: to copy one out of pageable memory waits for whatever is on the stream already.
             table = self.table(rows)
             ends = accumulate([sum(map(len, some)) for some in (gathered, digested, scattered)])
