@@ -21,6 +21,7 @@ from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart,
 from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
+from tensorhub.coordinator.mates import mates
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -175,6 +176,7 @@ class Fills:
                 return None
             self._manifest_questions.came(*message.part_ids)
             part.needs = part.layout.needs[part.shard] = message.needs
+            part.bundles = message.bundles
             self._testimonies.expect(part)
         part.ready, part.checks, part.moved_at = True, "", self._cluster.now
         self._cluster.changed(part.operation, part)
@@ -393,7 +395,8 @@ class Fills:
             self._begin_write(operation)
             for _, part in sorted(operation.parts.items()):  # of twins the first ones are read by the others
                 if part.needs_bytes:
-                    self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part, sources)))
+                    grants = self._first_grants(part, sources)
+                    self._cluster.tell(part.member, Write(operation.key, part.rank, grants, mates(self._cluster, part)))
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:

@@ -66,6 +66,7 @@ class Filling(GroupCall[calls.FillCall]):
         self.binding: Binding | None = None  # what the coordinator has bound it to
         self.coverage = Coverage(context, self)
         self._leases = Leases(context, lambda: self.operation)
+        self._mates: tuple[messages.Grant, ...] = ()  # as of `messages.Write`
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
         self._tried: set[calls.LocalCopy] = set()  # has been copied from
@@ -222,7 +223,7 @@ class Filling(GroupCall[calls.FillCall]):
                 if self._is_anew and isinstance(message, messages.Start) and message.publication:
                     self._say_ready()  # else nobody there knows what this rank reads
                 self._is_anew = False
-                self._may_write(message.grants)
+                self._may_write(message)
             case messages.Start():
                 if self._is_anew and (self.phase is Phase.HELD or (message.publication and self._has_begun)):
                     self._say_ready()
@@ -246,11 +247,13 @@ class Filling(GroupCall[calls.FillCall]):
             case _:
                 assert_never(message)
 
-    def _may_write(self, grants: tuple[messages.Grant, ...]) -> None:
+    def _may_write(self, said: messages.Start | messages.Write) -> None:
         """Every rank may; perhaps this one does so already, and has missed who else may be read."""
+        grants = said.grants
         match self.phase:
             case Phase.HELD:
                 self._leases.granted(grants)
+                self._mates = said.mates if isinstance(said, messages.Write) else ()
                 self._write()
             case Phase.FENCING | Phase.COPYING:
                 self._leases.granted(grants)
@@ -415,9 +418,8 @@ class Filling(GroupCall[calls.FillCall]):
             self._context.act(calls.EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
-        self._context.act(
-            calls.StartPull(self._bound.version, self._bound.manifest, self.generation, grants, self._copied, self.stages)
-        )
+        what = self._bound.version, self._bound.manifest, self.generation, grants, self._copied, self.stages
+        self._context.act(calls.StartPull(*what, mates=self._mates))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,7 +45,7 @@ from tensorhub.transport.enclosing import EnclosingChannel, Enclosure, Vouched
 from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
-from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
+from tensorhub.types import BUNDLES_BY, ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next transport is taken
@@ -144,14 +144,15 @@ class Channels:
         content_id: ContentId,
         selections: Mapping[str, Part] | None = None,
         find_grid: FindGrid | None = None,
+        bundles: Container[str] = (),
     ) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content. `selections`: by name, those that grants
-        name. `find_grid`: see `ReshardedManifest`.
+        name. `find_grid`: see `ReshardedManifest`. `bundles`: names of those that mates bring.
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
-            part = (selections or {}).get(grant.selection)
-            if grant.selection and part is None:
+            part, is_bundle = (selections or {}).get(grant.selection), grant.selection in bundles
+            if grant.selection and part is None and not is_bundle:
                 raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
             encloses = part is not None and bool(grant.root)
             vouched = None if part is None or not encloses else _vouched(grant, part, find_grid)
@@ -162,9 +163,10 @@ class Channels:
                 grant.generation,
                 content_id,
                 None if part is None or encloses else part.selection,
+                grant.selection if is_bundle else "",
             )
             for transport, endpoint in self._common(grant, destination):
-                if encloses and "host" not in transport.fills:
+                if (encloses and "host" not in transport.fills) or (is_bundle and transport.name != BUNDLES_BY):
                     continue
                 try:
                     if part is not None and vouched is not None:

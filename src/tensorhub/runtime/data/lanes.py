@@ -106,16 +106,19 @@ class PullRunner:
         verified: Iterable[int] = (),
         published: Mapping[int, int] | None = None,
         selections: Mapping[str, Part] | None = None,
+        bundles: Mapping[str, Sequence[int]] | None = None,
         counts: Sequence[tuple[int, int]] = (),
         batch_bytes: int = BATCH_BYTES,
         patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says. `selections`: what grants bring that name one. `counts`: of how many cells and
-        runs each chunk is, if it comes by a selection. `patience_s`: see `Requests`.
+        as digest, whatever their source says. `selections`: what grants bring that name one. `bundles`: the same of
+        mates, which are added before all others. `counts`: of how many cells and runs each chunk is, if it comes by a
+        selection. `patience_s`: see `Requests`.
         """
         self._published = published or {}
         self._selections = selections or {}
+        self._bundles = bundles or {}
         self._counts = counts
         self._memory = memory
         self._owner = owner
@@ -166,17 +169,18 @@ class PullRunner:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
-        lane = SourceLane(grant, lease, origin, Requests(self._pull, lease, self._patience_s), batch_bytes=self._batch_bytes)
-        part = self._selections.get(grant.selection)
-        lane.brings = part.chunks if part is not None else None
+        part, bundle = self._selections.get(grant.selection), self._bundles.get(grant.selection)
+        patience_s = self._patience_s if bundle is None else math.inf  # a mate that does not get on has its group fail
+        lane = SourceLane(grant, lease, origin, Requests(self._pull, lease, patience_s), batch_bytes=self._batch_bytes)
+        lane.brings = part.chunks if part is not None else bundle
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
-            if grant.selection and part is None:
+            if grant.selection and lane.brings is None:
                 self._events.append(SourceFailed(lease, "refused", "this reader reads no such selection", None))
                 self._wakeup.set()
                 return
-            self._pull.add_source(lane.lease, grant.complete, lane.brings)
+            self._pull.add_source(lane.lease, grant.complete, lane.brings, alone=bundle is not None)
         self._lanes[lane.lease] = lane
         self._tasks.start_soon(self._run_lane, lane)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
@@ -24,6 +24,7 @@ from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.digests import pack, root_of
 from tensorhub.errors import DrainTimeout, StateError
 from tensorhub.layouts.reading import Selection
+from tensorhub.layouts.resharded import bundles_of
 from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
@@ -89,6 +90,7 @@ class SharedOwner:
             RegistrationId, ChunkMemory
         ] = {}  # what is filled, in the chunks of another grid that it had before
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
+        self._bundles: dict[RegistrationId, Mapping[str, Sequence[int]]] = {}  # see `Owner.open`
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
@@ -129,10 +131,12 @@ class SharedOwner:
         hears of digests that are made.
         """
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
+        bundles = {} if complete else {each.bundle_id: each.chunks for each in bundles_of(memory.manifest)}
         with self._changed:
-            self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
+            self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid, bundles=bundles)
             self._put(registration, memory)
             self._selected.pop(registration, None)
+            self._bundles[registration] = bundles
             self._set_word(registration, generation)
             self._changed.notify_all()
 
@@ -269,6 +273,7 @@ class SharedOwner:
             memory = self._memory.pop(registration, None)
             self._former.pop(registration, None)
             self._selected.pop(registration, None)
+            self._bundles.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
         for side in self.sides:
@@ -301,6 +306,9 @@ class SharedOwner:
 
     def select(self, reader: Lane, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
         """See `OwnedMemory.select`."""
+        with self._changed:
+            if name in self._bundles.get(registration, ()):
+                return self._owner.knows(registration, generation, name)
         selection = self._selections.find(name)
         if selection is None:
             return False
@@ -413,7 +421,7 @@ class SharedOwner:
             while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
                 answer = self._begin(*terms)
-            memory = self._selected[registration][selection] if selection and isinstance(answer, Access) else None
+            memory = self._in_chunks_of(registration, selection) if selection and isinstance(answer, Access) else None
         if not isinstance(answer, Access):
             yield answer
             return
@@ -428,6 +436,13 @@ class SharedOwner:
                 self._changed.notify_all()
             if spoilt is not None:
                 self.on_suspicion(registration, generation, spoilt)
+
+    def _in_chunks_of(self, registration: RegistrationId, selection: str) -> ChunkMemory:
+        """That memory in the chunks of a selection, or of a bundle, which it is known by."""
+        selected = self._selected.setdefault(registration, {})
+        if selection not in selected:
+            selected[selection] = self._memory[registration].part(self._bundles[registration][selection])
+        return selected[selection]
 
     def _first_spoilt(self, access: Access) -> int | None:
         """A chunk that has not its digest any more, of those that vouch for this access."""

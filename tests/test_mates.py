@@ -1,0 +1,129 @@
+"""Ranks of one group that have some of a model in common, in another site than the trainer: what they share enters the site
+once, over real sockets, and each of them has the rest from the trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.hub import Hub
+from tensorhub.weights import Weights
+from tests.rig import all_of, cluster
+from tests.test_origins import far
+from tests.test_resharding import Array
+from tests.test_twins import given_by
+
+pytestmark = pytest.mark.anyio
+
+Part = Mapping[str, tuple[slice, ...]]  # of one rank: which rows and columns of which tensors
+EXPERT, HIDDEN = (32, 256), 256
+SHAPES = {
+    "model.embed.weight": (96, HIDDEN),
+    **{f"model.layers.{layer}.norm.weight": (HIDDEN,) for layer in range(3)},
+    **{f"model.layers.{layer}.q.weight": (64, HIDDEN) for layer in range(3)},
+    **{f"model.layers.{layer}.kv.weight": (32, HIDDEN) for layer in range(3)},
+    **{f"model.layers.{layer}.experts.{n}.weight": EXPERT for layer in range(3) for n in range(4)},
+}
+ITEM = np.dtype(np.float32).itemsize
+
+
+def whole(content: int) -> dict[str, Array]:
+    numbers = np.random.default_rng(content)
+    return {name: numbers.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def cut(name: str, rank: int, ranks: int) -> tuple[slice, ...]:
+    rows = SHAPES[name][0]
+    return (slice(rows * rank // ranks, rows * (rank + 1) // ranks),)
+
+
+def by_rows(rank: int, ranks: int) -> Part:
+    """Each tensor is cut."""
+    return {name: cut(name, rank, ranks) for name in SHAPES}
+
+
+def tensor_parallel(rank: int, ranks: int) -> Part:
+    """Norms are not cut, and each key-value head is on two ranks. Experts are cut as well."""
+    found = dict[str, tuple[slice, ...]]()
+    for name in SHAPES:
+        if "norm" in name:
+            found[name] = ()
+        else:
+            found[name] = cut(name, rank // 2, ranks // 2) if "kv" in name else cut(name, rank, ranks)
+    return found
+
+
+def expert_parallel(rank: int, ranks: int) -> Part:
+    """Attention is on every rank, and each expert on one."""
+    mine = range(4 * rank // ranks, 4 * (rank + 1) // ranks)
+    return {name: () for name in SHAPES if "experts" not in name or int(name.split(".")[4]) in mine}
+
+
+def nbytes(part: Part) -> int:
+    full = whole(0)
+    return sum(full[name][at].nbytes for name, at in part.items())
+
+
+def held_once(parts: Sequence[Part]) -> int:
+    """Bytes of what these have together."""
+    marks = {name: np.zeros(shape, bool) for name, shape in SHAPES.items()}
+    for part in parts:
+        for name, at in part.items():
+            marks[name][at] = True
+    return sum(int(mark.sum()) for mark in marks.values()) * ITEM
+
+
+async def group(
+    hubs: Sequence[Hub], name: str, layout: Callable[[int, int], Part], content: int | None
+) -> tuple[list[Weights], list[dict[str, Array]]]:
+    full, weights, memories = whole(content or 0), [], []
+    for rank, hub in enumerate(hubs):
+        part = layout(rank, len(hubs))
+        memory = {tensor: full[tensor][at].copy() for tensor, at in part.items()}
+        if content is None:
+            for mine in memory.values():
+                mine[...] = 0
+        sources = {t: tensorhub.source(t, shape=SHAPES[t])[at] for t, at in part.items()}
+        use = {"group": name, "rank": rank, "world_size": len(hubs)}
+        weights.append(await hub.register("m", memory, sources=sources, **use))  # type: ignore[arg-type]
+        memories.append(memory)
+    return weights, memories
+
+
+async def next_version(trained: Sequence[Weights], memories: Sequence[dict[str, Array]], parts: Sequence[Part], content: int) -> None:
+    await all_of(*(each.unpublish() for each in trained))
+    full = whole(content)
+    for memory, part in zip(memories, parts, strict=True):
+        for name, at in part.items():
+            memory[name][...] = full[name][at]
+    await all_of(*(each.publish(content) for each in trained))
+
+
+@pytest.mark.parametrize("reading", [tensor_parallel, expert_parallel])
+@pytest.mark.parametrize("trained_as", [by_rows, tensor_parallel, expert_parallel])
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_what_ranks_have_in_common_enters_the_site_once(
+    trained_as: Callable[[int, int], Part], reading: Callable[[int, int], Part], ranks: int
+) -> None:
+    """The next version, too; each rank reads as many bytes as it has."""
+    trainers = 2 if trained_as is not reading or ranks != 2 else 4
+    async with cluster(*(f"trainer-{n}" for n in range(trainers)), transports=["tcp"]) as c, AsyncExitStack() as stack:
+        hubs = [await stack.enter_async_context(far(c, f"rollout-{rank}")) for rank in range(ranks)]
+        trained, theirs = await group(c.hubs, "trainer", trained_as, 1)
+        await all_of(*(each.publish(1) for each in trained))
+        readers, mine = await group(hubs, "rollout", reading, None)
+        parts = [reading(rank, ranks) for rank in range(ranks)]
+        for version in (1, 2):
+            reports = await all_of(*(each.update() for each in readers))
+            full = whole(version)
+            for memory, part in zip(mine, parts, strict=True):
+                assert all(np.array_equal(memory[name], full[name][at]) for name, at in part.items())
+            given = given_by(reports)
+            assert sum(n for source, n in given.items() if source.startswith("trainer")) == held_once(parts)
+            assert sum(given.values()) == sum(map(nbytes, parts))
+            await next_version(trained, theirs, [trained_as(rank, trainers) for rank in range(trainers)], version + 1)
