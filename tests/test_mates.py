@@ -95,7 +95,9 @@ async def group(
     return weights, memories
 
 
-async def next_version(trained: Sequence[Weights], memories: Sequence[dict[str, Array]], parts: Sequence[Part], content: int) -> None:
+async def next_version(
+    trained: Sequence[Weights], memories: Sequence[dict[str, Array]], parts: Sequence[Part], content: int
+) -> None:
     await all_of(*(each.unpublish() for each in trained))
     full = whole(content)
     for memory, part in zip(memories, parts, strict=True):

@@ -306,15 +306,14 @@ class SharedOwner:
 
     def select(self, reader: Lane, registration: RegistrationId, generation: int, name: str) -> bool | Refusal:
         """See `OwnedMemory.select`."""
+        selection = self._selections.find(name)
         with self._changed:
             if name in self._bundles.get(registration, ()):
                 return self._owner.knows(registration, generation, name)
-        selection = self._selections.find(name)
-        if selection is None:
-            return False
-        with self._changed:
             memory = self._memory.get(registration)
             is_known = name in self._selected.get(registration, ())
+        if selection is None:
+            return False
         if memory is None:
             return NOT_OPEN
         covers: Covers | str = _KNOWN

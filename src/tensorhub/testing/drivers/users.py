@@ -52,8 +52,8 @@ class UserGroup:
 
     @property
     def publishes(self) -> bool:
-        """Whether it has all of the model."""
-        return self.cut is None or not self.cut.left_out
+        """Whether it has all of the model, each part on equal ranks."""
+        return self.cut is None or self.cut.publishes
 
     @property
     def is_refused(self) -> bool:
@@ -113,7 +113,8 @@ class Users(StruckUsers):
             odd = random.random() < 0.04
             group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
             if self._layouts:
-                group.cut = random.choice([cut for cut in self._layouts if not cut.left_out or self._all_publish()])
+                may_read_only = self._all_publish()
+                group.cut = random.choice([cut for cut in self._layouts if cut.publishes or may_read_only])
                 group.world_size = group.cut.ranks
             before = self.groups[-1] if self.groups and random.random() < 0.2 else None
             for rank in range(group.world_size):

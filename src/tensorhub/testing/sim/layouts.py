@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import inf as INF
 from random import Random
 
@@ -18,7 +19,7 @@ from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.reading import Part
-from tensorhub.layouts.resharded import ReshardedManifest
+from tensorhub.layouts.resharded import ReshardedManifest, bundles_of
 from tensorhub.layouts.views import source
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.strips import Strip
@@ -28,13 +29,15 @@ AND, OF = " + ", "@"  # between the pieces of a cell, and between a published ce
 LAYOUTS_DRAWN = 0.25  # of all seeds
 COUNTS = (2, 2, 3)  # how many of them a seed may have
 COPIES_DRAWN = 0.3  # of these; each part of one of their layouts is on two ranks of a group
+SHARED_DRAWN = 0.5  # of these; the ranks of some group, which reads, have something in common
 LEFT_OUT_DRAWN = 0.4  # of these; some group may read less than all of a version, or wants to, and is refused
 
 
 @dataclass(frozen=True)
 class Layout:
     """The tensor, of so many rows, is cut at rows, or at columns, and each part is on so many ranks as there are copies. The
-    last part leaves some of it out; `partial`: that is meant so.
+    last part leaves some of it out; `partial`: that is meant so. `shared`: so many rows are on each rank, and the others are
+    cut.
     """
 
     rows: int
@@ -43,6 +46,7 @@ class Layout:
     left_out: int = 0
     partial: bool = False
     copies: int = 1
+    shared: int = 0
 
     @property
     def parts(self) -> int:
@@ -50,12 +54,21 @@ class Layout:
         return self.ranks // self.copies
 
     @property
+    def publishes(self) -> bool:
+        """Whether a group that has it may publish: it has everything, and what several ranks have is all that each has."""
+        return not (self.left_out or self.shared)
+
+    @property
     def is_refused(self) -> bool:
         """Whether no group may have it: it reads less than all."""
         return self.left_out > 0 and not self.partial
 
     def shape_of(self, rank: int) -> tuple[slice, slice]:
-        """Its rows, and its columns."""
+        """Its rows, and its columns; but for those that all have."""
+        if self.shared:
+            size = self.rows - self.shared
+            first, end = (self.shared + size * number // self.ranks for number in (rank, rank + 1))
+            return slice(first, end), slice(0, CHUNK_BYTES)
         size, number = (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out, rank % self.parts
         part = slice(size * number // self.parts, size * (number + 1) // self.parts)
         return (slice(0, self.rows), part) if self.by_columns else (part, slice(0, CHUNK_BYTES))
@@ -66,11 +79,20 @@ def described(layout: Layout, rank: int) -> tuple[Manifest, Declaration, Coordin
     """What that rank registers, as `runtime.worker.registering` has it."""
     rows, columns = layout.shape_of(rank)
     shape = rows.stop - rows.start, columns.stop - columns.start
-    tensor = TensorDescription("w", "uint8", shape, 0, shape[0] * shape[1])
+    tensors = [TensorDescription("w", "uint8", shape, 0, shape[0] * shape[1])]
     declared, is_part = Declaration(rank, layout.ranks, partial=layout.partial), layout.ranks > 1 or layout.left_out > 0
     if is_part:
-        declared = replace(declared, sources={"w": source("w", shape=(layout.rows, CHUNK_BYTES))[rows, columns]})
-    manifest = build_manifest([tensor], CHUNK_BYTES, "xxh3-64")
+        whole = source("w", shape=(layout.rows, CHUNK_BYTES))
+        sources = {"w": whole[rows, columns]}
+        if layout.shared:
+            nbytes = layout.shared * CHUNK_BYTES
+            tensors = [
+                TensorDescription("common", "uint8", (layout.shared, CHUNK_BYTES), 0, nbytes),
+                TensorDescription("w", "uint8", shape, nbytes, shape[0] * shape[1]),
+            ]
+            sources["common"] = whole[: layout.shared]
+        declared = replace(declared, sources=sources)
+    manifest = build_manifest(tensors, CHUNK_BYTES, "xxh3-64")
     manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))
     return manifest, declared, coordinates_of(manifest, declared) if is_part else None
 
@@ -91,15 +113,19 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
         number = random.randrange(len(drawn))
         twice = replace(drawn[number], ranks=2 * drawn[number].ranks, copies=2)
         drawn[number] = twice if twice.ranks <= 4 else drawn[number]
+    random = Random(f"common of {seed}")
+    if random.random() < SHARED_DRAWN:
+        drawn.append(Layout(rows, random.choice((2, 3)), shared=1))
     return drawn
 
 
 def bytes_read(parts: Iterable[Part]) -> int:
     """How many bytes these read together; what several read counts once."""
-    runs: dict[int, list[tuple[int, int]]] = {}
+    runs: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for part in parts:
         for strip in (strip for strips in part.selection.chunks for strip in strips):
-            runs.setdefault(part.shard, []).extend((offset, offset + strip.run) for _, offset in strip.places())
+            for region, offset in strip.places():
+                runs.setdefault((part.shard, region), []).append((offset, offset + strip.run))
     total = 0
     for found in runs.values():
         at = 0
@@ -118,26 +144,35 @@ _kept: dict[str, list[tuple[int, int, int, int]]] = {}  # by grid: see `_runs_of
 
 
 def _runs_of(grid: Manifest) -> list[tuple[int, int, int, int]]:
-    """Where the chunks of memory of that grid lie: (first byte, end, chunk, how many bytes of the chunk come before)."""
+    """Where the chunks of memory of that grid lie: (first byte, end, chunk, how many bytes of the chunk come before).
+    Regions are one behind the other.
+    """
     if grid.grid_id not in _kept:
         if len(_kept) > 256:
             _kept.clear()
-        found = []
+        found, regions = [], _regions_of(grid)
         for chunk in range(grid.chunk_count):
             at = 0
             for strip in grid.places(chunk):
-                for _, offset in strip.places():
-                    found.append((offset, offset + strip.run, chunk, at))
+                for region, offset in strip.places():
+                    first = regions[region] + offset
+                    found.append((first, first + strip.run, chunk, at))
                     at += strip.run
         _kept[grid.grid_id] = sorted(found)
     return _kept[grid.grid_id]
 
 
+def _regions_of(grid: Manifest) -> list[int]:
+    """Where each begins."""
+    return list(accumulate([region.nbytes for region in grid.regions], initial=0))
+
+
 def _touched(grid: Manifest, strips: Iterable[Strip]) -> Iterator[tuple[int, int, int]]:
     """Which chunks of that grid these have bytes of, in order: (chunk, first byte of it, end)."""
-    runs = _runs_of(grid)
+    runs, regions = _runs_of(grid), _regions_of(grid)
     for strip in strips:
-        for _, offset in strip.places():
+        for region, at in strip.places():
+            offset = regions[region] + at
             end = offset + strip.run
             for first, stop, chunk, before in runs[max(0, bisect_right(runs, (offset, INF)) - 1) :]:
                 if first >= end:
@@ -205,30 +240,43 @@ def part_of(manifest: Manifest, shard: int, selection: str) -> Part | None:
     return next((p for p in parts if (p.shard, p.selection.selection_id) == (shard, selection)), None)
 
 
-def box_of(coordinates: Coordinates) -> Box:
-    """Which part of the tensor a rank has."""
-    if not coordinates.boxes:
-        return 0, 0, 0, 0
-    ((rows, columns),) = coordinates.boxes
-    return rows.start, rows.start + rows.size, columns.start, columns.start + columns.size
+def in_bundle(manifest: Manifest, name: str) -> tuple[int, ...] | None:
+    """The chunks of that memory which are in the bundle of that name; None: it has none."""
+    return next((bundle.chunks for bundle in bundles_of(manifest) if bundle.bundle_id == name), None)
+
+
+def boxes_of(coordinates: Coordinates) -> tuple[Box, ...]:
+    """Which parts of the tensor a rank has, in the order of its memory."""
+    pieces = sorted(coordinates.pieces(), key=lambda piece: (piece.region, piece.offset))
+    return tuple([(r.start, r.start + r.size, c.start, c.start + c.size) for r, c in (piece.box for piece in pieces)])
+
+
+def area(box: Box) -> int:
+    top, bottom, left, right = box
+    return (bottom - top) * (right - left)
 
 
 def resharded_cells(grid: ReshardedManifest, published: Iterable[tuple[Box, Sequence[str]]]) -> tuple[str, ...]:
     """What memory of that grid holds, if ranks that have these boxes have published these cells."""
     assert grid.lies is not None
-    box, shards = box_of(grid.lies), sorted(dict(published).items(), key=lambda shard: shard[0][2])
-    return tuple([joined(_pieces_at(grid.places(chunk), box, shards)) for chunk in range(grid.chunk_count)])
+    boxes, shards = boxes_of(grid.lies), sorted(dict(published).items(), key=lambda shard: shard[0][2])
+    return tuple([joined(_pieces_at(grid.places(chunk), boxes, shards)) for chunk in range(grid.chunk_count)])
 
 
-def _pieces_at(strips: Iterable[Strip], box: Box, shards: Sequence[tuple[Box, Sequence[str]]]) -> Iterator[Piece]:
-    top, _, left, right = box
-    width = right - left
+def _pieces_at(
+    strips: Iterable[Strip], boxes: Sequence[Box], shards: Sequence[tuple[Box, Sequence[str]]]
+) -> Iterator[Piece]:
+    begins = list(accumulate(map(area, boxes), initial=0))
     for strip in strips:
-        for _, offset in strip.places():
-            at, end = offset, offset + strip.run
+        for region, offset in strip.places():
+            at = begins[region] + offset  # a region has one piece
+            end = at + strip.run
             while at < end:
-                stop = min(end, (at // width + 1) * width)
-                row, first = top + at // width, left + at % width
+                number = bisect_right(begins, at) - 1
+                (top, _, left, right), begin = boxes[number], begins[number]
+                width = right - left
+                stop = min(end, begin + ((at - begin) // width + 1) * width)
+                row, first = top + (at - begin) // width, left + (at - begin) % width
                 for its, cells in shards:
                     least, most = max(first, its[2]), min(first + stop - at, its[3])
                     if its[0] <= row < its[1] and least < most:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
@@ -25,7 +26,7 @@ from tensorhub.scheduler.requests import Requests, patience_s
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
-from tensorhub.testing.sim.layouts import covered, is_of_other_layout, part_of
+from tensorhub.testing.sim.layouts import covered, in_bundle, is_of_other_layout, part_of
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, LeaseId
@@ -112,18 +113,23 @@ class SimLane:
         self.reader = reading.reader
         self.grant = grant
         self.lease = LeaseId(grant.lease)
-        # What it brings, where it reads a selection. On its way are that selection's numbers; frames have the reader's.
+        # What it brings, where it reads a selection, or (of a mate) a bundle. On its way are the numbers in that; frames
+        # have the reader's.
         self.part = part_of(reading.start.manifest, grant.shard, grant.selection)
-        demand(not grant.selection or self.part is not None, f"content: {grant} is of what {self.reader.name} does not read")
+        self.is_mate = self.part is None and grant.selection != ""
+        self.brings = self.part.chunks if self.part is not None else in_bundle(reading.start.manifest, grant.selection)
+        known = not grant.selection or self.brings is not None
+        demand(known, f"content: {grant} is of what {self.reader.name} does not read")
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         stall_timeout_s = reading.reader.cluster.options.stall_timeout_s
-        self.requests = Requests(reading.books, self.lease, patience_s(stall_timeout_s))
+        self.requests = Requests(reading.books, self.lease, inf if self.is_mate else patience_s(stall_timeout_s))
         self.meter = FlowMeter()
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
         self.is_cut = False  # its reader wants no more of it
         self.is_stopped = False  # its owner serves it no more
+        self.has_begun = False  # its owner has served it
         self.ended = False  # nobody writes for it any more
         self.failure = ""  # why it has, where its reader did not want it
         self.began = reading.reader.cluster.now
@@ -159,14 +165,13 @@ class SimLane:
         if self.is_cut or self.ended:
             return []
         batches = self.requests.ask(batch_bytes)
-        if self.part is not None:
-            brings = self.part.chunks
+        if (brings := self.brings) is not None:
             batches = [tuple([bisect_left(brings, chunk) for chunk in batch]) for batch in batches]
         return [batch[::-1] if self.reader.reads_backwards else batch for batch in batches]
 
     def _mine(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """The same chunks in the reader's numbers."""
-        return tuple(chunks) if self.part is None else tuple([self.part.chunks[chunk] for chunk in chunks])
+        return tuple(chunks) if self.brings is None else tuple([self.brings[chunk] for chunk in chunks])
 
     def settle(self, frame: Frame) -> None:
         """Take what arrived: check it, enter it into the books, and offer it to others."""
@@ -197,7 +202,7 @@ class SimLane:
         reader.filler.offer(reading.start, good, origin, enclosed=bool(self.grant.root))
         reading.settled(self)
         if bad:
-            self.end("corrupt", bad[0] if self.part is None else bisect_left(self.part.chunks, bad[0]))
+            self.end("corrupt", bad[0] if self.brings is None else bisect_left(self.brings, bad[0]))
 
     # -- the owner's side
 
@@ -210,6 +215,9 @@ class SimLane:
         if self.part is not None:
             self.source.select(grant.generation, self.part.selection)
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
+        if self.is_mate and isinstance(begun, Refusal) and not self.has_begun:
+            return Wait()  # it may not have heard yet that it may fill that
+        self.has_begun = self.has_begun or isinstance(begun, Access)
         if isinstance(begun, Access) and not grant.root and self.source.digests.is_spoilt(begun):
             return Refusal("this memory has changed since it was verified")
         if isinstance(begun, Access):
@@ -219,6 +227,10 @@ class SimLane:
                 chunks = tuple(own for chunk in chunks for own in covered(theirs, selected[chunk]))
                 if is_of_other_layout(theirs):
                     self.source.cluster.driver.took("bridged from another layout")
+            elif self.is_mate:
+                own = in_bundle(self.source.layout_of_cells, grant.selection) or ()
+                chunks = tuple([own[chunk] for chunk in chunks])
+                self.source.cluster.driver.took("had from a mate")
             self.source.cluster.guarantees.served(self.source, grant, chunks, self.reading.start.version)
         return begun
 
@@ -230,7 +242,7 @@ class SimLane:
         """What the owner could send, as runs."""
         assert self.source is not None
         has = self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX, self.grant.selection)
-        if self.part is None:
+        if self.brings is None:
             return has
         return tuple(run for first, count in has for run in runs_of(self._mine(range(first, first + count))))
 
@@ -331,7 +343,7 @@ class Reading:
         self.stopped = False
         self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
-        for grant in start.grants:
+        for grant in (*start.mates, *start.grants):
             self.add(grant)
 
     def __repr__(self) -> str:
@@ -357,7 +369,7 @@ class Reading:
         if self.over:
             return
         lane = self.lanes[grant.lease] = SimLane(self, grant)
-        self.books.add_source(lane.lease, grant.complete, None if lane.part is None else lane.part.chunks)
+        self.books.add_source(lane.lease, grant.complete, lane.brings, alone=lane.is_mate)
         self.resumed = self.books.chunks_verified > 0
         self.all_lanes.append(lane)
         self.reader.cluster.data.lane_made(lane)

@@ -9,7 +9,7 @@ from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedHandle
-from tensorhub.testing.sim.layouts import Box, Piece, box_of, is_of_other_layout, joined, resharded_cells, tags_in
+from tensorhub.testing.sim.layouts import Box, Piece, area, boxes_of, is_of_other_layout, joined, resharded_cells, tags_in
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.registration_session import Shard
@@ -83,13 +83,14 @@ class Contents:
 
     def is_all(self, content_id: str, handles: Iterable[JudgedHandle]) -> bool:
         """Whether these, which hold different parts of it in another layout, have every byte of it."""
-        held = {box_of(h.grid.lies) for h in handles if isinstance(h.grid, ReshardedManifest) and h.grid.lies}
-        return sum(map(_area, held)) >= self.nbytes(content_id)
+        grids = [h.grid for h in handles if isinstance(h.grid, ReshardedManifest)]
+        held = {box for grid in grids if grid.lies is not None for box in boxes_of(grid.lies)}
+        return sum(map(area, held)) >= self.nbytes(content_id)
 
     def nbytes(self, content_id: str) -> int:
         """Of the tensor; twins have the same part of it."""
         ranks = self._publishers[self.publications[content_id]]
-        return sum(map(_area, {_box_of(rank) for rank in ranks.values()}))
+        return sum(map(area, {_box_of(rank) for rank in ranks.values()}))
 
     def held_by(self, handle: JudgedHandle, content_id: str) -> tuple[str, ...]:
         """What the memory of that handle holds, where it holds that."""
@@ -129,13 +130,8 @@ class Contents:
         demand(len(cells) == len(truth) and not wrong, f"content: {handle} holds {[*cells]}, published was {truth}")
 
 
-def _area(box: Box) -> int:
-    top, bottom, left, right = box
-    return (bottom - top) * (right - left)
-
-
 def _box_of(shard: Shard) -> Box:
-    """Which part of the tensor it has."""
+    """Which part of the tensor it has: who publishes has one."""
     assert shard.manifest is not None
     declared = shard.declared or Declaration(shard.rank, shard.world_size)
-    return box_of(shard.coordinates or coordinates_of(shard.manifest, declared))
+    return next(iter(boxes_of(shard.coordinates or coordinates_of(shard.manifest, declared))), (0, 0, 0, 0))
