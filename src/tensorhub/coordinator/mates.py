@@ -8,6 +8,9 @@ bundle. So the first one brings it into the site, and each of the others has it 
 Mates are no leases. They fill in one operation: if one of them fails, none of them ends well. So nobody waits for a mate in
 vain, nor in a circle; and who cannot read its mate reads what is missing where it reads the rest.
 
+Who reads its source's own chunks, since nobody's digests of what it needs count yet, has no mates: it has to vouch for what
+it has, and for that it must have read it there.
+
 Responsible for who has which mates. Not responsible for leases (`readers`), nor for ranks that have all in common
 (`replicas.twins`).
 """
@@ -24,10 +27,9 @@ from tensorhub.types import BUNDLES_BY
 
 def mates(cluster: Cluster, part: RankPart) -> tuple[Grant, ...]:
     """Those of a rank that has its leases, for each of its bundles."""
-    worker = part.member.worker
-    if not part.bundles or not any(
-        distance(worker.location, lease.holding.member.worker.location) is Distance.FAR for lease in part.leases.values()
-    ):
+    worker, leases = part.member.worker, part.leases.values()
+    is_far = any(distance(worker.location, lease.holding.member.worker.location) is Distance.FAR for lease in leases)
+    if not part.bundles or not is_far or any(lease.root for lease in leases):
         return ()
     before = [each for _, each in sorted(part.operation.parts.items(), reverse=True) if each.rank < part.rank]
     near = [each for each in before if _can_be_read(each, part)]

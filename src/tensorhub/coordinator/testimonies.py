@@ -105,6 +105,9 @@ class Testimonies:
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
+        if part.rereads is not None and (testimony := self._of(part, part.rereads)).unaware:
+            testimony.answered -= testimony.unaware  # it has been read since, perhaps there
+            testimony.unaware.clear()
         part.claim, part.rereads, part.moved_at = {}, None, self._cluster.now
         if part.bridges:
             said = {(each.shard, each.selection): each.root for each in message.roots}

@@ -246,6 +246,7 @@ class PullRunner:
                 self._help.extend([lane] * min(lanes - 1, left // HELP_BYTES))
                 if self._help:
                     self._wakeup.set()
+            self._finish_if_done()
             self._read(lane, channel)
         except ReadFailure as error:
             failure = error
@@ -311,6 +312,7 @@ class PullRunner:
                     self._events.append(lane.failed(lane.failure))
             self._pull.lane_ended(lane.lease)
             self._changed.notify_all()
+        self._finish_if_done()
         self._wakeup.set()
 
     def _read(self, lane: SourceLane, channel: Channel, share: CoreShare | None = None) -> bool:
@@ -399,10 +401,17 @@ class PullRunner:
         missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
         return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
 
+    def _is_unheard_of(self) -> bool:
+        """Whether a source has not heard yet what is read there. Mates may have brought all of it, and its digests are still
+        asked for.
+        """
+        lanes = [lane for lane in self._lanes.values() if lane.grant.selection in self._selections] if self._bundles else []
+        return any(lane.channel is None and lane.outcome == "reading" and not lane.cutter.is_cut for lane in lanes)
+
     def _finish_if_done(self) -> None:
         """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""
         with self._changed:
-            if not self._pull.done or self._is_over:
+            if not self._pull.done or self._is_over or self._is_unheard_of():
                 return
             self._is_over = True
             self._events.append(AllVerified())

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import inf as INF
+from math import inf as INF, log2
 from random import Random
 
 from tensorhub.layouts.arrangement import Coordinates
@@ -57,6 +57,13 @@ class Layout:
     def publishes(self) -> bool:
         """Whether a group that has it may publish: it has everything, and what several ranks have is all that each has."""
         return not (self.left_out or self.shared)
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether what all ranks have is of another kin than what each has alone (`layouts.plan`)."""
+        own = [rows.stop - rows.start for rows, _ in map(self.shape_of, range(self.ranks))]
+        shares = {round(log2(self.rows / each)) if each else None for each in own}
+        return round(log2(self.rows / self.shared)) not in shares and None not in shares
 
     @property
     def is_refused(self) -> bool:
@@ -115,7 +122,8 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
         drawn[number] = twice if twice.ranks <= 4 else drawn[number]
     random = Random(f"common of {seed}")
     if random.random() < SHARED_DRAWN:
-        drawn.append(Layout(rows, random.choice((2, 3)), shared=1))
+        common = [Layout(rows, ranks, shared=shared) for ranks in (2, 3) for shared in (1, 2)]
+        drawn += random.sample([each for each in common if each.is_told_apart], 1)
     return drawn
 
 

@@ -158,6 +158,10 @@ class SimLane:
         if self.source is None:
             self.source = source
             source.serving[self] = None
+            is_open = source.worker.owner.digests(source.id, self.grant.generation) is not None
+            if self.part is not None and is_open:
+                source.select(self.grant.generation, self.part.selection)
+            self.reading.opened(self)
         return ""
 
     def submit(self, batch_bytes: int) -> list[tuple[int, ...]]:
@@ -192,7 +196,8 @@ class SimLane:
             reader.filler.receive(chunk, cell, reading.start)
         content_id, cells = reading.start.version.content_id, (cell for _, cell, _ in frame.chunks)
         if self.source is not None:
-            reader.cluster.guarantees.crossings.arrived(reader, self.source, content_id, cells)
+            encloses = any(grant.root for grant in reading.start.grants)
+            reader.cluster.guarantees.crossings.arrived(reader, self.source, content_id, cells, encloses=encloses)
         named = [(chunk, digest) for chunk, _, digest in frame.chunks]
         is_digested = reading.start.manifest.digest != "none"
         made = {chunk: digest_of(cell) for chunk, cell, _ in frame.chunks if is_digested}
@@ -397,15 +402,30 @@ class Reading:
         if flows and progress is not None:
             self.reader.worker.say(progress)
 
+    def opened(self, lane: SimLane) -> None:
+        """Its source knows what is read there."""
+        if self.books.done and self.start.mates:
+            self.settled(lane)
+
     def settled(self, lane: SimLane) -> None:
         """Something has arrived."""
-        if self.books.done and not self.over:
-            self.over = True
-            self._tell_flows()
+        if self._is_done():
+            self._end()
             lane.end()
             self._cut_all()
         elif not self.over:
             self.reader.cluster.data.lanes_wanted(self)
+
+    def _is_done(self) -> bool:
+        """Whether all is there, and each source knows what is read there: so it is in `runtime.data.lanes`."""
+        waits = self.start.mates and any(
+            lane.part is not None and lane.source is None and not lane.is_cut for lane in self.lanes.values()
+        )
+        return self.books.done and not self.over and not waits
+
+    def _end(self) -> None:
+        self.over = True
+        self._tell_flows()
 
     def _cut_all(self) -> None:
         for lane in list(self.lanes.values()):
@@ -421,6 +441,9 @@ class Reading:
             return
         if failure and not lane.is_cut and not self.over:
             reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk))
+        if self._is_done():
+            self._end()
+            self._cut_all()
         if not self.over:
             cluster.data.lanes_wanted(self)
         elif not self.lanes and not self.stopped:

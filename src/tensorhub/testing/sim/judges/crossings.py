@@ -34,7 +34,8 @@ class _Reading:
     ranks: list[tuple[JudgedHandle, JudgedCall]]
     before: list[_Reading]  # who read that there when this one was told where to read, and others can read it there
     beside: list[_Reading]  # who was reading it there then: it may have followed one of them
-    holders: list[JudgedHandle]  # who held that then
+    holders: list[JudgedHandle]  # who held that then, or was about to give it up
+    encloses: bool = False  # some rank has to vouch for what it reads: so it reads all that it needs
     # By published cell: bytes from other sites, and the rank that has read them there.
     entered: dict[str, list[tuple[int, int, JudgedHandle]]] = field(default_factory=dict)
     moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
@@ -96,19 +97,22 @@ class CrossingJudge:
         half = min((call.began + call.until) / 2 for _, call in ranks)
         now, lease_s = self._world.now, self._world.options.lease_s
         before = [each for each in there if each.serves and each.lasts and each.moves(now, lease_s)] if now < half else []
-        holders = [each for each in self._world.live_handles() if _holds(each, content_id)]
+        holders = [each for each in self._world.live_handles() if _holds(each, content_id) or _gives_up(each, content_id)]
         beside = [each for each in there if each.lasts and not each.is_done]
         self._known[key] = reading = _Reading(key, content_id, ranks, before, beside, holders)
         reading.moved_at = dict.fromkeys(handles, now)
         there.append(reading)
 
-    def arrived(self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str]) -> None:
-        """A reader has got what these hold."""
+    def arrived(
+        self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str], *, encloses: bool
+    ) -> None:
+        """A reader has got what these hold. `encloses`: some of what it reads it has to vouch for by itself."""
         site, record = handle.worker.location.site, handle.last_call
         reading = self._known.get(record.key) if record is not None and record.key is not None else None
         if reading is None or not self._world.is_unharmed():
             return
         reading.moved_at[handle] = self._world.now
+        reading.encloses = reading.encloses or encloses
         if source not in reading.holders and reading.is_held_by(source):
             reading.holders.append(source)  # it was published just before
         if site == source.worker.location.site:
@@ -121,7 +125,12 @@ class CrossingJudge:
             and reading.lasts
             and all(each.lasts for each in reading.beside)
         ]
-        if reading.is_shared and reading.lasts and reading.moves(self._world.now, self._world.options.lease_s):
+        if (
+            reading.is_shared
+            and not reading.encloses
+            and reading.lasts
+            and reading.moves(self._world.now, self._world.options.lease_s)
+        ):
             others.append(reading)
         for tag, first, end in _pieces(cells):
             for other in others:
@@ -136,6 +145,12 @@ class CrossingJudge:
 def _holds(handle: JudgedHandle, content_id: str) -> bool:
     content = handle.member.content
     return content is not None and content.version.content_id == content_id and handle.member.state is HandleState.READY
+
+
+def _gives_up(handle: JudgedHandle, content_id: str) -> bool:
+    content = handle.member.content
+    is_its = content is not None and content.version.content_id == content_id
+    return is_its and handle.member.state is HandleState.DRAINING
 
 
 def _pieces(cells: Iterable[str]) -> Iterator[tuple[str, int, int]]:
