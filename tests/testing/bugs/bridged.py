@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, replicas, source_choice, supply, ways
+from tensorhub.coordinator import bridges, fills, replicas, source_choice, supply, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
@@ -18,6 +18,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
+from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.types import RegistrationId
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.owner import Owner
@@ -210,6 +211,18 @@ def gates_are_open() -> Iterator[None]:
 @bug("R9: each rank reads from another site what an equal rank of its group is bringing in", faults=(), COPIES_DRAWN=1.0)
 def each_rank_enters_alone() -> Iterator[None]:
     with replaced(replicas, "twins", lambda version, layout, shard: []):
+        yield
+
+
+@bug("R9: each rank reads from another site what it has in common with others of its group", faults=(), SHARED_DRAWN=1.0)
+def what_ranks_share_enters_for_each() -> Iterator[None]:
+    with replaced(fills, "mates", lambda cluster, part: ()):
+        yield
+
+
+@bug("R9: a rank votes before the sources of what its mates have brought have heard of it", faults=(), SHARED_DRAWN=1.0)
+def sources_need_not_hear_what_is_read() -> Iterator[None]:
+    with replaced(SimLane, "is_heard_of", property(lambda self: True)):
         yield
 
 

@@ -148,6 +148,11 @@ class SimLane:
     def __repr__(self) -> str:
         return f"<SimLane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
 
+    @property
+    def is_heard_of(self) -> bool:
+        """Whether its source knows which selection is read there, or need not."""
+        return self.part is None or self.source is not None or self.is_cut
+
     # -- the reader's side
 
     def connect(self) -> str:
@@ -418,9 +423,7 @@ class Reading:
 
     def _is_done(self) -> bool:
         """Whether all is there, and each source knows what is read there: so it is in `runtime.data.lanes`."""
-        waits = self.start.mates and any(
-            lane.part is not None and lane.source is None and not lane.is_cut for lane in self.lanes.values()
-        )
+        waits = self.start.mates and not all(lane.is_heard_of for lane in self.lanes.values())
         return self.books.done and not self.over and not waits
 
     def _end(self) -> None:
