@@ -21,7 +21,7 @@ from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart,
 from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
-from tensorhub.coordinator.mates import mates
+from tensorhub.coordinator.mates import Mates
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -393,10 +393,11 @@ class Fills:
         sources = self.first_sources(operation) if ready else None
         if sources is not None and not self._must_wait(operation, version):
             self._begin_write(operation)
+            mates = Mates(self._cluster)
             for _, part in sorted(operation.parts.items()):  # of twins the first ones are read by the others
                 if part.needs_bytes:
                     grants = self._first_grants(part, sources)
-                    self._cluster.tell(part.member, Write(operation.key, part.rank, grants, mates(self._cluster, part)))
+                    self._cluster.tell(part.member, Write(operation.key, part.rank, grants, mates.of(part)))
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:

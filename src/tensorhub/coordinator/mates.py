@@ -17,32 +17,45 @@ Responsible for who has which mates. Not responsible for leases (`readers`), nor
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import RankPart
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Grant
-from tensorhub.scheduler.links import Distance, distance
 from tensorhub.types import BUNDLES_BY
 
 
-def mates(cluster: Cluster, part: RankPart) -> tuple[Grant, ...]:
-    """Those of a rank that has its leases, for each of its bundles."""
-    worker, leases = part.member.worker, part.leases.values()
-    is_far = any(distance(worker.location, lease.holding.member.worker.location) is Distance.FAR for lease in leases)
-    if not part.bundles or not is_far or any(lease.root for lease in leases):
-        return ()
-    before = [each for _, each in sorted(part.operation.parts.items(), reverse=True) if each.rank < part.rank]
-    near = [each for each in before if _can_be_read(each, part)]
-    found = ((name, next((each for each in near if name in each.bundles), None)) for name in part.bundles)
-    return tuple([_grant(cluster.new_id(), name, mate) for name, mate in found if mate is not None])
+@dataclass(eq=False, repr=False)
+class Mates:
+    """Of the ranks of one operation, which are told in their order what to read."""
+
+    _cluster: Cluster
+    _last: dict[tuple[str, str], RankPart] = field(default_factory=dict, init=False)  # by site and bundle
+
+    def of(self, part: RankPart) -> tuple[Grant, ...]:
+        """Those of the next rank, which has its leases, for each of its bundles. It may be a mate of those behind it."""
+        site, found = part.member.worker.location.site, list[Grant]()
+        needs_them = _reads_far(part)
+        for bundle in part.bundles:
+            mate = self._last.get((site, bundle))
+            if mate is not None and needs_them and _can_be_read(mate, part):
+                found.append(_grant(self._cluster.new_id(), bundle, mate))
+            if part.holding is not None and part.reads:
+                self._last[site, bundle] = part
+        return tuple(found)
+
+
+def _reads_far(part: RankPart) -> bool:
+    """Whether it reads in another site, and need not vouch for anything."""
+    site, leases = part.member.worker.location.site, part.leases.values()
+    is_far = any(lease.holding.member.worker.location.site != site for lease in leases)
+    return is_far and not any(lease.root for lease in leases)
 
 
 def _can_be_read(mate: RankPart, part: RankPart) -> bool:
-    """Whether it fills memory that others read, in that rank's site."""
     reader, source = part.member.worker, mate.member.worker
-    is_filled = mate.holding is not None and mate.reads and mate.layout is part.layout
-    is_near = distance(reader.location, source.location) is not Distance.FAR
-    return is_filled and is_near and source.state is WorkerState.LIVE and BUNDLES_BY in reader.reaches(source, across=True)
+    return source.state is WorkerState.LIVE and BUNDLES_BY in reader.reaches(source, across=True)
 
 
 def _grant(lease: str, bundle: str, mate: RankPart) -> Grant:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, fills, replicas, source_choice, supply, ways
+from tensorhub.coordinator import bridges, replicas, source_choice, supply, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
 from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.mates import Mates
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
@@ -216,7 +217,7 @@ def each_rank_enters_alone() -> Iterator[None]:
 
 @bug("R9: each rank reads from another site what it has in common with others of its group", faults=(), SHARED_DRAWN=1.0)
 def what_ranks_share_enters_for_each() -> Iterator[None]:
-    with replaced(fills, "mates", lambda cluster, part: ()):
+    with replaced(Mates, "of", lambda self, part: ()):
         yield
 
 
