@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tensorhub.coordinator import replicas
+from tensorhub.coordinator import limits, replicas
 from tensorhub.errors import IntegrityError
-from tensorhub.manifest import id_of
+from tensorhub.manifest import Manifest, id_of
 from tensorhub.messages import AddSource, Digests, Outcome, Register, Retain, Revoked, Start, TellDigests
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
-from tests.coordinator.test_bridges import A, B, cut, filling
+from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import acknowledge, asks_to_leave, back, held_by, is_refused
+from tests.coordinator.test_origins import OF_R, begin, leave
+
+LARGER = replace(Manifest.decode(MANIFEST), chunk_bytes=2**30).encode()  # chunks
 
 
 def hsdp(manifest: bytes = MANIFEST) -> tuple[World, list[Rank]]:
@@ -21,6 +26,29 @@ def hsdp(manifest: bytes = MANIFEST) -> tuple[World, list[Rank]]:
     trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
     world.publish(trainers, 1)
     return world, trainers
+
+
+def of_one_part(*manifests: bytes) -> tuple[World, list[Rank]]:
+    """All ranks have the same part, each in memory of its own manifest."""
+    world, trainers = World(), []
+    for rank, manifest in enumerate(manifests):
+        world.manifest = manifest
+        trainers.append(world.arrive("t", rank, len(manifests), *cut(0)))
+        world.answer_questions(trainers[-1])
+    world.manifest = manifests[0]
+    world.publish(trainers, 1)
+    return world, trainers
+
+
+def bridging(world: World, name: str = "x", *, site: str = "there") -> list[Rank]:
+    """A group of another layout, each rank of which has all."""
+    readers = world.group(name, [(f"own/x{rank}", ()) for rank in range(2)], site=site)
+    world.fill(readers)
+    for reader in readers:
+        reader.layout_id, own = "own/x0", reader.layout_id
+        world.ready(reader, A, B)
+        reader.layout_id = own
+    return readers
 
 
 def sources(world: World, readers: list[Rank]) -> list[str]:
@@ -55,6 +83,16 @@ def test_memory_without_digests_is_what_its_publisher_says() -> None:
     world, trainers = hsdp(manifest=NO_DIGESTS)
     assert sources(world, filling(world, ranks=2)) == ["t0", "t1", "t2", "t3"]
     assert not any(trainer.take(TellDigests) for trainer in trainers)
+
+
+def test_ranks_that_cut_the_same_part_into_other_chunks_have_other_digests_and_do_not_differ() -> None:
+    world, trainers = of_one_part(MANIFEST, LARGER)
+    (reader,) = filling(world, needs=[A])
+    for trainer, value in zip(trainers, (b"a", b"b"), strict=True):
+        world.tell(trainer, value=value)
+    world.tell(trainers[0], A)
+    world.vote(reader, root(A))
+    assert reader.take(Outcome)[0].committed
 
 
 @pytest.mark.parametrize("lost", [(0,), (0, 1), (0, 2)])
@@ -239,3 +277,41 @@ def test_what_a_long_error_would_cost_is_not_decoded(monkeypatch: pytest.MonkeyP
     for trainer, value in zip(trainers, (b"a", b"one", b"a", b"other"), strict=True):
         world.tell(trainer, value=value)
     assert "chunk 0 is the first of 2" in error_of(reader)
+
+
+@pytest.mark.parametrize("forgotten", [0, 1])
+def test_of_digests_that_are_forgotten_nobody_can_say_in_what_they_differ(
+    forgotten: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "DIGEST_BYTES_MAX", 9 * CHUNKS)  # one list at a time
+    world, trainers = of_one_part(MANIFEST, MANIFEST)
+    (reader,) = filling(world, needs=[A])
+    world.tell(trainers[forgotten])
+    world.tell(trainers[1 - forgotten], value=b"b")
+    assert "in which tensors is not known any more" in error_of(reader)
+
+
+def test_of_another_layout_all_ranks_of_a_class_are_read_from_the_beginning() -> None:
+    """What each has read has its publisher's digests."""
+    world, trainers = published()
+    finish(world, bridging(world, site="here"), trainers)
+    leave(world, *trainers)
+    readers = [begin(world, f"y{number}", f"own/y{number}") for number in range(2)]
+    for reader in readers:
+        world.ready(reader, OF_R)
+    assert sources(world, readers) == ["x0", "x1"]
+
+
+def test_of_another_layout_no_publisher_of_a_class_is_asked() -> None:
+    """Its classes are not those of what was published: here there are more of them."""
+    world, trainers = published(1)
+    finish(world, filling(world, ranks=2, needs=[A]), trainers, [A])
+    leave(world, *trainers)
+    reader = begin(world, "y", "own/y")
+    needs = [OF_R, replace(OF_R, shard=1)]
+    world.ready(reader, *needs)
+    assert sources(world, [reader]) == ["r0", "r1"]
+    world.vote(reader, *map(root, needs))
+    for need in needs:
+        world.tell(reader, need, shard=need.shard)
+    assert reader.take(Outcome)[0].committed

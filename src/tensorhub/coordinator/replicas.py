@@ -47,9 +47,7 @@ def twins(version: Version, layout: LayoutHoldings[Holding], shard: int) -> list
     if layout is not version.holdings:
         needs = layout.needs.get(shard)
         return [each for each in others if needs and layout.needs.get(each) == needs]
-    mine = layout.of(shard)
-    alike = [each for each in others if (mine.chunks, mine.nbytes) == (layout.of(each).chunks, layout.of(each).nbytes)]
-    alike = alike if head_of(version.manifests.get(shard, b""))[0] != "none" else []
+    alike = others if head_of(version.manifests.get(shard, b""))[0] != "none" else []
     return [each for each in alike if _have_one_grid(version, shard, each) and not _are_different(version, shard, each)]
 
 
@@ -73,9 +71,7 @@ def _root(version: Version, shard: int) -> bytes:
 def _are_equal(version: Version, one: int, other: int) -> bool:
     """Whether that is known. Memory without digests is what its publisher says it is."""
     mine, theirs = version.testimonies.get(one), version.testimonies.get(other)
-    if mine is None or theirs is None or not _have_one_grid(version, one, other):
-        return False
-    return mine.root == theirs.root if mine.root else not (mine.width or theirs.width)
+    return mine is not None and theirs is not None and mine.root == theirs.root and bool(mine.root or not mine.width)
 
 
 def _differ(version: Version, one: int, other: int) -> bool:
@@ -106,5 +102,5 @@ def what_differs(version: Version, one: int, other: int) -> str:
 
 def _chunks_that_differ(version: Version, one: int, other: int) -> Iterator[int]:
     mine, theirs = version.testimonies[one], version.testimonies[other]
-    if mine.pages and theirs.pages and mine.chunks == theirs.chunks:
+    if mine.chunks == theirs.chunks:
         yield from (chunk for chunk in range(mine.chunks) if mine.digest(chunk) != theirs.digest(chunk))

@@ -76,7 +76,7 @@ class Testimonies:
         """This rank may read from holders of other shards, so that nobody reads from its own publisher: who has published
         these is asked for digests now, and not only when it votes.
         """
-        follows = any(lease.need is None and lease.holding.shard != part.shard for lease in part.leases.values())
+        follows = any(lease.holding.shard != part.shard for lease in part.leases.values())
         if follows and not part.bridges:
             self._are_replicas_known(part.operation.bound, part.layout.class_of(part.shard))
 
