@@ -38,11 +38,9 @@ def test_a_source_is_chosen_once_and_what_changes_is_counted_once(monkeypatch: p
     counted: Counter[tuple[int, Holding]] = Counter()
     choose, count = SourceChoice.choose, Shards.count
 
-    def choose_once(
-        self: SourceChoice, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
-    ) -> Holding | None:
+    def choose_once(self: SourceChoice, part: RankPart, version: Version, need: Need | None = None) -> Holding | None:
         chosen.append(part)
-        return choose(self, part, version, need, other_than=other_than)
+        return choose(self, part, version, need)
 
     def count_once(self: Shards[Holding]) -> None:
         counted.update((cluster.coordinator.cluster.cause, holding) for holding in self.uncounted)

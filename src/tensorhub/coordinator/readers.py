@@ -340,7 +340,7 @@ class Readers:
         part = lease.part
         needs = supply.lacking(part, without=lease) if part.bridges else []
         is_spare = supply.is_spare(lease)
-        sources = [] if is_spare else self._choice.sources(part, needs, other_than=lease.holding)
+        sources = [] if is_spare else self._choice.sources(part, needs)
         if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
             self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
 

@@ -38,29 +38,26 @@ class SourceChoice:
     _cluster: Cluster
     _feeding: Feeding
 
-    def sources(
-        self, part: RankPart, needs: Sequence[Need] | None = None, *, other_than: Holding | None = None
-    ) -> list[Source]:
+    def sources(self, part: RankPart, needs: Sequence[Need] | None = None) -> list[Source]:
         """From whom it reads best; if it bridges, as far as it needs that (None: all). Empty: there is no candidate now, or
         only in other sites, and a neighbour is tried again soon.
         """
         version = part.operation.bound
         if part.bridges:
             wanted = part.needs or () if needs is None else needs
-            found = bridges.choose(part, wanted, lambda need: self.choose(part, version, need, other_than=other_than))
+            found = bridges.choose(part, wanted, lambda need: self.choose(part, version, need))
         else:
-            holding = self.choose(part, version, other_than=other_than)
+            holding = self.choose(part, version)
             found = [] if holding is None else [(None, holding)]
         is_far = any(_is_far(each, part) for _, each in found)
-        twin = self._of_twins(part, other_than) if (is_far or not found) and part.rereads is None else None
+        may_follow = (is_far or not found) and part.rereads is None
+        twin = self._of_twins(part, is_last=not found) if may_follow else None
         if twin is not None:
             return [(None, twin)]
         is_patient = any(part.retry_at[each] > self._cluster.now for each in part.spared)
         return [] if is_patient and is_far else found
 
-    def choose(
-        self, part: RankPart, version: Version, need: Need | None = None, *, other_than: Holding | None = None
-    ) -> Holding | None:
+    def choose(self, part: RankPart, version: Version, need: Need | None = None) -> Holding | None:
         """The source from which it would have everything first, or None if there is none now. What has failed it comes after
         all that have failed less.
 
@@ -71,7 +68,7 @@ class SourceChoice:
         encloses = need is not None and bridges.must_enclose(part, need)
         # Others cannot say all their digests.
         only_whole = encloses and any(there.complete for there in (*holders, *others))
-        refuses = self._refusing(part, need, other_than, only_whole=only_whole)
+        refuses = self._refusing(part, need, only_whole=only_whole)
         untried: Callable[[Holding], bool] = lambda h: _has_failed(h, part) or refuses(h)  # noqa: E731
         best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
         best = best or [h for there in others if (h := self._best(part, there, untried, need)) is not None]
@@ -87,9 +84,7 @@ class SourceChoice:
         if found is None and part.failures:
             workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
-            failed = [
-                h for h in theirs if any(h in there for there in (*holders, *others)) and not (h.is_stranded or refuses(h))
-            ]
+            failed = [h for h in theirs if any(h in there for there in (*holders, *others)) and not refuses(h)]
             rates = self._cluster.links.rates(self._cluster.now)
             order = lambda h: (  # noqa: E731
                 part.failures[h.member.worker.incarnation],
@@ -98,15 +93,13 @@ class SourceChoice:
             found = min(failed, key=order, default=None)
         return found
 
-    def _refusing(
-        self, part: RankPart, need: Need | None, other_than: Holding | None, *, only_whole: bool = False
-    ) -> Callable[[Holding], bool]:
-        """Which sources this reader cannot have for that need, as things stand."""
+    def _refusing(self, part: RankPart, need: Need | None, *, only_whole: bool = False) -> Callable[[Holding], bool]:
+        """Which sources this reader cannot have for that need, as things stand: none that leaves, or is fed no more."""
         below: dict[Holding, None] | None = None
 
         def refuses(holding: Holding) -> bool:
             nonlocal below
-            if holding is other_than or holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
+            if holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
             if (need is not None and holding.is_no_origin) or (only_whole and not holding.complete):
                 return True
@@ -119,12 +112,14 @@ class SourceChoice:
 
         return refuses
 
-    def _of_twins(self, part: RankPart, other_than: Holding | None) -> Holding | None:
-        """The best source in its own site that has the same, as another shard."""
-        refuses, near = self._refusing(part, None, other_than), list[Holding]()
-        untried: Callable[[Holding], bool] = lambda h: _has_failed(h, part) or refuses(h)  # noqa: E731
+    def _of_twins(self, part: RankPart, *, is_last: bool) -> Holding | None:
+        """The best source in its own site that has the same, as another shard. `is_last`: there is no other source now, so
+        that one which has failed it is tried again, too.
+        """
+        refuses, near = self._refusing(part, None), list[Holding]()
+        passes: Callable[[Holding], bool] = lambda h: (_has_failed(h, part) and not is_last) or refuses(h)  # noqa: E731
         for shard in replicas.twins(part.operation.bound, part.layout, part.shard):
-            found = self._best(part, part.layout.of(shard), untried)
+            found = self._best(part, part.layout.of(shard), passes)
             near += [found] if found is not None and not _is_far(found, part) else []
         rates = self._cluster.links.rates(self._cluster.now)
         return min(near, key=lambda h: _estimate(h, part, _wanted(h.peers, None), rates), default=None)
