@@ -565,6 +565,7 @@ def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() 
     assert copies(cluster) == {"one": 1}
     cluster.advance(61)
     assert isinstance(asked.error, RetentionError)
+    assert "(group 'trainer', rank 1) is among its last" in str(asked.error)  # the other shard was copied
     refused = next(number for number, line in enumerate(cluster.log) if "<- Refused" in line)
     assert "one <- DropCopy" in "".join(cluster.log[refused - 1 : refused + 2])  # what one step says
     assert copies(cluster) == {}
@@ -603,6 +604,9 @@ def test_a_copy_that_is_needed_again_when_it_asks_for_its_leave_stays() -> None:
     (copy,) = cluster.workers["other"].handles
     assert copy.member.state is HandleState.READY
     assert still_there(cluster)
+    cluster.handle("late").replicate()
+    cluster.run()
+    assert copies(cluster) == {}  # as it was not told for good
 
 
 def test_a_copy_is_kept_through_a_restart_of_the_coordinator() -> None:

@@ -7,9 +7,12 @@ import pytest
 from tensorhub.coordinator.entities import Withdrawal
 from tensorhub.coordinator.states import LeaseState
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
+from tensorhub.errors import DrainTimeout, RetentionError, StateError, VersionUnavailable
+from tensorhub.messages import LeaveGranted, LeaveRequest, Retain
 from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Options
+from tests.coordinator.layout_world import World
+from tests.coordinator.test_layouts_over_time import held_by
 
 
 def reading() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
@@ -382,3 +385,91 @@ def test_a_rank_that_gave_its_wish_to_leave_up_while_it_was_read_is_not_thought_
     assert isinstance(asked.error, DrainTimeout)
     cluster.heal()
     assert cluster.coordinator.cluster.members[trainer.id].leaving == []
+
+
+def test_a_wish_that_its_owner_gave_up_while_it_was_away_is_not_granted_later() -> None:
+    """It has come back within its lease, and is published as before: nobody may think that it leaves."""
+    cluster = StepwiseCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    trainer.worker.asks.retain(1)
+    cluster.run()
+    asked = trainer.unpublish()
+    cluster.run()
+    trainer.worker.disconnect()
+    trainer.cancel()
+    cluster.run()
+    assert isinstance(asked.error, RetentionError)
+    trainer.worker.connect()
+    cluster.run()
+    reader.replicate()
+    cluster.run()  # from now on it might go
+    assert reader.member.version == 1
+    assert not cluster.coordinator.cluster.models["actor"].withdrawals
+    assert holdings(cluster) == 2
+    cluster.check_agreement()
+
+
+def test_while_its_version_must_stay_its_readers_are_not_cut_if_they_are_away() -> None:
+    cluster, trainer, reader = reading()
+    trainer.worker.asks.retain(1)
+    run_without_reads(cluster)
+    asked = trainer.unpublish()
+    run_without_reads(cluster)
+    (lease,) = cluster.coordinator.cluster.leases.values()
+    reader.worker.disconnect()
+    run_without_reads(cluster)
+    assert not asked.has_ended()
+    assert lease.state is LeaseState.ACTIVE
+
+
+def test_an_owner_that_was_away_hears_again_whom_it_is_to_cut() -> None:
+    cluster, trainer, reader = reading()
+    (lease,) = cluster.coordinator.cluster.leases.values()
+    for worker in (trainer.worker, reader.worker):
+        worker.disconnect()
+    run_without_reads(cluster)
+    cluster.handle("another", reader.shard.group)  # takes the reader's place
+    run_without_reads(cluster)
+    assert lease.state is LeaseState.FENCING
+    trainer.worker.connect()
+    run_without_reads(cluster)
+    assert not cluster.coordinator.cluster.leases
+
+
+def test_a_leave_that_is_over_leaves_no_deadline_behind() -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    assert ("withdrawal", trainer.id) not in cluster.coordinator.cluster.timers
+
+
+def test_a_wish_to_leave_with_what_nobody_knows_of_is_granted_and_changes_nothing() -> None:
+    """It is of a former generation, or of a registration that was replaced meanwhile."""
+    world = World()
+    (trainer,) = world.group("t", [("world/1", ())])
+    world.publish([trainer], 1)
+    world.say(trainer, Retain(1, "m", 1))
+    for registration, generation in ((trainer.name, trainer.generation + 1), ("another", trainer.generation)):
+        world.say(trainer, LeaveRequest(7, registration, generation, 1000.0, False, False, False))
+        assert [granted.request for granted in trainer.take(LeaveGranted)] == [7]
+        assert world.version.has_live_source()
+
+
+def test_an_owner_that_holds_it_under_a_new_generation_has_given_its_wish_up() -> None:
+    """Nobody had answered, its fence was not over in time, and it says so over the same connection."""
+    world = World()
+    (trainer,), (reader,) = (world.group(name, [("world/1", ())]) for name in ("t", "r"))
+    world.publish([trainer], 1)
+    world.fill([reader])
+    world.leave(trainer)
+    assert not trainer.take(LeaveGranted)  # it is read
+    trainer.generation += 1
+    world.register(trainer, held_by(trainer, world.version.info, is_publisher=True))
+    assert not world.core.cluster.models["m"].withdrawals
+    assert [holding.generation for holding in world.member(trainer).holdings] == [trainer.generation]

@@ -64,7 +64,7 @@ class Withdrawals:
         model = member.group.model
         known = model.withdrawals.get(member.registration)
         if known is not None and known.request == message.request:
-            known.deadline = min(known.deadline, self._cluster.now + message.timeout_s)
+            known.deadline = self._cluster.now + message.timeout_s
             self._cluster.timers.set("withdrawal", member.registration, known.deadline)
         elif message.hurry:
             pass  # it was answered already
@@ -88,7 +88,6 @@ class Withdrawals:
             return
         if withdrawal.begun:
             self._readers.cut_readers(withdrawal.holding, "the source's grace is over", moved=False)
-            self._settle_one(withdrawal)
             return
         self._forget(withdrawal)
         member.dropped = False
