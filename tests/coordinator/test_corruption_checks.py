@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.corruption_checks import INQUIRY_S
 from tensorhub.coordinator.events import Received
 from tensorhub.coordinator.states import VersionState
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import IntegrityError, VersionUnavailable
-from tensorhub.messages import DigestAgain, DigestedAgain, ReadFailed
+from tensorhub.messages import DigestAgain, DigestedAgain, Origin, ReadFailed
 from tensorhub.testing import CHUNKS, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
+from tests.coordinator.layout_world import Rank, World
+from tests.coordinator.test_bridges import A, B, cut, filling, published
+from tests.coordinator.test_replicas import bridging
 
 
 def holders(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
@@ -286,3 +290,55 @@ def test_a_reader_that_leaves_what_is_quarantined_after_its_call_has_failed_leav
         _ = other.last_call.number if other.last_call is not None else None
     assert shard_states(cluster)["trainer"] == "quarantined"  # its owner's fence would end a lease, and does not stand
     assert not cluster.coordinator.cluster.leases
+
+
+def corrupt_at(world: World, reader: Rank, source: Rank, chunk: int = 0) -> DigestAgain:
+    """The reader says that of a chunk of this source: what the source is asked."""
+    world.lose_source(reader, world.lease(reader, source.name), "corrupt", chunk)
+    (question,) = source.take(DigestAgain)
+    return question
+
+
+def test_a_publisher_that_digests_a_chunk_otherwise_than_it_told_does_not_differ_from_itself() -> None:
+    world, trainers = published()
+    reader, mate = world.group("r", [cut(0), cut(1)])
+    world.fill([reader, mate])
+    for trainer in trainers:
+        world.tell(trainer)
+    asked = corrupt_at(world, reader, trainers[0])
+    world.say(trainers[0], DigestedAgain(asked.inquiry, "t0", False, b"another", generation=trainers[0].generation))
+    part = world.part(reader)
+    assert (part.exonerated, part.drifted) == ({"t0"}, None)
+
+
+@pytest.mark.parametrize("origin", ["t0", "x0"])
+def test_nobody_is_asked_about_a_chunk_of_another_grid_or_by_itself(origin: str) -> None:
+    """Who fills what was read in another layout says where it has that chunk. The origin has other chunks."""
+    world, trainers = published()
+    first, follower = bridging(world)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    asked = corrupt_at(world, follower, first)
+    source = world.ranks[origin]
+    said = Origin(origin, source.generation)
+    world.say(first, DigestedAgain(asked.inquiry, "x0", False, b"another", said, first.generation))
+    assert not [each for rank in world.ranks.values() for each in rank.take(DigestAgain)]
+
+
+def test_of_very_many_accusations_only_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "INQUIRIES_MAX", 1)
+    world, (trainer, _) = published()
+    for name in ("r", "s", "u"):
+        (reader,) = filling(world, name)
+        corrupt_at(world, reader, trainer)
+    (holding,) = world.member(trainer).holdings
+    assert list(holding.inquiries) == ["worker of u0"]
+
+
+def test_who_leaves_is_asked_nothing() -> None:
+    world, (trainer, _) = published()
+    (reader,) = filling(world)
+    filling(world, "late")  # it waits for its readers
+    world.leave(trainer)
+    world.lose_source(reader, world.lease(reader, trainer.name), "corrupt", 0)
+    assert not trainer.take(DigestAgain)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tensorhub.coordinator import bridges
 from tensorhub.coordinator.testimonies import COMPARISONS_MAX
 from tensorhub.digests import root_of, root_of_selections
 from tensorhub.layouts.published import grid_id
@@ -31,6 +32,7 @@ from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
+from tests.coordinator.test_replicas import bridging
 
 OWN = root_of(list_of(CHUNKS))
 
@@ -104,8 +106,66 @@ def test_a_replica_is_read_with_what_encloses_and_its_first_reader_is_believed()
     assert [grant.root for grant in granted(later)] == [b"", b""]
 
 
+def test_a_publisher_that_has_failed_it_is_not_read_again_because_its_digests_are_wanted() -> None:
+    world, _, _ = copied()
+    (reader,) = filling(world)
+    world.lose_source(reader, world.lease(reader, "t0"), "unreachable")
+    assert [(added.grant.source, added.grant.root) for added in reader.take(AddSource)] == [("c0", OWN)]
+
+
+def test_who_is_still_filled_is_not_read_with_what_encloses() -> None:
+    """It cannot say all its digests."""
+    world, trainers = published()
+    for trainer in trainers:
+        world.tell(trainer)
+    filled, mate = world.group("c", [cut(0), cut(1)])
+    world.fill([filled, mate])
+    (reader,) = filling(world, site="there")
+    part, (holding,) = world.part(reader), world.member(filled).holdings
+    for each in trainers:
+        world.lose_source(reader, world.lease(reader, each.name), "unreachable")
+    assert bridges.must_enclose(part, A)
+    assert bridges.enclosing_root(part, A, holding) == b""
+
+
+def test_a_publisher_that_leaves_digests_nothing_more_for_new_readers() -> None:
+    world, (trainer, _), _ = copied()
+    (first,) = filling(world)
+    assert [grant.source for grant in granted(first)] == ["t0", "t1"]
+    assert bridges.publishers_of(world.part(first), A) == [world.member(trainer).holding]
+    world.lose(world.ranks["c0"])
+    world.leave(trainer)
+    assert bridges.publishers_of(world.part(first), A) == []
+
+
+def test_what_is_read_again_to_be_vouched_for_is_not_read_from_one_that_has_the_same_in_its_own_site() -> None:
+    """That one cannot vouch for it."""
+    world, trainers, _ = copied()
+    first, _ = bridging(world, "z")
+    reader, _ = bridging(world, "x")
+    for neighbour in ("z0", "z1", "x1"):
+        world.lose_source(reader, world.lease(reader, neighbour), "unreachable")
+    assert [source for source, _, _ in world.sources(reader)] == ["t0", "t1"]
+    bridging(world, "w")
+    world.lose(*trainers)
+    for neighbour in ("x0", "w0"):  # so that neither is filled from the other
+        world.lose_source(first, world.lease(first, neighbour), "unreachable")
+    reader.take(AddSource)
+    world.vote(reader, root(A), root(B))
+    for rank in world.ranks.values():
+        for asked in rank.take(TellDigests):
+            none = Digests(rank.name, rank.generation, 0, (), b"", True, asked.selection, asked.shard)
+            world.say(rank, none)
+    (compare,) = reader.take(Compare)
+    assert compare.enclose
+    world.say(reader, Compared(world.operation(reader).key, 0, 2, (), True, A.selection, A.shard))
+    assert [(added.grant.source, added.grant.root) for added in reader.take(AddSource)] == [("c0", OWN)]
+
+
 def test_without_digests_nothing_encloses() -> None:
     world, trainers, _ = copied(manifest=NO_DIGESTS)
+    (first,) = filling(world, "first", site="there")
+    assert [grant.source for grant in granted(first)] == ["c0", "c1"]  # nobody needs its publisher's word
     world.lose(*trainers)
     (reader,) = filling(world)
     assert [grant.root for grant in granted(reader)] == [b"", b""]

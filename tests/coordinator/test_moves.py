@@ -10,6 +10,7 @@ from tensorhub.coordinator import readers as rules
 from tensorhub.coordinator.entities import READER_WEIGHT, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.messages import Flow, Progress
+from tensorhub.scheduler.choice import Load
 from tensorhub.scheduler.links import Distance
 from tensorhub.scheduler.slowness import Slowness
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
@@ -297,6 +298,30 @@ def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_
     chain.passes(rules.COMPARE_S)
     chain.says("c", 1, per_s=FAST / 2)
     assert chain.sources() == {"x": "c", "a": "t", "b": "a", "c": "b"}
+    chain.finish()
+
+
+def test_of_a_source_with_very_many_readers_nobody_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MADE_WAY_MAX", 1)
+    chain = with_a_seed("a")
+    chain.says("a", 8, per_s=FAST / 2)
+    assert chain.sources() == {"x": "t", "a": "t"}
+    chain.finish()
+
+
+def test_what_readers_take_of_a_slow_source() -> None:
+    """A reader that is as slow takes all of its share. Who makes way takes nothing of it."""
+    chain = with_a_seed("a")
+    chain.handles["t"] = chain.trainer
+    chain.is_taken_for("t", 1)
+    (lease,) = chain.part("a").leases.values()
+    assert lease.holding.load == Load(1, 1, 1)
+    chain.is_taken_for("a", 1)
+    assert lease.holding.load == Load(1, 1, 1)
+    chain.is_taken_for("a", 3)
+    chain.call("b")
+    assert chain.sources()["b"] == "t"
+    assert lease.holding.load_without(lease) == Load(1, 1, 1)
     chain.finish()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import ways
+from tensorhub.coordinator import bridges, ways
 from tensorhub.coordinator.states import VersionState
 from tensorhub.digests import root_of
 from tensorhub.layouts.published import Published
@@ -14,7 +14,7 @@ from tensorhub.manifest import id_of
 from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Register, Registered, Start, Write
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, OpKind, Purpose
-from tests.coordinator.layout_world import MANIFEST, Rank, World, lies_of, list_of, root
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
 
@@ -94,6 +94,23 @@ def test_who_is_still_filled_is_no_origin() -> None:
     assert not late.take(Start)
     assert readers
     assert world.version.state is VersionState.UNAVAILABLE
+
+
+def test_beside_one_that_has_everything_nobody_who_is_still_filled_is_read_across_layouts() -> None:
+    world = World(manifest=NO_DIGESTS)  # with digests nobody would read of it anyway: it vouches for nothing
+    trainers = world.group("t", [cut(rank) for rank in range(2)])
+    world.publish(trainers, 1)
+    (reader,) = filling(world)
+    world.vote(reader)
+    leave(world, *trainers)
+    (filled,) = world.group("f", [("own/r0", ())])
+    world.fill([filled])
+    world.ready(filled, A, B)
+    assert world.sources(filled) == [("r0", "", 0)]
+    for name in ("x", "y", "z"):
+        late = begin(world, name, f"own/{name}")
+        world.ready(late, replace(OF_R, selection=name, nbytes=2**40))
+        assert world.sources(late) == [("r0", name, 0)]
 
 
 def test_who_may_leave_some_unread_is_no_origin() -> None:
@@ -332,3 +349,23 @@ def test_what_was_published_is_read_before_who_has_read_a_copy_in_the_same_layou
     assert [outcome.committed for outcome in first.take(Outcome)] == [True]
     (start,) = begin(world, "y", "own/s", site="elsewhere").take(Start)
     assert start.publication == world.version.holdings.described_as
+
+
+def test_ranks_that_have_the_same_vouch_only_if_the_digests_of_all_of_them_are_known() -> None:
+    world, trainers = published()
+    first, second = world.group("x", [(f"own/x{rank}", ()) for rank in range(2)])
+    world.fill([first, second])
+    second.layout_id = first.layout_id
+    world.ready(first, A, B)
+    world.ready(second, A)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    world.vote(first, root(A), root(B))
+    world.vote(second, root(A))
+    (layout,) = world.version.others.values()
+    assert layout.classes == {0: (0, 1)}
+    assert bridges.is_vouched_for(world.version, layout, 0)
+    assert not bridges.is_vouched_for(world.version, layout, 1)  # no class is named so
+    world.core.cluster.forget_selection(world.version, (layout.origin_id, B.shard, B.selection))
+    assert [bool(bridges.grid_root(world.version, layout, shard)) for shard in range(2)] == [False, True]
+    assert not bridges.is_vouched_for(world.version, layout, 0)

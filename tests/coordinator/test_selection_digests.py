@@ -224,3 +224,19 @@ def test_once_a_root_is_known_the_publisher_is_not_needed() -> None:
     finish(world, filling(world), trainers)
     world.lose(*trainers)
     finish(world, filling(world, "late"))
+
+
+def test_what_is_said_of_another_selection_than_is_compared_changes_nothing() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    world.vote(reader, root(A, b"wrong"), root(B))
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    (compare,) = reader.take(Compare)
+    key, part, holding = world.operation(reader).key, world.part(reader), world.member(reader).holding
+    assert compare.shard == A.shard
+    assert holding is not None
+    world.say(reader, Compared(key, 0, B.chunks, (), False, B.selection, B.shard))
+    assert (part.comparisons, part.page, holding.verified) == (0, 0, True)
+    world.say(reader, Compared(key, 0, A.chunks, (), True, A.selection, A.shard))
+    assert (part.comparisons, part.page, holding.verified) == (1, None, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.messages import AddSource, Compare, Digests, Outcome, TellDigests
+from tensorhub.messages import AddSource, Compare, DigestedAgain, Digests, Outcome, TellDigests
 from tests.coordinator.layout_world import LEASE_S, World, root
 from tests.coordinator.test_bridges import A, B, cut, filling, published
 from tests.coordinator.test_enclosing import OWN, copied, granted
@@ -99,3 +99,36 @@ def test_the_equal_of_a_publisher_that_is_out_of_touch_tells_it_at_once_and_nobo
     assert not reader.take(Compare)
     world.tell(trainers[2], A)
     assert reader.take(Outcome)[0].committed
+
+
+def test_a_publisher_that_leaves_is_asked_as_long_as_it_is_read() -> None:
+    world, (trainer, _) = published()
+    (reader,) = filling(world)
+    filling(world, "late")  # reads there still
+    world.leave(trainer)
+    world.vote(reader, root(A), root(B))
+    assert [asked.selection for asked in trainer.take(TellDigests)] == [A.selection]
+    world.tell(trainer, A)
+    assert root(A).root in [testimony.root for testimony in world.version.selections.values()]
+
+
+def test_a_publisher_whose_bytes_have_changed_is_not_asked() -> None:
+    world, (trainer, _) = published()
+    (reader,) = filling(world)
+    world.say(trainer, DigestedAgain("", trainer.name, True, generation=trainer.generation))
+    world.vote(reader, root(A), root(B))
+    assert not trainer.take(TellDigests)
+    assert [asked.selection for asked in reader.take(TellDigests)] == [A.selection]
+
+
+def test_who_was_asked_about_what_it_fills_has_not_answered_with_a_word_about_something_else() -> None:
+    world, trainers, _ = copied()
+    (reader,) = filling(world)
+    world.lose(*trainers)
+    world.vote(reader, root(A), root(B))
+    asked = reader.take(TellDigests)[0]
+    (testimony,) = [each for each in world.version.selections.values() if each.need == A]
+    for generation in (asked.generation - 1, asked.generation):
+        assert reader.name in testimony.asked
+        world.say(reader, Digests(reader.name, generation, 0, (), b"", True, A.selection, A.shard))
+    assert reader.name not in testimony.asked

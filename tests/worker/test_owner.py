@@ -77,13 +77,15 @@ def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
 
 def test_what_a_broken_fill_has_left_is_as_well_vouched_for_as_it_was() -> None:
     owner = opened(complete=False)
-    owner.mark_available(R, 1, [(0, 10), (1, 11), (3, 13)], enclosed=True)
+    publisher = Origin("publisher", 1)
+    owner.mark_available(R, 1, [(0, 10), (1, 11), (3, 13)], publisher, enclosed=True)
     owner.close(R)
     owner.open(R, 2, C, SIZES, complete=False)
     owner.mark_available(R, 2, [(0, 10)])  # it still has its digest
     owner.mark_available(R, 2, [(1, 12)])
     owner.mark_available(R, 2, [(3, 13)], Origin("source", 1))  # it was read again
     assert owner.enclosed(R, 2) == {0}
+    assert owner.origin(R, 2, 0) == publisher
 
 
 def test_chunks_of_another_grid_are_kept_apart() -> None:
@@ -98,9 +100,11 @@ def test_chunks_of_another_grid_are_kept_apart() -> None:
     owner.close(R)
     owner.open(R, 3, C, [*SIZES, 1], complete=False, grid="a third")
     assert (owner.former(R, 3), owner.former_grid(R)) == ([(1, 11), (3, 13)], "one")
+    owner.mark_available(R, 3, [(1, None)], Origin("source", 1), enclosed=True)
     owner.close(R)
     owner.open(R, 4, C, SIZES, complete=False, grid="one")
     assert (owner.kept(R, 4), owner.former(R, 4), owner.former_grid(R)) == ([(1, 11), (3, 13)], [], "")
+    assert (owner.enclosed(R, 4), owner.origin(R, 4, 1)) == (frozenset(), None)
     owner.close(R)
     owner.open(R, 5, ContentId("another"), SIZES, complete=False, grid="another")
     assert (owner.kept(R, 5), owner.former(R, 5)) == ([], [])

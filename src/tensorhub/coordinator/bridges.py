@@ -110,7 +110,7 @@ def publishers_of(part: RankPart, need: Need) -> list[Holding]:
     classes = version.holdings.classes if part.origin is version.holdings else {}
     known = [version.testimonies.get(shard) for shard in classes.get(need.shard, ())]
     found = [each.publisher for each in known if each is not None and each.publisher is not None]
-    here = [each for each in found if each.takes_readers and not each.quarantined]
+    here = [each for each in found if each.takes_readers]
     return [each for each in here if each.member.worker.state is WorkerState.LIVE]
 
 
