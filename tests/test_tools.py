@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 from tensorhub import sync
 from tensorhub.errors import VersionUnavailable
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import PublishedTensors, published_tensors
-from tests.rig import OPTIONS
+from tensorhub.tools import PublishedTensors, digest_ahead, published_tensors
+from tensorhub.types import RegistrationId
+from tests.rig import CHUNKS, OPTIONS, cluster, handle_of, holds, tensors, until, worker_of
 
 
 @pytest.fixture
@@ -51,3 +55,41 @@ def test_versions_that_are_published_alike_are_described_once(hub: sync.Hub, mon
     assert (other.kinds, len(asked)) == ({"a": ("float32", (4,))}, 2)
     with pytest.raises(VersionUnavailable):
         found(4, other)
+
+
+@pytest.mark.anyio
+async def test_digests_that_are_made_ahead_are_there_when_a_reader_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+    digest = ChunkMemory.digest
+
+    def noted(memory: ChunkMemory, chunk: int) -> int:
+        made.append(chunk)
+        return digest(memory, chunk)
+
+    async with cluster("trainer", "reader") as c:
+        weights = await c.hubs[0].register("m", tensors(1))
+        digest_ahead(c.hubs[0], weights)  # nothing is published yet: nothing is made
+        await weights.publish(1)
+        monkeypatch.setattr(ChunkMemory, "digest", noted)
+        digest_ahead(c.hubs[0], weights)
+        member, owner = handle_of(weights).member, worker_of(c.hubs[0])._owner
+        assert member.content is not None
+        where = RegistrationId(member.shard.registration), member.content.generation
+        await until(lambda: None not in (owner.digests(*where) or (None,)))
+        assert made == list(reversed(range(CHUNKS)))  # a reader begins with the others
+        fetched = await c.hubs[1].fetch("m", 1)
+        assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, 1)
+        await weights.unpublish()
+        digest_ahead(c.hubs[0], weights)
+        await weights.close()
+        digest_ahead(c.hubs[0], weights)
+
+
+@pytest.mark.anyio
+async def test_without_digests_none_are_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SharedOwner, "make_digests", None)
+    async with cluster("trainer", options=replace(OPTIONS, integrity=False)) as c:
+        weights = await c.hubs[0].register("m", tensors(1))
+        await weights.publish(1)
+        digest_ahead(c.hubs[0], weights)
+        await weights.unpublish()

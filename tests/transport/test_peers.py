@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -203,3 +204,25 @@ async def test_versions_come_over_one_connection_until_the_reader_is_another_one
         assert made[-1].connection._socket.fileno() >= 0
         worker_of(c.hubs[1]).channels.become(READER)
         assert made[-1].connection._socket.fileno() < 0
+
+
+async def test_new_registrations_of_a_source_that_shares_no_memory_are_read_over_the_same_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+    connect = Peers._connect
+
+    def counted(peers: Peers, address: str, right: ReadRight, cutter: Cutter) -> Peer:
+        made.append(address)
+        return connect(peers, address, right, cutter)
+
+    monkeypatch.setattr(Peers, "_connect", counted)
+    async with cluster("trainer", "reader") as c:
+        for version in range(1, 5):
+            async with contextlib.AsyncExitStack() as stack:
+                weights = await c.hubs[0].register("m", tensors(version))
+                stack.push_async_callback(weights.close)
+                await weights.publish(version)
+                fetched = await c.hubs[1].fetch("m", version)
+                assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, version)
+        assert len(made) == len(set(made))

@@ -24,7 +24,9 @@ class ConnectedTransport(Transport):
         self._peers = Peers(local, self.dialect)
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect, prove who is who, and set up a channel; see `Transport.open`. If that fails, the connection ends."""
+        """Connect, prove who is who, and set up a channel; see `Transport.open`. If that fails, the connection ends,
+        unless the source has said that this registration is not read this way (NotShared).
+        """
         if (destination.is_strided or right.selection is not None) and not self.strides:
             raise NotShared("chunks of several pieces of memory are not read this way: tcp reads them")
         client = ReadClient(self._peers, self._peers.open(endpoint.address, right, cutter), right, cutter)

@@ -219,7 +219,8 @@ def runs_of(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 class Failures:
     """Turns a connection's errors into the reason that the coordinator hears, and counts the bytes that arrived in vain.
-    After any failure the connection is not used again, because nobody knows what comes next on it.
+    After any failure the connection is not used again, because nobody knows what comes next on it. NotShared is none: the
+    source has answered, and the next registration is asked about on the same connection.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -229,7 +230,7 @@ class Failures:
         self._before = self._peer.connection.payload_bytes
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, NotShared):
             self._peer.is_sound = False
         discarded = self._peer.connection.payload_bytes - self._before
         if isinstance(error, NotAuthentic):

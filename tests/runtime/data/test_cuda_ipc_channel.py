@@ -269,6 +269,9 @@ def said_by(listener: socket.socket, device: Double, say: Callable[[BlockingConn
     transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1)))
     try:
         return transport.open(endpoint, RIGHT, Target(device), Cutter())
+    except NotShared:
+        transport.close()  # it has kept the connection
+        raise
     finally:
         thread.join(10)
 

@@ -269,6 +269,8 @@ async def test_a_source_that_lies_is_left_and_nothing_stays(listener: socket.soc
         with pytest.raises(kind, match=text):
             await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Destination(), Cutter())
         await anyio.to_thread.run_sync(thread.join)
+        assert f"{int(kind is NotShared)} kept" in repr(transport._peers)  # it has answered what it was asked
+        transport.close()
 
 
 def test_who_does_not_listen_here_is_not_reached_this_way() -> None:

@@ -42,7 +42,7 @@ from tensorhub.worker.owner import Owner
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
 FENCE_TIMEOUT_S = 60.0
-DIGESTED_BYTES = 32 * 2**20  # in one access, before a fence gets its turn
+DIGESTED_BYTES = 8 * 2**20  # in one access, before a fence gets its turn, or a reader finds that a digest is there
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -198,18 +198,21 @@ class SharedOwner:
     def make_digests(
         self, registration: RegistrationId, generation: int, content_id: ContentId, selection: str = ""
     ) -> None:
-        """Make those that are missing. Blocks; ends early where the memory is taken back."""
+        """Make those that are missing. Blocks; ends early where the memory is taken back.
+
+        From the last one on: readers begin with the first ones, and have them made.
+        """
         digests = self.digests(registration, generation, selection) or ()
         missing = [chunk for chunk, digest in enumerate(digests) if digest is None]
         while missing:
-            window = missing[:CHUNKS_PER_ACCESS_MAX]
+            window = missing[: -CHUNKS_PER_ACCESS_MAX - 1 : -1]
             terms = (None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0, selection)
             with self.access(*terms) as answer:
                 if not isinstance(answer, tuple):
                     return
                 access, memory = answer
                 self.digests_of(access, memory)
-            missing = missing[len(access.chunks) :]
+            del missing[-len(access.chunks) :]
 
     def digests_of_shares(self, registration: RegistrationId, generation: int, shares: Sequence[Share]) -> list[bytes]:
         """Of what this rank publishes and others do, too. Blocks. StateError: it was taken back."""

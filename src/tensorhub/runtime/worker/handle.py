@@ -178,13 +178,19 @@ class Handle(CallersHandle):
             self._link.say(message)
         return is_all
 
+    async def make_digests(self, limiter: anyio.CapacityLimiter, selection: str = "") -> None:
+        """Make those that what is published has not got yet."""
+        content = self.member.content
+        if content is not None and content.published and content.manifest.digest != "none":
+            content_id = ContentId(content.version.content_id)
+            make = partial(self._owner.make_digests, self._registration, content.generation, content_id, selection)
+            await anyio.to_thread.run_sync(make, limiter=limiter)
+
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
         """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
-        content, generation = self.member.content, question.generation
-        if content is not None and self.interpreter.must_make(question):
-            content_id = ContentId(content.version.content_id)
-            make = partial(self._owner.make_digests, self._registration, generation, content_id, question.selection)
-            await anyio.to_thread.run_sync(make, limiter=limiter)
+        generation = question.generation
+        if self.interpreter.must_make(question):
+            await self.make_digests(limiter, question.selection)
 
         def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
             return self._owner.listed(target, generation, selection)

@@ -21,7 +21,7 @@ from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.host import HostMemory, Pin
-from tensorhub.memory.regions import MappedRegions, Memory, Pieces
+from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory, Pieces
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.types import ContentId, Purpose, RegistrationId
@@ -165,8 +165,8 @@ class MappedMemory:
     async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
         """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
         if not action.staged:
-            if self._is_mapped(action.manifest):
-                return self._registration, *self._map(action.manifest)
+            if self._is_mapped(action.manifest) or not isinstance(self._memory, FilledMemory):
+                return self._registration, *self._map_safely(action.manifest)
             # In a thread, for memory that is made only now: a file of its size.
             mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
             return self._registration, mapped, chunks

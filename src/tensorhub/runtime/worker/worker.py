@@ -383,6 +383,11 @@ class Worker(CallersWorker):
         if running is not None:
             running.give_up()
 
+    def digest_ahead(self, handle: CallersHandle) -> None:
+        running = self.router.handles.get(RegistrationId(handle.member.shard.registration))
+        if running is not None:
+            self._tasks.start_soon(running.make_digests, self._digesting)
+
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         member = Member(
             shard,
