@@ -275,16 +275,46 @@ def test_layers_that_post_processing_has_changed_are_refused_with_advice(
     layers = [layer for layer in rank.model.modules() if getattr(getattr(layer, "weight", None), "shape", None) == (64, 128)]
     kept = [layer.weight for layer in layers]
     trainer = trainers(actor())
+    before = rank.checksums()
     monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(change))
-    with pytest.raises(RegistrationError, match=r"2 parameter\(s\).*does not restore.*serve with a backend") as refused:
+    for _ in range(2):  # the second time as the first one
+        with pytest.raises(RegistrationError, match=r"2 parameter\(s\).*does not restore.*serve with a backend") as refused:
+            trainer.send_weights()
+        for number in range(2):
+            assert f"'model.layers.{number}.mlp.down_proj.weight'" in f"{refused.value}"
+        assert refused.value.memory == "intact"
+        assert rank.checksums() == before, "the end of SGLang's session has processed them once more"
+        assert [layer.weight for layer in layers] == kept
+    monkeypatch.setattr(UnquantizedLinearMethod, "restore_weights_before_loading", process(lambda layer: None))
+    with pytest.raises(RegistrationError) as refused:
         trainer.send_weights()
-    for number in range(2):
-        assert f"'model.layers.{number}.mlp.down_proj.weight'" in f"{refused.value}"
-    assert refused.value.memory == "torn", "SGLang's end of the session has processed them once more"
+    assert refused.value.memory == "torn", "the begin of the session may have changed them, and the end has"
     monkeypatch.undo()
     for layer, weight in zip(layers, kept, strict=True):
         layer.weight = weight
     trainer.send_weights()
+
+
+def test_layers_that_are_refused_twice_in_one_session_are_refused_alike(
+    rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the end of the session is kept from does not count as what it leaves alone."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    trainer = trainers(actor())
+    (engine, order), before = trainer._engines[0], rank.checksums()
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(swap_halves))
+    info = trainer._weights.publish(0)
+    trainer._begin(engine)
+    for _ in range(2):
+        with pytest.raises(RegistrationError, match="does not restore") as refused:
+            trainer._load(engine, order, info)
+        assert refused.value.memory == "intact"
+    engine.call("end_weight_update")
+    assert rank.checksums() == before
+    rank.updater.end_weight_update(run_post_load=False)  # the next one is spared nothing
+    assert rank.checksums() != before
+    rank.updater.end_weight_update(run_post_load=False)  # swapped back
 
 
 def test_layers_that_sglang_restores_are_loaded_by_it(

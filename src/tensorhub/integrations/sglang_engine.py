@@ -108,6 +108,7 @@ class Receiver:
         self._weights: sync.Weights | None = None
         self._is_agreed = False  # by all ranks: every published tensor has its place
         self._restored: set[str] | None = None  # parameters that post-processing changes, and SGLang restores
+        self._is_spared = False  # without these, the end of the session leaves all layers as they were
         self._served: Order | None = None
         self._is_torn = False
 
@@ -134,7 +135,8 @@ class Receiver:
         try:
             made = call()
         except Exception as error:
-            outcome = Outcome.of(error, "torn" if self._is_torn or self._restored is None else "intact")
+            is_whole = self._restored is not None or self._is_spared
+            outcome = Outcome.of(error, "torn" if self._is_torn or not is_whole else "intact")
         failed = [each for each in _of_all_ranks(outcome) if each is not None]
         if failed:
             first = next((each for each in failed if each.kind != "GroupAborted"), failed[0])
@@ -146,6 +148,7 @@ class Receiver:
     def _get_ready(self, tensors: Tensors) -> tuple[Order, _Plan | None, Mapping[str, torch.Tensor]]:
         """The plan for this version, and what `load_weights` is to be given. Without a plan: the engine has this version."""
         if self._restored is None:
+            self._is_spared = False
             self._restored = self._probe()
         check_sglang(SGLANG_VERSION)
         order = Order.of(tensors)
@@ -214,27 +217,32 @@ class Receiver:
 
     def _probe(self) -> set[str]:
         """The parameters of layers that post-processing changes, and that SGLang restores when a session begins. Layers of
-        any other kind are refused: already the end of a session that loads nothing may do them harm.
+        any other kind are refused. The end of the session would do them harm although nothing was loaded, so it spares them.
         """
         names = {id(tensor): name for name, tensor in _tensors(self._model).items()}
         found: set[str] = set()
         refused: dict[str, str] = {}
+        methods: list[Any] = []  # of layers that are refused
         for layer in self._model.modules():
             own = {attribute: tensor for attribute, tensor in own_tensors(layer).items() if id(tensor) in names}
             method = getattr(layer, "quant_method", None)
             if not own or method is None or _does_nothing(method):
                 continue
             of_layer = [names[id(tensor)] for tensor in own.values()]
+            reason = f"{type(method).__name__} changes what is loaded, and SGLang does not restore it"
             if not type(method).__name__.startswith("Unquantized"):
-                refused.update(dict.fromkeys(of_layer, f"{type(method).__name__} may pack what is loaded"))
+                reason = f"{type(method).__name__} may pack what is loaded"
+            elif _is_spared(method):
+                pass
             elif leaves_bytes(layer, own, _process):
                 continue
             elif leaves_bytes(layer, own, _process_and_restore, is_exact=False):
                 found.update(of_layer)
-            else:
-                reason = f"{type(method).__name__} changes what is loaded, and SGLang does not restore it"
-                refused.update(dict.fromkeys(of_layer, reason))
+                continue
+            refused.update(dict.fromkeys(of_layer, reason))
+            methods.append(method)
         if refused:
+            self._is_spared = _spare(self._model, methods)
             text = some([f"{name!r}: {reason}" for name, reason in refused.items()], "; ", most=100)
             raise RegistrationError(
                 f"{len(refused)} parameter(s) are not kept in the layout of load_weights: {text}. {ADVICE}"
@@ -315,6 +323,39 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _does_nothing(method: Any) -> bool:
     return getattr(type(method), "process_weights_after_loading", None) is QuantizeMethodBase.process_weights_after_loading
+
+
+def _restores(method: Any) -> bool:
+    """Whether the beginning of a session may have changed its layers."""
+    if not isinstance(method, QuantizeMethodBase):
+        return False
+    return type(method).restore_weights_before_loading is not QuantizeMethodBase.restore_weights_before_loading
+
+
+def _spare(model: nn.Module, methods: Sequence[Any]) -> bool:
+    """Have the end of this session leave the layers of these methods alone: SGLang post-processes all layers then, loaded or
+    not. False: what they were before the session cannot be told any more.
+    """
+    if any(_restores(method) for method in methods):
+        return False
+    for method in {id(each): each for each in methods}.values():
+        _skip(method, sum(each is method for _, each in loader._modules_with_quant_method(model)))
+    return True
+
+
+def _skip(method: Any, times: int) -> None:
+    """Have its next calls process nothing."""
+    left = iter(range(times - 1, -1, -1))
+
+    def process_weights_after_loading(layer: Any) -> None:
+        if not next(left):
+            del method.process_weights_after_loading
+
+    method.process_weights_after_loading = process_weights_after_loading
+
+
+def _is_spared(method: Any) -> bool:
+    return "process_weights_after_loading" in vars(method)
 
 
 def _process(layer: Any) -> None:
