@@ -24,7 +24,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer
 
-PROMPTS = ["The sky is", "Two and two are"]
+PROMPTS = Dataset.from_dict({"prompt": ["The sky is", "Two and two are"]})
 
 
 class Rollouts:
@@ -40,7 +40,7 @@ class Rollouts:
 
     def run(self) -> None:
         for group in itertools.count():
-            for sample in self.generate(PROMPTS[group % len(PROMPTS)], self.weights.refresh(), group):
+            for sample in self.generate(PROMPTS[group % len(PROMPTS)]["prompt"], self.weights.refresh(), group):
                 self.rollout_buffer.put(sample)
             if self.stopped.wait(0.01 * self.rollout_buffer.qsize()):
                 break
@@ -69,9 +69,8 @@ class Rollouts:
 def main(path: str, **settings: Any) -> Rollouts:
     transfer = WeightTransfer()
     rollouts = Rollouts(path, transfer)
-    prompts = Dataset.from_dict({"prompt": PROMPTS})
     arguments = AsyncGRPOConfig(**{"max_steps": 20, "token_budget": 4096, **settings})
-    AsyncGRPOTrainer(path, None, arguments, prompts, rollout_worker=rollouts, weight_transfer=transfer).train()
+    AsyncGRPOTrainer(path, None, arguments, PROMPTS, rollout_worker=rollouts, weight_transfer=transfer).train()
     return rollouts
 
 

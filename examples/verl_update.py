@@ -2,13 +2,13 @@
 
     python examples/verl_update.py
 
-In a job of yours only `ENGINE` is new, as three values of `actor_rollout_ref.rollout.checkpoint_engine`. The rest stands for
+In a job of yours only `ENGINE` is new, as two values of `actor_rollout_ref.rollout.checkpoint_engine`. The rest stands for
 the trainer and the inference engine: their workers are verl's own classes, around weights that are numbers.
 
 Needs verl 0.9 and `pip install 'tensorhub[torch]'`; no GPU.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import ray
@@ -17,16 +17,12 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout, RolloutReplica
 
-BACKEND = "tensorhub"
-ENGINE = CheckpointEngineConfig(
-    backend=BACKEND, custom_backend_module="tensorhub.integrations.verl", engine_kwargs={BACKEND: {"host": "127.0.0.1"}}
-)
+ENGINE = CheckpointEngineConfig(backend="tensorhub", custom_backend_module="tensorhub.integrations.verl")
 
 
 class Actor(Worker):
@@ -34,18 +30,13 @@ class Actor(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        initialize_global_process_group_ray(backend="cpu:gloo")
         import_external_libs(ENGINE.custom_backend_module)
-        settings = {"bucket_size": 2**20, "is_master": torch.distributed.get_rank() == 0, **ENGINE.engine_kwargs[BACKEND]}
-        self.checkpoint_engine = CheckpointEngineRegistry.new(BACKEND, **settings)
+        self.checkpoint_engine = CheckpointEngineRegistry.new(ENGINE.backend, bucket_size=2**20, is_master=self.rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, float]:
-        return await self.checkpoint_engine.send_weights(self.weights(global_steps), global_steps)  # type: ignore[no-any-return]
-
-    def weights(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for layer in range(4):
-            yield f"layers.{layer}", torch.full((1024, 1024), float(step + layer))
+        weights = ((f"layers.{layer}", torch.full((1024, 1024), float(global_steps + layer))) for layer in range(4))
+        return await self.checkpoint_engine.send_weights(weights, global_steps)  # type: ignore[no-any-return]
 
 
 class Engine(BaseRollout):

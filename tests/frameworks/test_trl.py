@@ -41,7 +41,8 @@ from tensorhub.errors import (  # noqa: E402
 )
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer  # noqa: E402
 
-WORDS = ["<pad>", "<eos>", "<unk>", *sorted(set(" ".join(PROMPTS).split())), *[f"w{number}" for number in range(20)]]
+ASKED = sorted(set(" ".join(PROMPTS["prompt"]).split()))
+WORDS = ["<pad>", "<eos>", "<unk>", *ASKED, *[f"w{number}" for number in range(20)]]
 ON_A_CPU = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,
