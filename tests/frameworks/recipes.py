@@ -26,7 +26,7 @@ VLLM = (
     "--no-deps xgrammar==0.2.8 apache-tvm-ffi==0.1.11 opencv-python-headless",
 )
 RECIPES = {
-    "ray": Recipe(("ray==2.60.0",), ("test_ray.py",)),
+    "ray": Recipe(("ray==2.60.0",), ("test_ray.py", "test_ray_transport.py")),
     "sglang": Recipe(
         (
             "--no-deps sglang==0.5.23",
