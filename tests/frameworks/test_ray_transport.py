@@ -20,6 +20,7 @@ from ray.experimental.rdt.util import transport_manager_info  # noqa: E402
 from tensorhub.integrations import ray as tensorhub_ray, ray_transport  # noqa: E402
 from tensorhub.integrations.ray_transport import FETCH_S, PublishedTensors, TensorHubTransport, register_transport  # noqa: E402
 from tensorhub.runtime.worker.worker import Worker  # noqa: E402
+from tensorhub.types import RegistrationId  # noqa: E402
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(120)]
 
@@ -105,6 +106,7 @@ def test_an_object_is_published_until_ray_frees_it(
     source.garbage_collect("second", second, [])
     source.garbage_collect("second", second, [])  # Ray may say so twice
     source.garbage_collect("unknown", second, [])
+    assert source._published == {}
     for side in sides:
         eventually(lambda side=side: not side.worker.router.handles)
 
@@ -168,6 +170,17 @@ def test_an_object_that_cannot_be_published_leaves_nothing(
             source.put("o", 1)
     eventually(lambda: not source.worker.router.handles)
     assert destination.get(source.put("o", 2)) == [2]  # as Ray asks again, when the task is retried
+
+
+def test_digests_of_an_object_are_made_while_its_metadata_travel(sides: tuple[Side, Side]) -> None:
+    source, destination = sides
+    of = source.put("o", 1)
+    (handle,) = source.worker.router.handles.values()
+    content = handle.member.content
+    assert content is not None
+    where = RegistrationId(handle.member.shard.registration), content.generation
+    eventually(lambda: None not in (source.worker._owner.digests(*where) or (None,)))
+    assert destination.get(of) == [1]
 
 
 def test_a_source_whose_memory_was_written_is_let_go_all_the_same(sides: tuple[Side, Side]) -> None:
