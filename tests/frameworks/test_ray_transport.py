@@ -14,6 +14,7 @@ from tensorhub import CoordinatorUnavailable, InvalidValue, Location, VersionCon
 
 ray: Any = pytest.importorskip("ray")
 
+from ray._private.ray_constants import RDT_FETCH_FAIL_TIMEOUT_SECONDS  # noqa: E402
 from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata  # noqa: E402
 from ray.experimental.rdt.util import transport_manager_info  # noqa: E402
 
@@ -41,6 +42,12 @@ def on_ray() -> Iterator[None]:
             ray.shutdown()
 
 
+def only(tensor: torch.Tensor) -> float:
+    """What all of its elements are."""
+    (value,) = set(tensor.tolist())
+    return float(value)
+
+
 class Side(TensorHubTransport):
     """The transport of one process."""
 
@@ -55,7 +62,7 @@ class Side(TensorHubTransport):
         return self.extract_tensor_transport_metadata(obj_id, self.tensors)
 
     def get(self, of: PublishedTensors, into: list[torch.Tensor] | None = None) -> list[float]:
-        return [each.unique().item() for each in self.recv_multiple_tensors("o", of, BY, into)]
+        return [only(each) for each in self.recv_multiple_tensors("o", of, BY, into)]
 
     def close(self) -> None:
         if self._joined is not None:
@@ -97,7 +104,7 @@ def test_an_object_is_published_until_ray_frees_it(
     own = [torch.zeros(1000), torch.zeros(1000)]
     got = destination.recv_multiple_tensors("first", first, BY, own)
     assert [each is mine for each, mine in zip(got, own, strict=True)] == [True, True]
-    assert own[1].unique().item() == 2
+    assert only(own[1]) == 2
     source.garbage_collect("first", first, [])
     with pytest.raises(VersionUnavailable) as gone:
         destination.get(first, own)
@@ -130,7 +137,7 @@ def test_a_destination_that_serves_is_relied_on_by_nobody(sides: tuple[Side, Sid
 def test_a_fetch_has_an_end_before_ray_gives_up(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, served_bytes_min: int
 ) -> None:
-    assert 0 < FETCH_S < ray_transport.RDT_FETCH_FAIL_TIMEOUT_SECONDS
+    assert 0 < FETCH_S < RDT_FETCH_FAIL_TIMEOUT_SECONDS
     monkeypatch.setattr(ray_transport, "SERVED_BYTES_MIN", served_bytes_min)
     source, destination = sides
     of, timeouts = source.put("o", 1), list[float | None]()
@@ -214,10 +221,10 @@ def test_fetches_run_beside_each_other_but_for_those_into_the_callers_tensors(
         got = [
             destination.wait_fetch_complete(each, timeout) for each, timeout in zip(pending, (-1, DEADLINE_S), strict=True)
         ]
-        assert [each.unique().item() for (each,) in got] == [1, 2]
+        assert [only(each) for (each,) in got] == [1, 2]
     own = [torch.zeros(1000)]
     request = destination.fetch_multiple_tensors("o", of, BY, own)
-    assert own[0].unique().item() == 1, "nobody may write it once this has returned"
+    assert only(own[0]) == 1, "nobody may write it once this has returned"
     assert destination.wait_fetch_complete(request, 0)[0] is own[0]
     source.garbage_collect("o", of, [])
     failing = destination.fetch_multiple_tensors("o", of, BY)
