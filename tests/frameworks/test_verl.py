@@ -99,49 +99,6 @@ def test_another_release_of_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         import_module("tensorhub.integrations.verl")
 
 
-def engine(**given: Any) -> Any:
-    """One of this process."""
-    import_module("tensorhub.integrations.verl")
-    return CheckpointEngineRegistry.new("tensorhub", **{"bucket_size": 2**20, "host": "127.0.0.1", **given})
-
-
-def test_one_of_the_actors_sends_and_everybody_hears_from_it() -> None:
-    sender, other = engine(is_master=True, host="127.0.0.2", model="policy"), engine()
-    meeting, nothing = sender.prepare(), other.prepare()
-    assert nothing == {}
-    assert meeting["tensorhub"]["address"].startswith("tcp://127.0.0.2:")
-    actors, rollouts = sender.build_topology(2, 3, [nothing, meeting, {}, {}, {}])
-    assert actors == {"role": ["idle", "sender"], "meeting": [meeting] * 2}
-    assert rollouts == {"role": ["receiver"] * 3, "meeting": [meeting] * 3}
-    for count, said in ((0, [{}] * 4), (2, [meeting, meeting, {}, {}]), (1, [{}, {}, meeting, {}])):
-        with pytest.raises(StateError, match=f"{count} of the processes send: one of the actors is to be made with is_m"):
-            sender.build_topology(2, 2, said)
-    receiver = engine(model="policy")
-    for each, role in ((sender, "sender"), (other, "idle"), (receiver, "receiver")):
-        each.init_process_group(role=role, meeting=meeting)
-
-    async def update() -> dict[str, torch.Tensor]:
-        given = {"a": torch.arange(3.0)}
-        costs = await sender.send_weights(iter(given.items()), 7)
-        assert costs["tensorhub/version"] == 7
-        assert await other.send_weights(iter(given.items()), 7) == {}
-        with pytest.raises(OperationTimeout):  # the number is asked for as it was given
-            await anext(hasty.receive_weights(8))
-        found = {name: tensor.clone() async for name, tensor in receiver.receive_weights(7)}
-        await receiver._exchange.leave()
-        await hasty._exchange.leave()
-        return found
-
-    hasty = engine(model="policy", timeout_s=0.5)
-    hasty.init_process_group(role="receiver", meeting=meeting)
-    found = anyio.run(update)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [0, 1, 2]}
-    for each in (sender, other, receiver):
-        each.finalize()
-    assert sender._exchange._sender.version == 7, "what was sent stays"
-    sender._exchange.close()
-
-
 def expected(version: int) -> dict[str, float]:
     return sums(dict(weights(version)))
 
@@ -208,3 +165,46 @@ def test_an_actor_that_dies_leaves_rollouts_with_a_typed_error(cluster: Cluster)
     ((*_, outcome),) = cluster.outcomes(before + 1)
     assert outcome in ("OperationTimeout", "CoordinatorUnavailable", "LeaseLost")
     assert cluster.seen()[0][1] == expected(13)
+
+
+def engine(**given: Any) -> Any:
+    """One of this process."""
+    import_module("tensorhub.integrations.verl")
+    return CheckpointEngineRegistry.new("tensorhub", **{"bucket_size": 2**20, "host": "127.0.0.1", **given})
+
+
+def test_one_of_the_actors_sends_and_everybody_hears_from_it() -> None:
+    sender, other = engine(is_master=True, host="127.0.0.2", model="policy"), engine()
+    meeting, nothing = sender.prepare(), other.prepare()
+    assert nothing == {}
+    assert meeting["tensorhub"]["address"].startswith("tcp://127.0.0.2:")
+    actors, rollouts = sender.build_topology(2, 3, [nothing, meeting, {}, {}, {}])
+    assert actors == {"role": ["idle", "sender"], "meeting": [meeting] * 2}
+    assert rollouts == {"role": ["receiver"] * 3, "meeting": [meeting] * 3}
+    for count, said in ((0, [{}] * 4), (2, [meeting, meeting, {}, {}]), (1, [{}, {}, meeting, {}])):
+        with pytest.raises(StateError, match=f"{count} of the processes send: one of the actors is to be made with is_m"):
+            sender.build_topology(2, 2, said)
+    receiver = engine(model="policy")
+    for each, role in ((sender, "sender"), (other, "idle"), (receiver, "receiver")):
+        each.init_process_group(role=role, meeting=meeting)
+
+    async def update() -> dict[str, torch.Tensor]:
+        given = {"a": torch.arange(3.0)}
+        costs = await sender.send_weights(iter(given.items()), 7)
+        assert costs["tensorhub/version"] == 7
+        assert await other.send_weights(iter(given.items()), 7) == {}
+        with pytest.raises(OperationTimeout):  # the number is asked for as it was given
+            await anext(hasty.receive_weights(8))
+        found = {name: tensor.clone() async for name, tensor in receiver.receive_weights(7)}
+        await receiver._exchange.leave()
+        await hasty._exchange.leave()
+        return found
+
+    hasty = engine(model="policy", timeout_s=0.5)
+    hasty.init_process_group(role="receiver", meeting=meeting)
+    found = anyio.run(update)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [0, 1, 2]}
+    for each in (sender, other, receiver):
+        each.finalize()
+    assert sender._exchange._sender.version == 7, "what was sent stays"
+    sender._exchange.close()
