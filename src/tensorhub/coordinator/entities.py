@@ -522,6 +522,7 @@ class Testimony(DigestList):
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
     silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
     unaware: set[str] = field(default_factory=set)  # publishers where nobody has read that selection
+    needed_by: dict[RankPart, None] = field(default_factory=dict)  # of a selection: ranks, some of which are through
     is_believed: bool = False  # of a selection: whoever holds that may say them, since nobody can vouch for it
     second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
     turned_away: bool = False  # there was no room for the list

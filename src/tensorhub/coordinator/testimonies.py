@@ -67,7 +67,9 @@ class Testimonies:
             if testimony.need != need:  # a guest has said it has other chunks: see `disagreement`
                 key = part.layout.origin_id, need.shard, need.selection
                 self._cluster.forget_selection(part.operation.bound, key)
-                self.of_need(part, need)
+                testimony = self.of_need(part, need)
+            testimony.needed_by = {each: None for each in testimony.needed_by if not each.operation.decided}
+            testimony.needed_by[part] = None
         for first in replicas.needed(part):
             self._are_replicas_known(part.operation.bound, first)
             self._compare_replicas(part.operation.bound, first)
@@ -126,8 +128,8 @@ class Testimonies:
         self._cluster.changed(part.operation, part)
 
     def settle(self, operation: Operation) -> Blame | None:
-        """Count the votes that agree with their publisher. For each of the others, do what brings it on."""
-        for part in operation.parts.values():
+        """Count the votes that agree with their publisher. For each of the others that have news, do what brings it on."""
+        for part in list(operation.parts.values() if operation.news is None else operation.news):
             if part.claim is None or part.voted:
                 continue
             for need, root in list(part.claim.items()):
@@ -287,7 +289,22 @@ class Testimonies:
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
         if message.last or testimony.is_there or testimony.turned_away:  # else it brings nobody on who waits
+            self._bring_on(testimony)
+
+    def _bring_on(self, testimony: Testimony) -> None:
+        """Those who wait for that. Of a selection that is who needs it, unless others read from those (of whom its root says
+        whether they are vouched for): ranks may have thousands of selections.
+        """
+        version = testimony.version
+        is_read_on = any(layout.origin_id not in ("", version.holdings.described_as) for layout in version.others.values())
+        if testimony.need is None or is_read_on:
             self._cluster.wake_all(version.starving)
+            return
+        for part in testimony.needed_by:
+            if part.operation.is_of_guests:  # who may be very many
+                self._cluster.wake(part.operation)
+            else:
+                self._cluster.changed(part.operation, part)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
         """It does not hold that any more."""
