@@ -66,10 +66,10 @@ class Tellers:
         """Whether somebody may still tell it. A publisher that is out of touch comes back, or is lost; until then nobody
         reads again what only its word could vouch for.
         """
-        publisher = self.publisher(testimony)
-        if publisher is not None and self.can_tell(publisher) and publisher.member.registration not in testimony.answered:
+        if testimony.asked:
             return True
-        return bool(testimony.asked)
+        publisher = self.publisher(testimony)
+        return publisher is not None and self.can_tell(publisher) and publisher.member.registration not in testimony.answered
 
     def publisher(self, testimony: Testimony) -> Holding | None:
         """Whose word decides. Of a class, that is the publisher of the first shard that is left, if one is."""

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.messages import Announce, Register, Watch
+from tensorhub.coordinator import testimonies
+from tensorhub.coordinator.entities import RankPart
+from tensorhub.coordinator.operation_handlers import Blame
+from tensorhub.messages import Announce, Need, Register, Watch
 from tensorhub.testing.flow.coordinated import CORE_ALONE_S, SHELL_S, Coordinated
-from tensorhub.testing.flow.scenario import load
+from tensorhub.testing.flow.run import run_one
+from tensorhub.testing.flow.scenario import at_scale, load
 from tensorhub.testing.flow.thin import MODEL
 from tensorhub.testing.flow.workload import World
 from tensorhub.types import VersionInfo
@@ -52,3 +56,20 @@ def test_who_is_gone_says_and_hears_nothing_more(hub: Coordinated) -> None:
     assert heard == ["lives"]
     hub.world.timeline.run(1.0 + ROUND_TRIP_S)
     assert hub.steps == steps + 2, "that its connection has ended, and what the other one says"
+
+
+def test_of_the_digests_of_a_selection_only_those_hear_who_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank reads a part of what each of the trainer's ranks has. Everybody looked at everything after each answer."""
+    its = testimonies.Testimonies
+    looked, settle_claim = 0, its._settle_claim
+
+    def counted(self: testimonies.Testimonies, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
+        nonlocal looked
+        looked += 1
+        return settle_claim(self, part, need, root)
+
+    monkeypatch.setattr(its, "_settle_claim", counted)
+    ranks, groups, versions = 16, 2, 2
+    row = run_one(at_scale(load("update"), ranks * groups, "70B", ranks), "tensorhub+resharded").row
+    assert row.updates.done == groups
+    assert looked <= versions * groups * ranks**2 * ranks  # for each selection, at the claims of the rank that needs it
