@@ -29,7 +29,7 @@ from benches.testbed.run import Result, Run
 from benches.testbed.sizes import SIZES, Size, check, fitted, with_rollouts, with_slow, with_wan
 from benches.testbed.ways import WAYS, Way, chosen
 from tensorhub.testing.flow import scenario as scenarios
-from tensorhub.testing.flow.scenario import Scenario, ScenarioError
+from tensorhub.testing.flow.scenario import Scenario, ScenarioError, in_groups, left_out
 
 DEFAULTS: Final[Mapping[str, Sequence[str]]] = {
     "standalone": (
@@ -218,6 +218,9 @@ def _measure(
     slow = sum(hosts.count for hosts in scenario.hosts if hosts.role == "rollout" and hosts.slow > 1)
     slowly = f", {slow} of them with a slower link, whose own stalls do not count" if slow else ""
     print(f"\n{scenario.title}; {scenario.count('rollout')} rollouts{slowly}.")
+    for way in ways:
+        if way.name not in failures and (said := left_out(scenario, in_groups(scenario, way.options.get("ranks", 1)))):
+            print(f"{way.title}: {said}.")
     print("Stalls of updates and publications, all workers together:\n")
     print(*report.table(rows), sep="\n")
     print("\nUntil who joins or updates has the newest version (broken-off ones are censored):\n")

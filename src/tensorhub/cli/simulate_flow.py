@@ -15,7 +15,7 @@ from tensorhub.cli import common
 from tensorhub.testing.flow.plots import draw
 from tensorhub.testing.flow.report import Report, Row, cut_bound
 from tensorhub.testing.flow.run import Run, check, possible, run_one
-from tensorhub.testing.flow.scenario import Scenario, at_scale, in_groups, load
+from tensorhub.testing.flow.scenario import Scenario, at_scale, in_groups, left_out, load
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(common.INTERRUPTED) from None
     report = Report(scenario, [each.row for each in runs])
-    conditions = _conditions(scenario, "" if wanted.gpus is not None else _left_out(given, scenario))
+    conditions = _conditions(scenario, "" if wanted.gpus is not None else left_out(given, scenario))
     if wanted.plot is not None:
         wanted.plot.write_text(draw(scenario, runs, [conditions]))
     if as_json:
@@ -66,23 +66,11 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
         _print(report, conditions)
 
 
-def _left_out(given: Scenario, grouped: Scenario) -> str:
-    """How many hosts of the file no group has, since a kind's do not divide; or how many there are more."""
-    pairs = zip(given.hosts, grouped.hosts, strict=True)
-    lacking = [a.count - b.count * grouped.ranks for a, b in pairs if a.role == "rollout"]
-    out, more = sum(each for each in lacking if each > 0), -sum(each for each in lacking if each < 0)
-    said = [_hosts(out, "left out")] * bool(out) + [_hosts(more, "added")] * bool(more)
-    return f" ({' and '.join(said)})" if said else ""
-
-
-def _hosts(count: int, what: str) -> str:
-    return f"{count} host{'s are' if count > 1 else ' is'} {what}"
-
-
-def _conditions(scenario: Scenario, left_out: str) -> str:
+def _conditions(scenario: Scenario, besides: str) -> str:
+    """`besides`: of its hosts, what has to be said."""
     links, bound = scenario.links, cut_bound(scenario)
     of_ranks = f" of {scenario.ranks} ranks" if scenario.ranks > 1 else ""
-    who = f"{scenario.count('rollout'):,} rollouts{of_ranks}{left_out}"
+    who = f"{scenario.count('rollout'):,} rollouts{of_ranks}{f' ({besides})' if besides else ''}"
     size = f"{common.format_bytes(scenario.rank_bytes)} a rank over {links.nic_mbit_per_s / 1000:g} Gbit/s"
     if len(scenario.sites) > 1:  # a site that is written in two ways is seen here
         who += (

@@ -236,6 +236,18 @@ def in_groups(scenario: Scenario, ranks: int) -> Scenario:
     return replace(scenario, hosts=hosts, ranks=ranks, links=replace(scenario.links, wan_mbit_per_s=wan_mbit_per_s))
 
 
+def left_out(scenario: Scenario, grouped: Scenario) -> str:
+    """How many hosts no group has, since a kind's do not divide; or how many there are more. "": all are in groups."""
+    pairs = zip(scenario.hosts, grouped.hosts, strict=True)
+    lacking = [a.count - b.count * grouped.ranks for a, b in pairs if a.role == "rollout"]
+    out, more = sum(each for each in lacking if each > 0), -sum(each for each in lacking if each < 0)
+    return " and ".join([_hosts(out, "left out")] * bool(out) + [_hosts(more, "added")] * bool(more))
+
+
+def _hosts(count: int, what: str) -> str:
+    return f"{count} host{'s are' if count > 1 else ' is'} {what}"
+
+
 def _check_ranks(ranks: int) -> None:
     if not 1 <= ranks <= WORKERS_MAX:
         raise ScenarioError(f"--ranks {ranks}: give 1 to {WORKERS_MAX}")
