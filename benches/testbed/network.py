@@ -22,7 +22,7 @@ from typing import Final, Self
 
 from benches.child_processes import ROOT
 
-MTU: Final = 9000  # so that a WAN's relay, and the shaping, have few packets to look at
+MTU: Final = 9000  # at the most: so that a WAN's relay, and the shaping, have few packets to look at
 BURST_BYTES: Final = 128 * 1024  # more than the 64 KiB that the kernel sends at once, which tbf would else cut into packets
 QUEUE_S: Final = 0.05  # the most that a link delays
 WAN_DEVICE: Final = "wan0"
@@ -52,7 +52,8 @@ class Wan:
 class Network:
     """All hosts and links; they end with the `with` block."""
 
-    def __init__(self, hosts: Sequence[Host], wan: Wan | None = None) -> None:
+    def __init__(self, hosts: Sequence[Host], wan: Wan | None = None, congestion: str = "cubic", mtu: int = MTU) -> None:
+        """`congestion`: the congestion control of all sockets."""
         self._hosts = {host.name: host for host in hosts}
         self._sites = list(dict.fromkeys(host.site for host in hosts))
         if len(self._hosts) < len(hosts):
@@ -60,9 +61,14 @@ class Network:
         if len(self._sites) > 2 or (len(self._sites) == 2) != (wan is not None):
             raise ValueError(f"a WAN joins two sites; here are {len(self._sites)}, and {'a' if wan else 'no'} WAN")
         self._wan = wan
+        self._congestion, self._mtu = congestion, mtu
         self._stack = ExitStack()
         self._spaces: dict[str, int] = {}  # descriptors, by host, and by site for its bridge
-        self._addresses: dict[str, str] = {}
+        self._addresses = {
+            host.name: f"10.213.{number}.{place}"
+            for number, site in enumerate(self._sites)
+            for place, host in enumerate([host for host in hosts if host.site == site], 1)
+        }
 
     def __enter__(self) -> Self:
         try:
@@ -88,8 +94,8 @@ class Network:
     def set_mbit(self, host: str, mbit: float) -> None:
         """From now on its link carries so much, either way: a machine that has become slow."""
         site = self._hosts[host].site
-        _batch(self.prefix(site), "tc", [_limit(self._port(host), mbit)])
-        _batch(self.prefix(host), "tc", [_limit("eth0", mbit)])
+        _batch(self.prefix(site), "tc", _classes(self._port(host), mbit, len(self._hosts)))
+        _batch(self.prefix(host), "tc", _classes("eth0", mbit, len(self._hosts)))
 
     def path(self, name: str) -> str:
         """The host's namespace, as a file."""
@@ -102,25 +108,33 @@ class Network:
         descriptor = _new_space()
         self._stack.callback(os.close, descriptor)
         self._spaces[name] = descriptor
-        settings = "echo 1 >ip_forward; echo cubic >tcp_congestion_control; echo 1 >../ipv6/conf/default/disable_ipv6"
+        settings = "echo 1 >ip_forward; echo 1 >../ipv6/conf/default/disable_ipv6"
         _run([*self.prefix(name), "sh", "-c", f"cd /proc/sys/net/ipv4 && {settings}"])
 
     def _add_site(self, site: str, number: int) -> None:
         self._add_space(site)
         gateway = f"10.213.{number}.254"
-        lines = [f"link add bridge0 mtu {MTU} type bridge", f"address add {gateway}/24 dev bridge0", "link set bridge0 up"]
+        lines = [
+            f"link add bridge0 mtu {self._mtu} type bridge",
+            f"address add {gateway}/24 dev bridge0",
+            "link set bridge0 up",
+        ]
         hosts = [host for host in self._hosts.values() if host.site == site]
         for host in hosts:
             self._add_space(host.name)
-            port, inside = self._port(host.name), f"peer name eth0 mtu {MTU} netns {self.path(host.name)}"
-            lines += [f"link add {port} mtu {MTU} type veth {inside}", f"link set {port} master bridge0 up"]
+            port, inside = self._port(host.name), f"peer name eth0 mtu {self._mtu} netns {self.path(host.name)}"
+            lines += [f"link add {port} mtu {self._mtu} type veth {inside}", f"link set {port} master bridge0 up"]
         _batch(self.prefix(site), "ip", lines)
-        _batch(self.prefix(site), "tc", [_limit(self._port(host.name), host.mbit) for host in hosts])
-        for place, host in enumerate(hosts, 1):
-            self._addresses[host.name] = f"10.213.{number}.{place}"
-            lines = ["link set lo up", f"address add {self._addresses[host.name]}/24 dev eth0", "link set eth0 up"]
-            _batch(self.prefix(host.name), "ip", [*lines, f"route add default via {gateway}"])
-            _batch(self.prefix(host.name), "tc", [_limit("eth0", host.mbit)])
+        addresses = list(self._addresses.values())
+        for host in hosts:
+            _batch(self.prefix(site), "tc", _limit(self._port(host.name), host.mbit, "src", addresses))
+        for host in hosts:
+            lines = ["link set lo up", f"address add {self._addresses[host.name]}/24 dev eth0 noprefixroute"]
+            # By routes: a namespace's default can only be what everybody may choose, and cubic is not where that is bbr.
+            lines += ["link set eth0 up", f"route add 10.213.{number}.0/24 dev eth0 congctl {self._congestion}"]
+            lines.append(f"route add default via {gateway} congctl {self._congestion}")
+            _batch(self.prefix(host.name), "ip", lines)
+            _batch(self.prefix(host.name), "tc", _limit("eth0", host.mbit, "dst", addresses))
 
     def _add_wan(self, wan: Wan) -> None:
         """A relay between a TUN device in each site; it ends with its standard input, and its devices with it."""
@@ -138,7 +152,7 @@ class Network:
         if relay.stdout.readline().strip() != b"ready":
             raise RuntimeError("the WAN's relay has not started; its reason is above")
         for number, site in enumerate(self._sites):
-            lines = [f"address add 10.213.254.{number + 1}/30 dev {WAN_DEVICE}", f"link set {WAN_DEVICE} mtu {MTU} up"]
+            lines = [f"address add 10.213.254.{number + 1}/30 dev {WAN_DEVICE}", f"link set {WAN_DEVICE} mtu {self._mtu} up"]
             lines.append(f"route add 10.213.{1 - number}.0/24 dev {WAN_DEVICE}")
             _batch(self.prefix(site), "ip", lines)
 
@@ -180,10 +194,26 @@ def _new_space() -> int:
     return found[0]
 
 
-def _limit(device: str, mbit: float) -> str:
-    return (
-        f"qdisc replace dev {device} root tbf rate {int(mbit * 1e6)}bit burst {BURST_BYTES} latency {int(QUEUE_S * 1000)}ms"
-    )
+def _limit(device: str, mbit: float, by: str, addresses: Sequence[str]) -> list[str]:
+    """It sends so much, in equal shares to (`by` "dst") or from ("src") these addresses, as far as they use them: as the
+    fair queue does that Linux distributions have. With one queue for all, who came first keeps several times as much.
+    """
+    lines = [f"qdisc add dev {device} root handle 1: htb default 2", *_classes(device, mbit, len(addresses))]
+    queue_bytes = max(BURST_BYTES, int(mbit * 1e6 / 8 * QUEUE_S))
+    for number, address in enumerate(addresses, 3):
+        lines.append(f"qdisc add dev {device} parent 1:{number:x} bfifo limit {queue_bytes}")
+        lines.append(f"filter add dev {device} parent 1: protocol ip u32 match ip {by} {address} flowid 1:{number:x}")
+    return lines
+
+
+def _classes(device: str, mbit: float, count: int) -> list[str]:
+    """One for whatever is no such address' (ARP), and one for each."""
+    ceil = f"ceil {int(mbit * 1e6)}bit burst {BURST_BYTES} cburst {BURST_BYTES}"
+    lines = [f"class replace dev {device} parent 1: classid 1:1 htb rate {int(mbit * 1e6)}bit {ceil}"]
+    for number in range(2, count + 3):
+        share = f"rate {int(mbit * 1e6 / (count + 1))}bit {ceil} quantum {BURST_BYTES}"
+        lines.append(f"class replace dev {device} parent 1:1 classid 1:{number:x} htb {share}")
+    return lines
 
 
 def _batch(prefix: Sequence[str], program: str, lines: Sequence[str]) -> None:
