@@ -2,7 +2,7 @@
 
 import sys
 
-from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny
+from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny, wan
 from benches.scale import core
 
 SUBJECTS = {
@@ -18,6 +18,7 @@ SUBJECTS = {
     "strided": strided.main,
     "scale": core.main,
     "tiny": tiny.main,
+    "wan": wan.main,
 }
 
 

@@ -1,4 +1,4 @@
-"""A process of `benches.capped`: a coordinator, or a worker behind its own link (`benches.commands`)."""
+"""A process of `benches.capped` and `benches.wan`: a coordinator, or a worker behind its own link (`benches.commands`)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,19 @@ class BenchProcess:
     async def serve(self, host: str, port: int, state_dir: str) -> None:
         await self._stack.enter_async_context(tensorhub.serve(host=host, port=port, state_dir=state_dir))
 
-    async def join(self, address: str, name: str, host: str, nbytes: int, chunk_bytes: int) -> None:
-        options = Options(chunk_bytes=chunk_bytes)
-        connecting = tensorhub.connect(address, name=name, location=Location(host=host), options=options)
+    async def join(
+        self,
+        address: str,
+        name: str,
+        host: str,
+        nbytes: int,
+        chunk_bytes: int,
+        site: str = "default",
+        wan_connections: int = 1,
+    ) -> None:
+        options = Options(chunk_bytes=chunk_bytes, wan_connections=wan_connections)
+        location = Location(site=site, host=host)
+        connecting = tensorhub.connect(address, name=name, location=location, options=options)
         hub = await self._stack.enter_async_context(connecting)
         self._memory = byte_patterns.make(nbytes)
         byte_patterns.write(self._memory, 0)  # so that every page has been touched

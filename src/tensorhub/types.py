@@ -256,6 +256,7 @@ class Options:
     exit_timeout_s: float = 5.0  # caller's: the interpreter's exit waits so long for what is still open; 0: not at all
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
+    wan_connections: int = 4  # reader's: at most, over tcp, to one source in another site
     sessions_max: int = 16_384  # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
     guest_share: float = 0.5  # coordinator's: of sessions, registrations and watches, for who is read-only or has not joined
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
@@ -273,6 +274,7 @@ class Options:
             ("host_memory_bytes", 0, math.inf, "give bytes, 0 or more"),
             ("listen_port", 0, 65_535, "give a port, 0 (any free one) to 65535"),
             ("readers_max", 1, math.inf, "give 1 or more"),
+            ("wan_connections", 1, 16, "give 1 to 16"),
             ("sessions_max", 1, math.inf, "give 1 or more"),
             ("frame_bytes_max", 65_536, 2**31, "give 65536 to 2**31 bytes"),
         ):

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 
 import anyio
@@ -24,10 +25,11 @@ from tensorhub.runtime.data.lanes import AllVerified, PullEvent, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.transport import sockets
-from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight, Transport
+from tensorhub.transport.base import Channel, Cutter, Destination, Keeping, ReadRight, Transport
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cma.owner import CmaOwner
 from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import (
@@ -117,9 +119,10 @@ class Node:
         stall_timeout_s: float = WAIT_S,
         transport: str = "tcp",
         lanes: int | None = None,
+        connections: int = 1,
         **more: object,
     ) -> PullRunner:
-        """A pull into this node's memory."""
+        """A pull into this node's memory. `connections`: to each source."""
         options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
         parts: Mapping[str, Part] = more.get("selections", {})  # type: ignore[assignment]
         way = KINDS[transport](Local(self.incarnation, (secret,), options))
@@ -134,6 +137,10 @@ class Node:
                 CONTENT,
                 parts[grant.selection].selection if grant.selection else None,
             )
+            if connections > 1:
+                opens = partial(way.open, grant.endpoints[0], right, destination)
+                channel: Channel = ParallelChannel(opens, connections, destination.sizes, cutter)
+                return Opened(way.name, channel, connections, waits=True)
             return Opened(way.name, way.open(grant.endpoints[0], right, destination, cutter), lanes or way.lanes)
 
         return PullRunner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -31,6 +32,7 @@ from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
 from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import segments as shm
 from tensorhub.transport.shm.reader import ShmTransport
@@ -55,6 +57,15 @@ class LoopbackSource(ServedSource):
         return False
 
 
+class Parallel(TcpTransport):
+    """As a reader in another site has tcp."""
+
+    lanes = 3
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        return ParallelChannel(partial(super().open, endpoint, right, destination), self.lanes, destination.sizes, cutter)
+
+
 @pytest.fixture(autouse=True)
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in's memory is opened, as another process' is."""
@@ -74,6 +85,7 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         return Loopback(owners), make
     transports: dict[str, Callable[[Local], Transport]] = {
         "tcp": TcpTransport,
+        "parallel": Parallel,
         "staged": TcpTransport,
         "cma": CmaTransport,
         "shm": ShmTransport,
@@ -99,6 +111,7 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
     ("kind", "backend"),
     [
         *(pytest.param("tcp", backend) for backend in BACKENDS),
+        *(pytest.param("parallel", backend) for backend in BACKENDS),
         *(pytest.param("cma", backend, marks=needs_cma) for backend in BACKENDS),
         *(pytest.param("shm", backend, marks=needs_shm) for backend in BACKENDS),
         *(pytest.param("nixl", backend, marks=[pytest.mark.nixl, needs_nixl]) for backend in BACKENDS),

@@ -1,7 +1,7 @@
 """A transport as the reader sees it. `transport.owner` describes the owner's side.
 
 A *channel* is one reader's way to one source under one read lease. A blocking thread (the lane) drives it, or several, up to
-`Transport.lanes`:
+`Transport.lanes` (of several channels to one source, `transport.parallel` makes one):
 
     channel = transport.open(...)        connect, prove who is who
     channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
@@ -145,6 +145,7 @@ class Arrival(NamedTuple):
     made: Mapping[int, int] = {}  # digests that the channel made of these chunks while their bytes were in the cache
     digest_s: float = 0.0  # what that took
     excess_bytes: int = 0  # that were read besides, and are no part of these chunks
+    discarded_bytes: int = 0  # that came in vain, of chunks that a later `receive` names
 
 
 class Lacking(NamedTuple):
@@ -179,6 +180,7 @@ class Transport(Protocol):
 
     name: str
     lanes: int = 1  # threads of one reader that read faster from one source than one thread does
+    connections: int = 1  # of one reader to one source in another site; each has a thread
     batch_bytes: int = BATCH_BYTES  # of one request
     fills: frozenset[Place] = HOST  # where its channels' destinations may be
     strides: bool = False  # its channels read selections, and fill strided destinations

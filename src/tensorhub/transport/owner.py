@@ -53,7 +53,7 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_local", "is_stopped", "not_given", "reader", "rests_from", "secret")
+    __slots__ = ("connection", "is_local", "is_stopped", "lease", "not_given", "reader", "rests_from", "secret")
 
     def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "") -> None:
         self.connection = connection
@@ -61,6 +61,7 @@ class Lane:
         self.is_local = is_local  # it comes from this host: only such a reader is told addresses
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.secret: bytes | None = None  # by which it has proved that
+        self.lease = ""  # under which it was asked for chunks last
         self.rests_from: float | None = None  # since when the reader asks for nothing; None: it is being answered
         self.is_stopped = False  # it must begin nothing new
 

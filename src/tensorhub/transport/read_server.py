@@ -179,6 +179,7 @@ class ReadServer:
 
     def _serve(self, read: Read | Locate, session: OwnerSession, *, strides: bool) -> None:
         """Serve the chunks that are available, or become so within the patience; or refuse the request."""
+        self.lane.lease = read.lease
         try:
             self._serve_all(read, session, strides=strides)
         except CannotServe as error:

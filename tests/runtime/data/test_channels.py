@@ -13,6 +13,7 @@ import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
+from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.strips import Strip
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
@@ -31,6 +32,7 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import OwnerSide
+from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
@@ -239,6 +241,28 @@ def test_the_reason_of_each_choice_is_logged_once(caplog: pytest.LogCaptureFixtu
     (text,) = said(caplog, "transport_chosen")
     assert "why='shm: does not reach it; rdma: the source does not offer it; nixl: no way: but'" in text
     assert chosen(channels, grant("tcp", "nixl", "shm", host="here")) == "shm"
+
+
+def opened(options: Options, site: str, *, strided: bool = False) -> Opened:
+    """By a tcp, whose source is in that site, and this worker in the default one."""
+    way = Way("tcp")
+    way.connections, way.strides = options.wan_connections, True
+    with having(tcp=lambda local: way):
+        channels = Channels([b""], options, Location(host="here"), None)
+        channels.become(Incarnation("reader"))
+    granted = replace(grant("tcp"), location=Location(site=site, host="there"))
+    found = channels.opener(ContentId("c"))(granted, InPieces() if strided else Nowhere(), Cutter())
+    assert way.opened == 1  # the first one; threads that help open the others
+    return found
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_source_in_another_site_is_read_by_several_connections(strided: bool) -> None:
+    near, far = (opened(Options(), site, strided=strided) for site in ("default", "elsewhere"))
+    assert (near.lanes, near.waits, type(near.channel)) == (1, False, _Nothing)
+    assert (far.lanes, far.waits, type(far.channel)) == (4, True, ParallelChannel)
+    alone = opened(Options(wan_connections=1), "elsewhere")
+    assert (alone.lanes, alone.waits, type(alone.channel)) == (1, False, _Nothing)
 
 
 def test_what_was_left_comes_last_and_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from tensorhub.transport.base import (
 from tensorhub.transport.enclosing import EnclosingChannel, Enclosure, Vouched
 from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
+from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import BUNDLES_BY, ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
@@ -168,11 +169,16 @@ class Channels:
             for transport, endpoint in self._common(grant, destination):
                 if (encloses and "host" not in transport.fills) or (is_bundle and transport.name != BUNDLES_BY):
                     continue
+                is_far = grant.location.site != self._location.site
+                connections = transport.connections if is_far and not encloses else 1
                 try:
                     if part is not None and vouched is not None:
                         enclosure = Enclosure(part.selection, vouched)
                         inner = transport.open(endpoint, right, enclosure, cutter)
                         channel: Channel = EnclosingChannel(inner, enclosure, destination)
+                    elif connections > 1:
+                        opens = partial(transport.open, endpoint, right, destination)
+                        channel = ParallelChannel(opens, connections, destination.sizes, cutter)
                     else:
                         channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
@@ -186,8 +192,8 @@ class Channels:
                 else:
                     self._note_chosen(transport.name, grant, destination)
                     ended = partial(self._ended, transport.name, grant, destination)
-                    lanes = 1 if encloses else transport.lanes
-                    return Opened(transport.name, channel, lanes, transport.batch_bytes, ended)
+                    lanes = 1 if encloses else connections if connections > 1 else transport.lanes
+                    return Opened(transport.name, channel, lanes, transport.batch_bytes, ended, connections > 1)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             reasons = self._in_the_way(grant)
             what = "none of the transports can be used" if reasons else "no transport in common"

@@ -8,9 +8,10 @@ each verified chunk to other readers (`SharedOwner`) at once. Nothing of that pa
 The loop hears only events: a source failed, everything is verified.
 
 If the transport gains by it (`Transport.lanes`) and there is enough to read, more threads *help* the lane: they drive the
-same channel and share its requests, so that a source still has one connection, one place in the books, and one end. The
+same channel and share its requests, so that a source still has one channel, one place in the books, and one end. The
 first thread that fails ends the others. The last one to leave closes the channel, and gives back what has not come. A
-helping thread that does not get a core for itself retires: it would only push a trainer or other readers aside.
+helping thread that does not get a core for itself retires: it would only push a trainer or other readers aside. (Where
+threads wait for a network, as over a WAN, they need none.)
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
@@ -235,7 +236,7 @@ class PullRunner:
         try:
             destination = self._memory if lane.brings is None else self._memory.part(lane.brings)
             opened = self._open_channel(lane.grant, destination, lane.cutter)
-            lane.transport, channel, lanes, batch_bytes, lane.ended = opened
+            lane.transport, channel, lanes, batch_bytes, lane.ended, lane.waits = opened
             if lane.brings is not None:
                 channel = NumberedChannel(channel, lane.brings)
             if batch_bytes != BATCH_BYTES:
@@ -262,7 +263,7 @@ class PullRunner:
         failure: ReadFailure | None = None
         is_retired = False
         try:
-            is_retired = self._read(lane, channel, CoreShare())
+            is_retired = self._read(lane, channel, None if lane.waits else CoreShare())
         except ReadFailure as error:
             failure = error
         finally:
@@ -386,6 +387,8 @@ class PullRunner:
             if arrival.excess_bytes:
                 self._pull.discarded(lane.lease, arrival.excess_bytes)
                 self._excess_bytes += arrival.excess_bytes
+            if arrival.discarded_bytes:
+                self._pull.discarded(lane.lease, arrival.discarded_bytes)
             if bad or lane.threads > 1 or lane.brings is not None:
                 self._changed.notify_all()
         enclosed = bool(lane.grant.root)

@@ -1,6 +1,7 @@
 """The lanes that serve readers, and whom there is room to serve: connections are bounded in all, and by reader.
 
-A lane whose reader keeps its connection for later gives way first; then read-only readers give way to workers.
+A lane whose reader keeps its connection for later gives way first. Then read-only readers give way to workers, and of
+several connections of one read all but one: the others bring what it was asked for (`transport.parallel`).
 
 Not responsible for what a lane may read (`serving`), nor for its thread (`acceptor`). Whoever calls holds the owner's lock.
 """
@@ -48,13 +49,15 @@ class ServedLanes:
         served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
         of_one = [each for each in served if each.reader == reader]
         if len(of_one) >= of_one_max:
-            if not self._stop_resting(of_one):
+            if not (self._stop_resting(of_one) or self._stop_further(of_one, 0)):
                 return (
                     f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
                     "let some fetches end first"
                 )
         elif len(served) >= readers_max and not (
-            self._stop_resting(served) or (not reader.startswith(READ_ONLY) and self._stop_guest(served, readers_max // 2))
+            self._stop_resting(served)
+            or (not reader.startswith(READ_ONLY) and self._stop_guest(served, readers_max // 2))
+            or self._stop_further(served, len(of_one))
         ):
             return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
         lane.reader, lane.rests_from = reader, time.monotonic()
@@ -75,4 +78,13 @@ class ServedLanes:
         if of.total() <= guests_max:
             return False
         self.stop(max(lanes, key=lambda each: of[each.reader]))
+        return True
+
+    def _stop_further(self, lanes: Sequence[Lane], has: int) -> bool:
+        """End one of the read that has most connections, for a reader that has so many; False: none has two more."""
+        of = Counter((each.reader, each.lease) for each in lanes if each.lease)
+        most, count = max(of.items(), key=lambda each: each[1], default=(None, 0))
+        if count < has + 2:
+            return False
+        self.stop(next(each for each in lanes if (each.reader, each.lease) == most))
         return True

@@ -31,6 +31,7 @@ class Opened(NamedTuple):
     lanes: int = 1
     batch_bytes: int = BATCH_BYTES
     ended: Callable[[ReadFailure | None], object] = lambda failure: None
+    waits: bool = False  # its threads wait for a network, not for cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class SourceLane:
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
     ended: Callable[[ReadFailure | None], object] = lambda failure: None  # see `Opened`
+    waits: bool = False  # see `Opened`
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
     threads: int = 0  # that drive it now

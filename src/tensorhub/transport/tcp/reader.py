@@ -18,6 +18,7 @@ from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Destination
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import Staging
 from tensorhub.transport.streaming_digest import SMALL_BYTES, PiecewiseDigest, StreamingDigests, cut
 from tensorhub.transport.tcp.owner import DIALECT, TcpOwner
@@ -31,6 +32,10 @@ class TcpTransport(ConnectedTransport):
     lanes = 1
     fills = HOST | DEVICE
     strides = True
+
+    def __init__(self, local: Local) -> None:
+        super().__init__(local)
+        self.connections = local.options.wan_connections
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Always, as far as locations say."""

@@ -1,0 +1,172 @@
+"""Several connections to one source, driven as one channel: for paths on which one connection cannot use the line.
+
+A TCP connection that loses a packet sends less for many round trips. Over a WAN these are long, and several connections lose
+less together. One line after the other is opened, each by a thread of the lane that finds none free, while the first one is
+read already. A line is asked for a part of what was submitted, and for more when that has come. So a fast line brings more
+than a slow one.
+
+A further line is only a help. If it cannot be had, or ends, the other lines bring what it was asked for, and it is not
+opened again. The channel fails when its last line does.
+
+Not responsible for how many lines there are (`Transport.connections`), nor for what a line does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tensorhub.logs import get_logger
+from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, Unusable
+
+REQUESTS_OPEN = 2  # of one line, as long as there is more for every line; else the last ones wait for a slow one
+
+log = get_logger("tensorhub.worker")
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    channel: Channel
+    cutter: Cutter
+    asked: list[set[int]] = field(default_factory=list)  # of each request, what has not arrived; none is empty
+    is_driven: bool = True  # a thread is inside
+
+
+class ParallelChannel:
+    """See `transport.base.Channel`. Up to `connections` threads may drive it."""
+
+    def __init__(
+        self, open_line: Callable[[Cutter], Channel], connections: int, sizes: Sequence[int], cutter: Cutter
+    ) -> None:
+        """`sizes`: of all chunks. Opens the first line: errors as of `Transport.open`."""
+        self._open_line = open_line
+        self._sizes = sizes
+        self._cutter = cutter
+        self._lock = threading.Lock()  # guards all below
+        self._lines_max = connections
+        self._lines: list[_Line] = []
+        self._opening: set[Cutter] = set()
+        self._queue: deque[int] = deque()  # submitted, and asked of no line; ascending
+        self._discarded_bytes = 0  # that lines which have ended brought in vain; not told yet
+        cutter.attach(self._cut)
+        try:
+            self._add_line()
+        except BaseException:
+            cutter.detach()
+            raise
+        self._lines[0].is_driven = False
+
+    def __repr__(self) -> str:
+        return f"<ParallelChannel of {len(self._lines)} lines, {len(self._queue)} chunks wait for one>"
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        with self._lock:
+            self._queue = deque(sorted([*self._queue, *chunks]))
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        """By a line that no other thread drives; it is opened, if need be. No chunks: there is nothing for this thread."""
+        while (line := self._take_line()) is not None:
+            try:
+                for request in self._requests(line):
+                    line.channel.submit(request)
+                answer = line.channel.receive(bytes_max)
+            except ReadFailure as failure:
+                self._lost(line, failure)  # its thread takes another one, which may have nobody else
+                continue
+            discarded = self._answered(line, answer)
+            return answer if isinstance(answer, Lacking) else answer._replace(discarded_bytes=discarded)
+        return Arrival((), 0.0, 0.0)
+
+    def close(self) -> None:
+        self._cutter.detach()
+        for line in self._lines:
+            line.channel.close()
+
+    # ------------------------------------------------------------------------------------------------------- lines
+
+    def _take_line(self) -> _Line | None:
+        with self._lock:
+            for line in self._lines:  # the one that was driven longest ago comes first
+                if not line.is_driven and (line.asked or self._queue):
+                    line.is_driven = True
+                    return line
+            if not self._queue or len(self._lines) + len(self._opening) >= self._lines_max:
+                return None
+        try:
+            return self._add_line()
+        except (ReadFailure, Unusable) as error:
+            log.debug("connection_not_added", reason=str(error))
+            return None
+
+    def _add_line(self) -> _Line:
+        """A new line, which the caller drives."""
+        cutter = Cutter()
+        with self._lock:
+            self._opening.add(cutter)
+            if self._cutter.is_cut:
+                cutter.cut()
+        try:
+            line = _Line(self._open_line(cutter), cutter)
+        except BaseException:
+            with self._lock:
+                self._opening.discard(cutter)
+                if not cutter.is_cut:  # it was not there to be had, and is not tried again
+                    self._lines_max -= 1
+            raise
+        with self._lock:
+            self._opening.discard(cutter)
+            self._lines.append(line)
+        return line
+
+    def _requests(self, line: _Line) -> list[list[int]]:
+        """What to ask this line for now."""
+        found: list[list[int]] = []
+        with self._lock:
+            while self._queue and len(line.asked) < (REQUESTS_OPEN if len(self._queue) > self._lines_max else 1):
+                most = sum([self._sizes[chunk] for chunk in self._queue]) // (REQUESTS_OPEN * self._lines_max)
+                request = [self._queue.popleft()]
+                most -= self._sizes[request[0]]
+                while self._queue and (most := most - self._sizes[self._queue[0]]) >= 0:
+                    request.append(self._queue.popleft())
+                line.asked.append(set(request))
+                found.append(request)
+        return found
+
+    def _answered(self, line: _Line, answer: Arrival | Lacking) -> int:
+        """Its thread is done with it for now. Returns what lines have brought in vain since this was told last."""
+        got = set(answer.chunks) if isinstance(answer, Lacking) else {chunk for chunk, _ in answer.chunks}
+        with self._lock:
+            line.asked = [left for request in line.asked if (left := request - got)]
+            line.is_driven = False
+            self._lines.remove(line)
+            self._lines.append(line)
+            if not self._queue and not any(each.asked for each in self._lines):
+                for cutter in self._opening:  # that line comes too late, and nobody shall wait for it
+                    cutter.cut()
+            if isinstance(answer, Lacking):
+                return 0
+            discarded, self._discarded_bytes = self._discarded_bytes, 0
+        return discarded
+
+    def _lost(self, line: _Line, failure: ReadFailure) -> None:
+        """The others bring what it was asked for. ReadFailure: there are none."""
+        with self._lock:
+            self._lines.remove(line)
+            self._lines_max -= 1
+            self._discarded_bytes += failure.bytes_discarded
+            self._queue = deque(sorted(set(self._queue).union(*line.asked)))
+            left = len(self._lines)
+            failure.bytes_discarded = self._discarded_bytes
+        line.channel.close()
+        if not left:
+            raise failure
+        if not self._cutter.is_cut:
+            log.info("connection_lost", reason=str(failure), left=left)
+
+    def _cut(self) -> None:
+        with self._lock:
+            cutters = [*self._opening, *(line.cutter for line in self._lines)]
+        for cutter in cutters:
+            cutter.cut()

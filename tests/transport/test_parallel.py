@@ -1,0 +1,274 @@
+"""Several lines to one source as one channel: who is asked for what, and what becomes of it where lines end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tensorhub.transport.base import Arrival, Cutter, Lacking, ReadFailure, Unusable
+from tensorhub.transport.parallel import REQUESTS_OPEN, ParallelChannel
+from tests.runtime.data_rig import WAIT_S
+
+SIZE = 10
+
+
+class Line:
+    """A connection by which what was asked for comes chunk by chunk; `goes_on` holds it up."""
+
+    def __init__(self, lines: Lines, cutter: Cutter) -> None:
+        self.asked: list[list[int]] = []
+        self.fails: ReadFailure | None = None
+        self.lacks: set[int] = set()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.is_driven = threading.Event()
+        self.is_closed = False
+        self._left: deque[int] = deque()
+        self._is_cut = threading.Event()
+        cutter.attach(self._cut)
+        lines.made.append(self)
+
+    def _cut(self) -> None:
+        self._is_cut.set()
+        self.goes_on.set()
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self.asked.append(list(chunks))
+        self._left.extend(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        assert self._left, "it waits for nothing"
+        self.is_driven.set()
+        assert self.goes_on.wait(WAIT_S)
+        if self._is_cut.is_set():
+            raise ReadFailure("lost", "it was cut")
+        if self.fails is not None:
+            raise self.fails
+        chunk = self._left.popleft()
+        return Lacking([chunk], []) if chunk in self.lacks else Arrival([(chunk, chunk)], 0.0, 0.0)
+
+    def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+
+
+class Lines:
+    """Opens lines. `refuses`: why no further one can be had."""
+
+    def __init__(self) -> None:
+        self.made: list[Line] = []
+        self.refuses: Exception | None = None
+        self.tried = 0
+        self.before: Callable[[Cutter], object] = lambda cutter: None
+
+    def __call__(self, cutter: Cutter) -> Line:
+        self.tried += 1
+        self.before(cutter)
+        if self.refuses is not None:
+            raise self.refuses
+        return Line(self, cutter)
+
+
+def channel_of(lines: Lines, connections: int, chunks: int = 40) -> tuple[ParallelChannel, Cutter]:
+    cutter = Cutter()
+    return ParallelChannel(lines, connections, [SIZE] * chunks, cutter), cutter
+
+
+def named(answer: Arrival | Lacking) -> list[int]:
+    assert isinstance(answer, Arrival)
+    return [chunk for chunk, _ in answer.chunks]
+
+
+def all_of(channel: ParallelChannel) -> list[int]:
+    """What one thread receives until there is nothing for it."""
+    found: list[int] = []
+    while chunks := named(channel.receive(1)):
+        found += chunks
+    return found
+
+
+def test_each_thread_opens_a_line_and_nobody_is_asked_for_everything() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 3)
+    channel.submit(range(20, 40))
+    channel.submit(range(20))
+    with ThreadPoolExecutor(4) as threads:
+        lines.made[0].goes_on.clear()
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        assert lines.made[0].asked[0] == list(range(40 // (REQUESTS_OPEN * 3)))  # the lowest; no more than its part
+        assert threads.submit(channel.receive, 1).result(WAIT_S).chunks
+        lines.made[1].goes_on.clear()
+        second = threads.submit(channel.receive, 1)
+        third = threads.submit(channel.receive, 1)
+        found = [named(third.result(WAIT_S))]
+        assert len(lines.made) == 3
+        found.append(all_of(channel))  # by the third line: nothing is left that nobody was asked for
+        assert channel.receive(1) == Arrival((), 0.0, 0.0)
+        for line in lines.made:
+            line.goes_on.set()
+        found += [named(first.result(WAIT_S)), named(second.result(WAIT_S)), all_of(channel)]
+    assert sorted(chunk for chunks in found for chunk in chunks) == [c for c in range(40) if c != lines.made[1].asked[0][0]]
+    assert sorted(chunk for line in lines.made for asked in line.asked for chunk in asked) == list(range(40))
+    assert all(asked == sorted(asked) for line in lines.made for asked in line.asked)
+    channel.close()
+    assert all(line.is_closed for line in lines.made)
+
+
+def test_the_last_chunks_are_asked_of_whoever_is_free() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit([0, 1])
+    channel.receive(1)
+    assert lines.made[0].asked == [[0]]  # though it might be asked for two: the other line may be faster
+
+
+def test_what_a_line_that_ends_was_asked_for_comes_by_another_one() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        found = all_of(channel)  # by the second line
+        lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=7)
+        lines.made[0].goes_on.set()
+        answer = first.result(WAIT_S)  # the other one's own thread may have gone to rest: so this one takes its line
+    assert isinstance(answer, Arrival)
+    assert answer.discarded_bytes == 7
+    assert lines.made[0].is_closed
+    found += [*named(answer), *all_of(channel)]
+    assert sorted(found) == list(range(12))
+    channel.submit([12])
+    answer = channel.receive(1)
+    assert isinstance(answer, Arrival)
+    assert (named(answer), answer.discarded_bytes, lines.tried) == ([12], 0, 2)  # told once; and no line is opened again
+
+
+def test_the_channel_fails_with_its_last_line() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        channel.receive(1)
+        for number, line in enumerate(lines.made):
+            line.fails = ReadFailure("refused", f"line {number}", bytes_discarded=1 + number)
+        with ThreadPoolExecutor(1) as others:
+            second = others.submit(channel.receive, 1)  # its line is gone, and it waits for nobody
+            assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
+        lines.made[0].goes_on.set()
+        with pytest.raises(ReadFailure, match="line 0") as failed:
+            first.result(WAIT_S)
+    assert failed.value.bytes_discarded == 3
+    channel.close()
+    assert all(line.is_closed for line in lines.made)
+
+
+@pytest.mark.parametrize("why", [Unusable("not this way"), ReadFailure("unreachable", "full")])
+def test_a_further_line_that_cannot_be_had_is_no_failure(why: Exception) -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    lines.refuses = why
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        for _ in range(2):
+            assert channel.receive(1) == Arrival((), 0.0, 0.0)
+        assert lines.tried == 2  # and is tried once
+        lines.made[0].goes_on.set()
+        found = named(first.result(WAIT_S))
+    assert sorted(found + all_of(channel)) == list(range(12))
+
+
+def test_the_first_line_has_to_be_had() -> None:
+    lines = Lines()
+    lines.refuses = Unusable("not this way")
+    with pytest.raises(Unusable):
+        channel_of(lines, 2)
+
+
+def test_what_its_source_lacks_is_said_and_may_be_asked_for_again() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    lines.made[0].lacks = {1}
+    channel.submit([1])
+    assert channel.receive(1) == Lacking([1], [])
+    assert channel.receive(1) == Arrival((), 0.0, 0.0)
+    lines.made[0].lacks.clear()
+    channel.submit([1])
+    assert named(channel.receive(1)) == [1]
+
+
+def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
+    lines = Lines()
+    channel, cutter = channel_of(lines, 3)
+    channel.submit(range(12))
+    opening, is_cut = threading.Event(), threading.Event()
+
+    def wait(its: Cutter) -> None:
+        its.attach(is_cut.set)
+        opening.set()
+        assert is_cut.wait(WAIT_S)
+        its.detach()
+        raise ReadFailure("unreachable", "the read was given up")
+
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        lines.before = wait
+        second = threads.submit(channel.receive, 1)
+        assert opening.wait(WAIT_S)
+        cutter.cut()
+        with pytest.raises(ReadFailure, match="it was cut"):
+            first.result(WAIT_S)
+        assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
+    channel.close()
+
+
+def test_nobody_waits_for_a_line_that_comes_too_late() -> None:
+    """The end of a fetch would wait for its connection."""
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(3))
+    opening, is_cut = threading.Event(), threading.Event()
+
+    def wait(its: Cutter) -> None:
+        its.attach(is_cut.set)
+        opening.set()
+        assert is_cut.wait(WAIT_S)
+        its.detach()
+        raise ReadFailure("unreachable", "the read was given up")
+
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        lines.before = wait
+        second = threads.submit(channel.receive, 1)
+        assert opening.wait(WAIT_S)
+        lines.made[0].goes_on.set()
+        found = [*named(first.result(WAIT_S)), *all_of(channel)]
+        assert sorted(found) == [0, 1, 2]
+        assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
+        assert not lines.made[0].is_closed
+        lines.before = lambda cutter: None
+        channel.submit(range(3, 9))  # there is more, after all: it is opened
+        lines.made[0].goes_on.clear()
+        lines.made[0].is_driven.clear()
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        assert named(channel.receive(1))
+        assert len(lines.made) == 2
+        lines.made[0].goes_on.set()
+        assert named(first.result(WAIT_S))
