@@ -11,7 +11,9 @@ import pytest
 
 import tensorhub
 from tensorhub.errors import TransportUnavailable
+from tensorhub.hub import Hub
 from tensorhub.messages import Grant
+from tensorhub.runtime.data import lanes
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.strips import Strip
@@ -120,6 +122,11 @@ async def fetched(c: Cluster, *, timeout: float = 30) -> tensorhub.FetchReport:
     report = await (await c.hubs[1].register("m", memory)).replicate(timeout=timeout)
     assert holds(memory, 1)
     return report
+
+
+def connect_at(c: Cluster, site: str, options: Options = OPTIONS) -> contextlib.AbstractAsyncContextManager[Hub]:
+    """A worker in that site."""
+    return tensorhub.connect(c.address, name=f"in {site}", options=options, location=Location(site=site, host=f"in {site}"))
 
 
 def said(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
@@ -263,6 +270,30 @@ def test_a_source_in_another_site_is_read_by_several_connections(strided: bool) 
     assert (far.lanes, far.waits, type(far.channel)) == (4, True, ParallelChannel)
     alone = opened(Options(wan_connections=1), "elsewhere")
     assert (alone.lanes, alone.waits, type(alone.channel)) == (1, False, _Nothing)
+
+
+@pytest.mark.parametrize(("site", "kept"), [("default", 1), ("elsewhere", 3)])
+async def test_a_fetch_from_another_site_has_as_many_connections_as_its_reader_wants(
+    site: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "HELP_BYTES", CHUNK_BYTES)
+    made: list[TcpTransport] = []
+
+    def make(local: Local) -> Transport:
+        made.append(TcpTransport(local))
+        return made[-1]
+
+    options = replace(OPTIONS, wan_connections=3)
+    with having(tcp=make):
+        async with cluster() as c, connect_at(c, "default") as trainer, connect_at(c, site, options) as reader:
+            source = await trainer.register("m", tensors(1))
+            await source.publish(1)
+            memory = tensors()
+            report = await (await reader.register("m", memory)).replicate()
+            assert holds(memory, 1)
+            assert [source.outcome for source in report.sources] == ["used"]
+            assert 1 <= len(made[1]._peers._kept) <= kept  # one that came too late was of no use
+            assert made[1].connections == 3
 
 
 def test_what_was_left_comes_last_and_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 
-from tensorhub.runtime.data import lanes
+from tensorhub.runtime.data import lanes, source_lane
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.data.source_lane import SourceFailed
+from tensorhub.transport.base import Arrival, Lacking
 from tensorhub.transport.owner import Lane
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.tcp.reader import TcpChannel, TcpTransport
 from tensorhub.types import Incarnation
 from tests.runtime.data_rig import CHUNK_BYTES, WAIT_S, Node, finish, manifest_of, next_event, serving, until
 
@@ -74,6 +75,37 @@ async def test_all_connections_are_used_and_kept_for_the_next_read() -> None:
         (way,) = b.ways
         assert isinstance(way, TcpTransport)
         assert repr(way._peers) == f"<Peers, {CONNECTIONS} kept>"
+
+
+async def test_threads_that_wait_for_a_network_help_on_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_lane, "CORE_SHARE_AFTER_S", 0.0)
+    monkeypatch.setattr(source_lane, "CORE_SHARE_MIN", float("inf"))
+    a, b = nodes()
+    async with serving(a, b), reading(a, b) as runner:
+        await until(lambda: leases(a) == {"from-a": CONNECTIONS})
+        a.make_available(*range(CHUNKS - CONNECTIONS))
+        await until(lambda: runner.report().chunks_verified == CHUNKS - CONNECTIONS)
+        (lane,) = runner._lanes.values()
+        assert lane.threads == CONNECTIONS
+        a.make_available(*range(CHUNKS - CONNECTIONS, CHUNKS))
+    assert b.arrays == a.arrays
+
+
+async def test_what_came_in_vain_by_a_connection_that_broke_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, told = TcpChannel.receive, [7]
+
+    def receive_with_more(self: TcpChannel, bytes_max: int) -> Arrival | Lacking:
+        answer = receive(self, bytes_max)
+        return answer._replace(discarded_bytes=told.pop()) if isinstance(answer, Arrival) and told else answer
+
+    monkeypatch.setattr(TcpChannel, "receive", receive_with_more)
+    a, b = nodes()
+    a.make_available(*range(CHUNKS))
+    async with serving(a, b), b.runner() as runner:
+        runner.add_source(a.grant())
+        await finish(runner)
+        report = runner.report()
+    assert (report.bytes_read, report.excess_bytes) == (TOTAL + 7, 0)
 
 
 async def test_others_bring_what_a_connection_that_broke_was_asked_for() -> None:

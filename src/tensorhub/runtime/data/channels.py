@@ -170,7 +170,7 @@ class Channels:
                 if (encloses and "host" not in transport.fills) or (is_bundle and transport.name != BUNDLES_BY):
                     continue
                 is_far = grant.location.site != self._location.site
-                connections = transport.connections if is_far and not encloses else 1
+                connections = transport.connections if is_far else 1
                 try:
                     if part is not None and vouched is not None:
                         enclosure = Enclosure(part.selection, vouched)
