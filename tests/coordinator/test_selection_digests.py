@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -240,3 +241,31 @@ def test_what_is_said_of_another_selection_than_is_compared_changes_nothing() ->
     assert (part.comparisons, part.page, holding.verified) == (0, 0, True)
     world.say(reader, Compared(key, 0, A.chunks, (), True, A.selection, A.shard))
     assert (part.comparisons, part.page, holding.verified) == (1, None, False)
+
+
+def test_all_who_need_a_selection_hear_of_its_digests() -> None:
+    """And nobody else is looked at, though it waits as well."""
+    world, trainers = published()
+    needing = [filling(world, name, site=name)[0] for name in ("r", "s")]
+    others = replace(A, selection="other"), replace(B, selection="other")
+    (other,) = world.group("o", [("own/o", ())], site="o")
+    world.fill([other])
+    world.ready(other, *others)
+    for reader, needs in ((needing[0], (A, B)), (needing[1], (A, B)), (other, others)):
+        world.vote(reader, *map(root, needs))
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    assert [[outcome.committed for outcome in reader.take(Outcome)] for reader in needing] == [[True], [True]]
+    assert not other.take(Outcome)
+    for trainer, need in zip(trainers, others, strict=True):
+        world.tell(trainer, need)
+    assert other.take(Outcome)[0].committed
+
+
+def test_operations_that_have_ended_are_not_kept_for_their_digests() -> None:
+    world, _ = published()
+    for number in range(20):
+        readers = filling(world, f"r{number}", site=f"s{number}")
+        world.lose(*readers)
+    for testimony in world.version.selections.values():
+        assert len(testimony.needed_by) <= 1

@@ -69,7 +69,6 @@ class Testimonies:
                 self._cluster.forget_selection(part.operation.bound, key)
                 testimony = self.of_need(part, need)
             testimony.needed_by = {each: None for each in testimony.needed_by if not each.operation.decided}
-            testimony.needed_by[part] = None
         for first in replicas.needed(part):
             self._are_replicas_known(part.operation.bound, first)
             self._compare_replicas(part.operation.bound, first)
@@ -453,6 +452,7 @@ class Testimonies:
             self._cluster.selections += 1
         if not testimony.width:
             testimony.width = WIDTHS[Published.decode(part.layout.origins).digest]
+        testimony.needed_by[part] = None
         return testimony
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
