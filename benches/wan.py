@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--round-trip-ms", type=float, default=80)
     parser.add_argument("--mtu", type=int, default=MTU, help="bytes of a packet; small ones cost the relay a core")
     parser.add_argument("--mib", type=float, default=64, help="of the version")
-    parser.add_argument("--chunk-mib", type=float, default=8)
+    parser.add_argument("--chunk-mib", type=float, default=1, help="as many chunks as 512 MiB have usually")
     parser.add_argument("--rounds", type=int, default=3, help="that count; one before them does not")
     parser.add_argument("--seed", type=int, default=1, help="of what is lost")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and figures")

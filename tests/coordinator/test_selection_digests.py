@@ -246,26 +246,29 @@ def test_what_is_said_of_another_selection_than_is_compared_changes_nothing() ->
 def test_all_who_need_a_selection_hear_of_its_digests() -> None:
     """And nobody else is looked at, though it waits as well."""
     world, trainers = published()
-    needing = [filling(world, name, site=name)[0] for name in ("r", "s")]
+    (first,) = filling(world, "r", site="r")
+    second, third = filling(world, "s", site="s", ranks=2)
     others = replace(A, selection="other"), replace(B, selection="other")
     (other,) = world.group("o", [("own/o", ())], site="o")
     world.fill([other])
     world.ready(other, *others)
-    for reader, needs in ((needing[0], (A, B)), (needing[1], (A, B)), (other, others)):
+    for reader, needs in ((first, (A, B)), (second, (A, B)), (other, others)):
         world.vote(reader, *map(root, needs))
     for trainer, need in zip(trainers, (A, B), strict=True):
         world.tell(trainer, need)
-    assert [[outcome.committed for outcome in reader.take(Outcome)] for reader in needing] == [[True], [True]]
-    assert not other.take(Outcome)
+    assert first.take(Outcome)[0].committed
+    assert (world.part(second).voted, world.part(third).voted, world.part(other).voted) == (True, False, False)
     for trainer, need in zip(trainers, others, strict=True):
         world.tell(trainer, need)
     assert other.take(Outcome)[0].committed
+    world.vote(third, root(A), root(B))
+    assert [reader.take(Outcome)[0].committed for reader in (second, third)] == [True, True]
 
 
 def test_operations_that_have_ended_are_not_kept_for_their_digests() -> None:
     world, _ = published()
+    filling(world, "stays", site="its")
     for number in range(20):
-        readers = filling(world, f"r{number}", site=f"s{number}")
-        world.lose(*readers)
+        world.lose(*filling(world, f"r{number}", site=f"s{number}"))
     for testimony in world.version.selections.values():
-        assert len(testimony.needed_by) <= 1
+        assert len(testimony.needed_by) <= 2  # who stays, and who was there last

@@ -276,7 +276,7 @@ def test_a_source_in_another_site_is_read_by_several_connections(strided: bool) 
 async def test_a_fetch_from_another_site_has_as_many_connections_as_its_reader_wants(
     site: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "HELP_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(lanes, "HELP_CHUNKS", 1)
     made: list[TcpTransport] = []
 
     def make(local: Local) -> Transport:

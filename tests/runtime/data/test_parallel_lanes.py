@@ -34,7 +34,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _so_little_is_worth_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "HELP_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(lanes, "HELP_CHUNKS", 1)
 
 
 def nodes(readers_max: int = 64) -> tuple[Node, Node]:

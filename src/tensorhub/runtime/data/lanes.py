@@ -47,6 +47,7 @@ from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Dest
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
+HELP_CHUNKS = 16  # the same where threads wait for a network: the last chunks come by the slowest of their connections
 LANES_MAX = 64
 
 
@@ -244,7 +245,8 @@ class PullRunner:
             with self._changed:
                 lane.channel = channel
                 left = self._pull.bytes_wanted - self._pull.bytes_verified
-                self._help.extend([lane] * min(lanes - 1, left // HELP_BYTES))
+                enough = HELP_CHUNKS * max(self._memory.sizes) if lane.waits else HELP_BYTES
+                self._help.extend([lane] * min(lanes - 1, left // max(1, enough)))
                 if self._help:
                     self._wakeup.set()
             self._finish_if_done()
