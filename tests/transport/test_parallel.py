@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
+from tensorhub.transport import parallel
 from tensorhub.transport.base import Arrival, Cutter, Lacking, ReadFailure, Unusable
-from tensorhub.transport.parallel import REQUESTS_OPEN, ParallelChannel
+from tensorhub.transport.parallel import ParallelChannel
 from tests.runtime.data_rig import WAIT_S
 
 SIZE = 10
@@ -27,6 +30,7 @@ class Line:
         self.goes_on.set()
         self.is_driven = threading.Event()
         self.is_closed = False
+        self.before: Callable[[], object] = lambda: None
         self._left: deque[int] = deque()
         self._is_cut = threading.Event()
         cutter.attach(self._cut)
@@ -44,6 +48,7 @@ class Line:
         assert self._left, "it waits for nothing"
         self.is_driven.set()
         assert self.goes_on.wait(WAIT_S)
+        self.before()
         if self._is_cut.is_set():
             raise ReadFailure("lost", "it was cut")
         if self.fails is not None:
@@ -100,7 +105,7 @@ def test_each_thread_opens_a_line_and_nobody_is_asked_for_everything() -> None:
         lines.made[0].goes_on.clear()
         first = threads.submit(channel.receive, 1)
         assert lines.made[0].is_driven.wait(WAIT_S)
-        assert lines.made[0].asked[0] == list(range(40 // (REQUESTS_OPEN * 3)))  # the lowest; no more than its part
+        assert lines.made[0].asked[0] == list(range(40 // 3))  # the lowest; no more than its share
         assert threads.submit(channel.receive, 1).result(WAIT_S).chunks
         lines.made[1].goes_on.clear()
         second = threads.submit(channel.receive, 1)
@@ -125,6 +130,35 @@ def test_the_last_chunks_are_asked_of_whoever_is_free() -> None:
     channel.submit([0, 1])
     channel.receive(1)
     assert lines.made[0].asked == [[0]]  # though it might be asked for two: the other line may be faster
+
+
+def test_a_line_is_asked_for_what_comes_by_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one that has become slow everybody would wait for what it was asked for before."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(parallel, "FIRST_BYTES", SIZE)
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    line = lines.made[0]
+    line.before = lambda: now.__setitem__(0, now[0] + parallel.AHEAD_S / 4)
+    channel.submit(range(40))
+    for _ in range(6):
+        channel.receive(1)
+    assert [len(asked) for asked in line.asked] == [1, 4, 1, 1, 1, 1]  # four come in that time
+    line.before = lambda: now.__setitem__(0, now[0] + 100.0)
+    channel.receive(1)
+    before = len(line.asked)
+    for _ in range(3):
+        channel.receive(1)
+    assert len(line.asked) == before  # it has enough to do
+
+
+def test_a_request_names_no_more_chunks_than_a_source_takes() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 1, CHUNKS_PER_ACCESS_MAX + 1)
+    channel.submit(range(CHUNKS_PER_ACCESS_MAX + 1))
+    channel.receive(1)
+    assert [len(asked) for asked in lines.made[0].asked] == [CHUNKS_PER_ACCESS_MAX]
 
 
 def test_what_a_line_that_ends_was_asked_for_comes_by_another_one() -> None:

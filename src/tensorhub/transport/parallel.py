@@ -2,8 +2,8 @@
 
 A TCP connection that loses a packet sends less for many round trips. Over a WAN these are long, and several connections lose
 less together. One line after the other is opened, each by a thread of the lane that finds none free, while the first one is
-read already. A line is asked for a part of what was submitted, and for more when that has come. So a fast line brings more
-than a slow one.
+read already. A line is asked for what comes by it in half a second, and for more when some of that has come. So a fast line
+brings more than a slow one, and all end at about the same time.
 
 A further line is only a help. If it cannot be had, or ends, the other lines bring what it was asked for, and it is not
 opened again. The channel fails when its last line does.
@@ -14,14 +14,17 @@ Not responsible for how many lines there are (`Transport.connections`), nor for 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
 from tensorhub.logs import get_logger
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, Unusable
 
-REQUESTS_OPEN = 2  # of one line, as long as there is more for every line; else the last ones wait for a slow one
+FIRST_BYTES = 2 * 2**20  # that a line is asked for before anything has come by it
+AHEAD_S = 0.5  # of what comes by it: for more than a round trip, but nobody shall wait long for a line that has become slow
 
 log = get_logger("tensorhub.worker")
 
@@ -30,7 +33,9 @@ log = get_logger("tensorhub.worker")
 class _Line:
     channel: Channel
     cutter: Cutter
-    asked: list[set[int]] = field(default_factory=list)  # of each request, what has not arrived; none is empty
+    asked: set[int] = field(default_factory=set)  # what has not arrived
+    nbytes: int = 0  # that have
+    seconds: float = 0.0  # for which its threads waited for that
     is_driven: bool = True  # a thread is inside
 
 
@@ -69,9 +74,11 @@ class ParallelChannel:
         """By a line that no other thread drives; it is opened, if need be. No chunks: there is nothing for this thread."""
         while (line := self._take_line()) is not None:
             try:
-                for request in self._requests(line):
+                if request := self._request(line):
                     line.channel.submit(request)
+                began = time.perf_counter()
                 answer = line.channel.receive(bytes_max)
+                line.seconds += time.perf_counter() - began
             except ReadFailure as failure:
                 self._lost(line, failure)  # its thread takes another one, which may have nobody else
                 continue
@@ -120,25 +127,28 @@ class ParallelChannel:
             self._lines.append(line)
         return line
 
-    def _requests(self, line: _Line) -> list[list[int]]:
-        """What to ask this line for now."""
-        found: list[list[int]] = []
+    def _request(self, line: _Line) -> list[int]:
+        """What to ask this line for now: what comes by it in a while, and no more than its share of all that is left."""
+        request: list[int] = []
         with self._lock:
-            while self._queue and len(line.asked) < (REQUESTS_OPEN if len(self._queue) > self._lines_max else 1):
-                most = sum([self._sizes[chunk] for chunk in self._queue]) // (REQUESTS_OPEN * self._lines_max)
-                request = [self._queue.popleft()]
-                most -= self._sizes[request[0]]
-                while self._queue and (most := most - self._sizes[self._queue[0]]) >= 0:
-                    request.append(self._queue.popleft())
-                line.asked.append(set(request))
-                found.append(request)
-        return found
+            asked = sum([self._sizes[chunk] for chunk in line.asked])
+            share = (asked + sum([self._sizes[chunk] for chunk in self._queue])) // self._lines_max
+            soon = max(FIRST_BYTES, int(AHEAD_S * line.nbytes / max(line.seconds, 1e-6)))
+            room = min(soon, share) - asked
+            while self._queue and len(request) < CHUNKS_PER_ACCESS_MAX:
+                if self._sizes[self._queue[0]] > room and (line.asked or request):
+                    break
+                room -= self._sizes[self._queue[0]]
+                request.append(self._queue.popleft())
+            line.asked.update(request)
+        return request
 
     def _answered(self, line: _Line, answer: Arrival | Lacking) -> int:
         """Its thread is done with it for now. Returns what lines have brought in vain since this was told last."""
         got = set(answer.chunks) if isinstance(answer, Lacking) else {chunk for chunk, _ in answer.chunks}
         with self._lock:
-            line.asked = [left for request in line.asked if (left := request - got)]
+            line.asked -= got
+            line.nbytes += 0 if isinstance(answer, Lacking) else sum([self._sizes[chunk] for chunk in got])
             line.is_driven = False
             self._lines.remove(line)
             self._lines.append(line)
@@ -156,7 +166,7 @@ class ParallelChannel:
             self._lines.remove(line)
             self._lines_max -= 1
             self._discarded_bytes += failure.bytes_discarded
-            self._queue = deque(sorted(set(self._queue).union(*line.asked)))
+            self._queue = deque(sorted({*self._queue, *line.asked}))
             left = len(self._lines)
             failure.bytes_discarded = self._discarded_bytes
         line.channel.close()
