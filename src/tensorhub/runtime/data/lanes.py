@@ -47,7 +47,7 @@ from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Dest
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
-HELP_CHUNKS = 16  # the same where threads wait for a network: the last chunks come by the slowest of their connections
+HELP_CHUNKS = 32  # the same where threads wait for a network: the last chunks come by the slowest of their connections
 LANES_MAX = 64
 
 
