@@ -110,7 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of what is lost")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and figures")
     options = parser.parse_args(arguments)
-    if min(*options.connections, options.rounds, options.mbit, options.mib) < 1 or not 0 <= max(options.loss) < 1:
+    if (
+        min(*options.connections, options.rounds, options.mbit, options.mib) < 1
+        or not 0 <= min(options.loss) <= max(options.loss) < 1
+    ):
         parser.error("give at least 1 of everything, and less than 1 as loss")
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}")
