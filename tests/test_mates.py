@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import tensorhub
 from tensorhub.hub import Hub
 from tensorhub.weights import Weights
-from tests.rig import all_of, cluster
+from tests.rig import OPTIONS, all_of, cluster
 from tests.test_origins import far
 from tests.test_resharding import Array
 from tests.test_twins import given_by
@@ -129,3 +130,36 @@ async def test_what_ranks_have_in_common_enters_the_site_once(
             assert sum(n for source, n in given.items() if source.startswith("trainer")) == held_once(parts)
             assert sum(given.values()) == sum(map(nbytes, parts))
             await next_version(trained, theirs, [trained_as(rank, trainers) for rank in range(trainers)], version + 1)
+
+
+@pytest.mark.parametrize("integrity", [True, False])
+async def test_who_has_what_others_have_turned_around_reads_it_for_itself(*, integrity: bool) -> None:
+    """Its chunks are as long as theirs, and have the same tensors, in another order."""
+    options = replace(OPTIONS, integrity=integrity)
+    async with cluster("trainer-0", "trainer-1", transports=["tcp"], options=options) as c, AsyncExitStack() as stack:
+        hubs = [await stack.enter_async_context(far(c, f"rollout-{rank}")) for rank in range(3)]
+        shapes, full = {"q.0": (64, 64), "k.0": (64, 64), "w": (96, 64)}, dict[str, Array]()
+        for number, (name, shape) in enumerate(shapes.items()):
+            full[name] = np.random.default_rng(number).standard_normal(shape, np.float32)
+        trained, readers, mine = list[Weights](), list[Weights](), list[dict[str, Array]]()
+        for rank, hub in enumerate((*c.hubs, *hubs)):
+            ranks, of = (2, rank) if rank < 2 else (3, rank - 2)
+            part = {name: slice(96 * of // ranks, 96 * (of + 1) // ranks) if name == "w" else ... for name in shapes}
+            views = {name: tensorhub.source(name, shape=shape)[part[name]] for name, shape in shapes.items()}
+            memory = {name: array[part[name]].copy() for name, array in full.items()}
+            if rank == 3:
+                views.update({name: views[name].T for name in ("q.0", "k.0")})
+            if rank > 1:
+                mine.append(memory)
+                for each in memory.values():
+                    each[...] = 0
+            use = {"group": "rollout" if rank > 1 else "trainer", "rank": of, "world_size": ranks}
+            (readers if rank > 1 else trained).append(await hub.register("m", memory, sources=views, **use))  # type: ignore[arg-type]
+        await all_of(*(each.publish(1) for each in trained))
+        given = given_by(await all_of(*(each.update() for each in readers)))
+        for rank, memory in enumerate(mine):
+            turned = {name: array.T if rank == 1 and name != "w" else array for name, array in full.items()}
+            turned["w"] = full["w"][32 * rank : 32 * rank + 32]
+            assert all(np.array_equal(memory[name], array) for name, array in turned.items())
+        once = full["q.0"].nbytes + full["k.0"].nbytes
+        assert sum(n for source, n in given.items() if source.startswith("rollout")) == once

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 
@@ -41,13 +42,15 @@ class Sheaf:
     numbers: list[int] = field(default_factory=list)
 
 
-def name_of(common: Common | None, sizes: Sequence[int], of: str, taken: Iterable[bytes]) -> str:
-    """What names the bytes of a sheaf: where they are in that source's shard; or which tensors they are, if others could
-    have given them as well.
+def name_of(common: Common | None, places: Sequence[Sequence[tuple[Any, ...]]], of: str, taken: Iterable[bytes]) -> str:
+    """What names the bytes of a sheaf, in their order: where they are in that source's shard; or which tensors they are, and
+    how these lie at the reader, if others could have given them as well. `places`: of its chunks, ascending, at the reader.
     """
     if common is None:
         return id_of(b"".join([of.encode(), *taken]))
-    return id_of(msgpack.packb([common, sizes]))
+    region, offset, *_ = places[0][0]
+    from_there = [[(strip[0] - region, strip[1] - offset, *strip[2:]) for strip in chunk] for chunk in places]
+    return id_of(msgpack.packb([common, from_there]))
 
 
 def bundles_of(sheaves: Iterable[Sheaf]) -> Iterator[Bundle]:

@@ -43,7 +43,9 @@ PLACES_PER_MEETING = 8  # that are looked at in the time that two boxes take to 
 MANY = 60  # stretches of like pieces: then it is worth to look for fewer
 
 
-Common: TypeAlias = tuple[tuple[int, ...], Box]  # tensors of the reader's catalogue, and which box of each
+# Tensors of the reader's catalogue, and which box of each; in its memory, how far apart the elements are in each dimension,
+# and the tensors.
+Common: TypeAlias = tuple[tuple[int, ...], Box, tuple[int, ...], tuple[int, ...]]
 
 
 class Group(NamedTuple):
@@ -186,6 +188,7 @@ class _Part(NamedTuple):
     run: int
     nbytes: int
     box: Box
+    apart: tuple[int, ...]  # in each dimension of the box, at the reader; 0 where there is one index
 
 
 class _Candidate(NamedTuple):
@@ -208,7 +211,7 @@ class _Taken(NamedTuple):
     common: Common | None
 
     def rows(self) -> Iterable[Row]:
-        _, _, there, here, loops, run, _, _ = self.part
+        _, _, there, here, loops, run, *_ = self.part
         found = [
             (region, offset + here, its, at + there, length, step, loops, run)
             for region, offset, its, at, length, step in self.begins
@@ -408,7 +411,8 @@ class _Planning:
         )
         nbytes = volume(common) * kind.itemsize
         around = tuple([(times, at_source, at_reader) for times, at_source, at_reader in loops])
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, around, run, nbytes, common)
+        apart = tuple([at_reader if times > 1 else 0 for times, at_reader in reader_steps])
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, around, run, nbytes, common, apart)
 
     def _take(
         self,
@@ -423,7 +427,7 @@ class _Planning:
         begins = {column: sorted(_begins(found, column)) for column in {part.column for part in parts}}
         is_neat = {column: all(step == STILL or step[2] > 0 for *_, step in each) for column, each in begins.items()}
         for part in parts:
-            common = (tensors, part.box) if tensors else None
+            common = (tensors, part.box, part.apart, found[0].steps[: 2 * (len(tensors) > 1)]) if tensors else None
             taken = _Taken(part, begins[part.column], is_neat[part.column], likeness.kin, common)
             self._taken.setdefault(part.source, []).append(taken)
             self._given[part.source] += part.nbytes * length

@@ -242,7 +242,7 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
         for kin, common, rows in [Group(0, None, made.rows(source))] if is_of_one_kin else made.groups(source):
             batches = sorted(_batches(rows, chunk_bytes), key=_first_byte)
             taken = chunks_of(batches).packed if common is None and not is_of_one_kin else ()
-            sheaf = Sheaf(kin, name_of(common, [batch.nbytes for batch in batches], of, taken))
+            sheaf = Sheaf(kin, name_of(common, [batch.places for batch in batches], of, taken))
             sheaves.append(sheaf)
             mine += [(batch, sheaf) for batch in batches]
         mine.sort(key=_first_of_both)
