@@ -183,7 +183,7 @@ class PullRunner:
                 self._wakeup.set()
                 return
             self._pull.add_source(lane.lease, grant.complete, lane.brings, alone=bundle is not None)
-        self._lanes[lane.lease] = lane
+            self._lanes[lane.lease] = lane
         self._tasks.start_soon(self._run_lane, lane)
 
     def drop_source(self, lease: LeaseId) -> None:
