@@ -481,3 +481,86 @@ class OwnerMachine(RuleBasedStateMachine):
 
 
 TestOwnerMachine = OwnerMachine.TestCase
+
+
+# -- bundles: some of its chunks, under other numbers
+
+SOME = {"some": (1, 3), "others": (0, 2)}
+
+
+def of_bundles(generation: int = 1) -> Owner:
+    owner = Owner()
+    owner.open(R, generation, C, SIZES, complete=False, bundles=SOME)
+    return owner
+
+
+def test_what_is_available_may_be_read_under_the_numbers_of_a_bundle() -> None:
+    owner = of_bundles()
+    assert (owner.knows(R, 1, "some"), owner.knows(R, 1, "none"), owner.knows(R, 2, "some")) == (True, False, False)
+    assert (owner.chunk_count(R, "some"), owner.selections(R)) == (2, ("some", "others"))
+    assert owner.begin(R, 1, C, [0, 1], 1000, "some") == Wait()
+    owner.mark_available(R, 1, [(0, 10), (3, 13)])
+    assert owner.has(R, 1, 9, "some") == ((1, 1),)
+    assert owner.has(R, 1, 9, "others") == ((0, 1),)
+    access = owner.begin(R, 1, C, [0, 1], 1000, "some")
+    assert isinstance(access, Access)
+    assert (access.chunks, access.digests, access.rest, access.selection) == ((1,), (13,), (0,), "some")
+    assert owner.vouched_by(access) == {}  # its digest is known
+    owner.end(access)
+    owner.check_invariants()
+
+
+def test_a_bundle_has_the_digests_of_the_chunks_that_it_is_of() -> None:
+    owner = of_bundles()
+    owner.mark_available(R, 1, [(1, None), (3, 13)])
+    assert owner.digests(R, 1, "some") == (None, 13)
+    assert owner.set_digest(R, 1, 0, 11, "some") == 11
+    assert owner.set_digest(R, 1, 1, 12) == 11  # the first one counts, by whichever number it is named
+    assert owner.digests(R, 1) == (None, 11, None, 13)
+    owner.check_invariants()
+
+
+def test_what_is_revoked_is_not_to_be_had_as_a_bundle_either() -> None:
+    owner = of_bundles()
+    owner.mark_available(R, 1, [(1, 11), (2, 12), (3, 13)])
+    some = owner.begin(R, 1, C, [0, 1], 1000, "some")
+    other = owner.begin(R, 1, C, [1], 1000, "others")
+    assert isinstance(some, Access)
+    assert isinstance(other, Access)
+    assert owner.revoke(R, 1, [3]) == {some.number}
+    for each in (some, other):
+        owner.end(each)
+    assert owner.begin(R, 1, C, [1], 1000, "some") == Wait()
+    assert owner.digests(R, 1, "some") == (11, None)
+    owner.check_invariants()
+    owner.mark_available(R, 1, [(3, 14)])
+    again = owner.begin(R, 1, C, [1], 1000, "some")
+    assert isinstance(again, Access)
+    assert again.digests == (14,)
+
+
+@pytest.mark.parametrize("wanted", [(2,), (3,), (-1,), (), (0, 2), (2**31,)])
+def test_what_is_beyond_a_bundle_is_refused_although_the_memory_has_it(wanted: tuple[int, ...]) -> None:
+    owner = of_bundles()
+    owner.complete(R, 1)
+    answer = owner.begin(R, 1, C, wanted, 1000, "some")
+    assert isinstance(answer, Refusal)
+    assert "chunks 0 to 1" in answer.reason
+    owner.check_invariants()
+
+
+def test_bundles_are_there_as_long_as_their_content() -> None:
+    owner = of_bundles()
+    owner.mark_available(R, 1, [(1, 11)])
+    owner.close(R)
+    assert not owner.knows(R, 1, "some")
+    assert isinstance(owner.begin(R, 1, C, [0], 1000, "some"), Refusal)
+    owner.reopen(R, 2)
+    assert owner.knows(R, 2, "some")
+    access = owner.begin(R, 2, C, [0], 1000, "some")
+    assert isinstance(access, Access)
+    owner.end(access)
+    owner.close(R)
+    owner.open(R, 3, ContentId("another"), SIZES, complete=False)
+    assert not owner.knows(R, 3, "some")
+    assert isinstance(owner.begin(R, 3, ContentId("another"), [0], 1000, "some"), Refusal)
