@@ -10,8 +10,9 @@ from tensorhub.messages import Outcome, Write
 from tensorhub.types import Endpoint
 from tests.coordinator.layout_world import Rank, World, root
 from tests.coordinator.test_bridges import A, B, cut, published
+from tests.coordinator.test_enclosing import OWN, copied
 
-OWN = [[A], [B], [A, B]]  # what the ranks read: each another part
+NEEDS = [[A], [B], [A, B]]  # what the ranks read: each another part
 
 
 def group(world: World, sites: Sequence[str], name: str = "x") -> list[Rank]:
@@ -29,7 +30,7 @@ def begin(
     """They are ready to write. Of each: the mates that it is told of, by bundle."""
     world.fill(ranks, staged=staged)
     for rank, its in zip(ranks, bundles, strict=True):
-        world.ready(rank, *OWN[rank.rank], bundles=its)
+        world.ready(rank, *NEEDS[rank.rank], bundles=its)
     return [told(rank) for rank in ranks]
 
 
@@ -55,7 +56,7 @@ def test_what_a_mate_is_told_to_be_read_under() -> None:
     first, second = group(world, ["there"] * 2)
     world.fill([first, second])
     for rank in (first, second):
-        world.ready(rank, *OWN[rank.rank], bundles=["norms"])
+        world.ready(rank, *NEEDS[rank.rank], bundles=["norms"])
     (write,) = second.take(Write)
     (mate,) = write.mates
     assert (mate.registration, mate.generation, mate.selection, mate.root) == ("x0", first.generation, "norms", b"")
@@ -122,7 +123,7 @@ def test_who_holds_the_version_already_is_no_mate() -> None:
     world.answer_questions(anew)
     world.fill([ranks[0], anew, ranks[2]])
     assert [world.part(rank).needs_bytes for rank in (ranks[0], anew, ranks[2])] == [False, True, False]
-    world.ready(anew, *OWN[1], bundles=["norms"])
+    world.ready(anew, *NEEDS[1], bundles=["norms"])
     assert told(anew) == {}
 
 
@@ -130,7 +131,7 @@ def finish(world: World, trainers: Sequence[Rank], ranks: Sequence[Rank]) -> Non
     for trainer, need in zip(trainers, (A, B), strict=True):
         world.tell(trainer, need)
     for rank in ranks:
-        world.vote(rank, *map(root, OWN[rank.rank]))
+        world.vote(rank, *map(root, NEEDS[rank.rank]))
     assert [outcome.committed for rank in ranks for outcome in rank.take(Outcome)] == [True] * len(ranks)
 
 
@@ -160,3 +161,17 @@ def test_a_mate_is_nobodys_source_for_more_than_that() -> None:
     world.pass_time(2.0)
     assert world.sources(ranks[1]) == before
     finish(world, trainers, ranks)
+
+
+def test_who_reads_with_what_encloses_has_no_mates() -> None:
+    """It has to have read there what it vouches for."""
+    world, trainers, _ = copied()
+    world.lose(*trainers)
+    ranks = group(world, ["there"] * 2)
+    world.fill(ranks)
+    for rank in ranks:
+        world.ready(rank, A, B, bundles=["norms"])
+    for rank in ranks:
+        (write,) = rank.take(Write)
+        assert [grant.root for grant in write.grants] == [OWN, OWN]
+        assert write.mates == ()
