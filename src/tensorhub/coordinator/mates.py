@@ -41,7 +41,7 @@ class Mates:
             mate = self._last.get((site, bundle))
             if mate is not None and needs_them and _can_be_read(mate, part):
                 found.append(_grant(self._cluster.new_id(), bundle, mate))
-            if part.holding is not None and part.reads:
+            if part.holding is not None and part.reads and BUNDLES_BY in part.member.worker.strided:
                 self._last[site, bundle] = part
         return tuple(found)
 
