@@ -42,9 +42,7 @@ def manifest_of(rank: int) -> ReshardedManifest:
     published = build_manifest(described(list(SHAPES), 1), 4096, "xxh3-64")
     what = Published("xxh3-64", 4096, ((published.manifest_id,),))
     publication = publication_of(what, {published.manifest_id: published.encode()})
-    mine = build_manifest(
-        described(sorted(SHAPES, key=lambda name: ("experts" in name) != bool(rank)), 2), 4096, "none", "mine"
-    )
+    mine = build_manifest(described(ORDERS[rank], 2), 4096, "none", "mine")
     sources = {n: source(n)[64 * rank : 64 * rank + 64] if "experts" in n else source(n) for n in SHAPES}
     return reading_for(what, publication, mine, Declaration(rank, 2, None, sources))
 
