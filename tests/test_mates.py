@@ -7,14 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tensorhub
 from tensorhub.hub import Hub
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.types import FetchReport, Location, RegistrationId
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, all_of, cluster
+from tests.rig import OPTIONS, Cluster, all_of, cluster
 from tests.test_origins import far
 from tests.test_resharding import Array
 from tests.test_twins import given_by
@@ -163,3 +166,58 @@ async def test_who_has_what_others_have_turned_around_reads_it_for_itself(*, int
             assert all(np.array_equal(memory[name], array) for name, array in turned.items())
         once = full["q.0"].nbytes + full["k.0"].nbytes
         assert sum(n for source, n in given.items() if source.startswith("rollout")) == once
+
+
+async def filled(
+    stack: AsyncExitStack, c: Cluster, *sites: str
+) -> tuple[list[FetchReport], list[dict[str, Array]], list[Part]]:
+    """Ranks with experts of their own, one in each of these sites, read version 1."""
+    hubs = []
+    for rank, site in enumerate(sites):
+        use: dict[str, Any] = {"location": Location(site=site), "transports": ["tcp"], "options": OPTIONS, "token": ""}
+        hubs.append(await stack.enter_async_context(tensorhub.connect(c.address, name=f"rollout-{rank}", **use)))
+    trained, _ = await group(c.hubs, "trainer", by_rows, 1)
+    await all_of(*(each.publish(1) for each in trained))
+    readers, mine = await group(hubs, "rollout", expert_parallel, None)
+    reports = await all_of(*(each.update() for each in readers))
+    return reports, mine, [expert_parallel(rank, len(sites)) for rank in range(len(sites))]
+
+
+def all_right(mine: Sequence[Mapping[str, Array]], parts: Sequence[Part]) -> bool:
+    full = whole(1)
+    pairs = [(memory[name], full[name][at]) for memory, part in zip(mine, parts, strict=True) for name, at in part.items()]
+    return all(np.array_equal(one, other) for one, other in pairs)
+
+
+def entered(reports: Sequence[FetchReport]) -> int:
+    return sum(n for source, n in given_by(reports).items() if source.startswith("trainer"))
+
+
+async def test_each_of_three_sites_is_entered_once() -> None:
+    async with cluster("trainer-0", "trainer-1", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        reports, mine, parts = await filled(stack, c, "a", "b", "a", "b", "c", "c")
+        assert all_right(mine, parts)
+        assert entered(reports) == sum(held_once([parts[one], parts[other]]) for one, other in [(0, 2), (1, 3), (4, 5)])
+
+
+async def test_nobody_commits_what_a_mate_has_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has something first spoils that, and says the digest of what it has then."""
+    spoilt, offer = list[int](), SharedOwner.mark_available
+
+    def spoil(
+        owner: SharedOwner, registration: RegistrationId, generation: int, arrived: Any, *origin: Any, **how: Any
+    ) -> bool:
+        found, memory = list(arrived), owner._memory[registration]
+        for number, (chunk, _) in enumerate(found):
+            if not spoilt:
+                np.frombuffer(next(memory.outgoing(chunk))[0], np.uint8)[0] ^= 1
+                spoilt.append(chunk)
+                found[number] = chunk, memory.digest(chunk)
+        return offer(owner, registration, generation, found, *origin, **how)
+
+    monkeypatch.setattr(SharedOwner, "mark_available", spoil)
+    async with cluster("trainer-0", "trainer-1", transports=["tcp"]) as c, AsyncExitStack() as stack:
+        reports, mine, parts = await filled(stack, c, "far", "far", "far")
+        assert all_right(mine, parts)
+        assert spoilt
+        assert entered(reports) > held_once(parts)  # what was wrong was read there again
