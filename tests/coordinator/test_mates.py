@@ -175,3 +175,8 @@ def test_who_reads_with_what_encloses_has_no_mates() -> None:
         (write,) = rank.take(Write)
         assert [grant.root for grant in write.grants] == [OWN, OWN]
         assert write.mates == ()
+
+
+def test_who_names_a_bundle_twice_is_not_told_to_read_itself() -> None:
+    world, _ = published()
+    assert begin(world, group(world, ["there"] * 2), [["norms"] * 3] * 2) == [{}, {"norms": "x0"}]

@@ -37,7 +37,7 @@ class Mates:
         """Those of the next rank, which has its leases, for each of its bundles. It may be a mate of those behind it."""
         site, found = part.member.worker.location.site, list[Grant]()
         needs_them = _reads_far(part)
-        for bundle in part.bundles:
+        for bundle in dict.fromkeys(part.bundles):  # else who names one twice would be its own mate
             mate = self._last.get((site, bundle))
             if mate is not None and needs_them and _can_be_read(mate, part):
                 found.append(_grant(self._cluster.new_id(), bundle, mate))
