@@ -13,7 +13,7 @@ import pytest
 from tensorhub.layouts import Declaration, Published, ReshardedManifest, publication_of, reading_for, source
 from tensorhub.layouts.bundles import Bundle
 from tensorhub.layouts.resharded import bundles_of
-from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import FromReader, Read, ReadRefused, Select, Selected
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.runtime.data.source_lane import SourceFailed
@@ -31,15 +31,19 @@ ORDERS = [
 ]
 
 
+def described(names: Sequence[str], cut: int) -> list[TensorDescription]:
+    shapes = {name: (SHAPES[name][0] // (cut if "experts" in name else 1), *SHAPES[name][1:]) for name in names}
+    return [TensorDescription(n, "uint8", its, at << 40, prod(its)) for at, (n, its) in enumerate(shapes.items())]
+
+
+def published_manifest() -> Manifest:
+    return build_manifest(described(list(SHAPES), 1), 4096, "xxh3-64")
+
+
 @cache
 def manifest_of(rank: int) -> ReshardedManifest:
     """Both norms, and a half of each expert, in an order of its own."""
-
-    def described(names: Sequence[str], cut: int) -> list[TensorDescription]:
-        shapes = {name: (SHAPES[name][0] // (cut if "experts" in name else 1), *SHAPES[name][1:]) for name in names}
-        return [TensorDescription(n, "uint8", its, at << 40, prod(its)) for at, (n, its) in enumerate(shapes.items())]
-
-    published = build_manifest(described(list(SHAPES), 1), 4096, "xxh3-64")
+    published = published_manifest()
     what = Published("xxh3-64", 4096, ((published.manifest_id,),))
     publication = publication_of(what, {published.manifest_id: published.encode()})
     mine = build_manifest(described(ORDERS[rank], 2), 4096, "none", "mine")
@@ -103,6 +107,24 @@ async def test_who_asks_before_the_mate_fills_waits_for_that() -> None:
         source.open(complete=False).make_available(*norms(0).chunks)
         await finish(runner)
     assert content(target, wanted) == content(source, norms(0).chunks)
+
+
+async def test_it_is_over_once_each_source_has_heard_what_is_read_there() -> None:
+    """The mate has brought all of it. The publisher is asked for digests of what it has never sent."""
+    (part,), target, source = manifest_of(1).parts, reader(), mate()
+    trainer = Node("trainer", published_manifest(), filled=True).open(complete=True)
+    others, name = set(range(target.memory.manifest.chunk_count)) - {*norms(1).chunks}, part.selection.selection_id
+    runner = target.runner(bundles={NAME: norms(1).chunks}, selections={name: part}, verified=others)
+    async with serving(source, target, trainer), runner:
+        source.make_available(*norms(0).chunks)
+        with trainer.owner._changed:  # so that it answers nobody
+            runner.add_source(source.grant(selection=NAME, complete=False))
+            runner.add_source(trainer.grant(selection=name))
+            await until(lambda: all(map(target.has, norms(1).chunks)))
+            assert not trainer.owner.selections(trainer.registration)
+            assert not runner._is_over
+        await finish(runner)
+        assert trainer.owner.selections(trainer.registration) == (name,)
 
 
 async def test_what_comes_with_another_digest_is_wanted_of_the_others() -> None:

@@ -19,7 +19,6 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.types import RegistrationId
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.owner import Owner
@@ -218,12 +217,6 @@ def each_rank_enters_alone() -> Iterator[None]:
 @bug("R9: each rank reads from another site what it has in common with others of its group", faults=(), SHARED_DRAWN=1.0)
 def what_ranks_share_enters_for_each() -> Iterator[None]:
     with replaced(Mates, "of", lambda self, part: ()):
-        yield
-
-
-@bug("R9: a rank votes before the sources of what its mates have brought have heard of it", faults=(), SHARED_DRAWN=1.0)
-def sources_need_not_hear_what_is_read() -> Iterator[None]:
-    with replaced(SimLane, "is_heard_of", property(lambda self: True)):
         yield
 
 

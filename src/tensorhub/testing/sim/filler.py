@@ -40,6 +40,8 @@ class SimFiller:
             content, sizes = ContentId(start.version.content_id), [CHUNK_BYTES] * start.manifest.chunk_count
             grid = start.manifest.grid_id
             owner.open(handle.id, start.generation, content, sizes, complete=False, serves=False, grid=grid)
+        if start.again:  # what was there in another grid is looked at once
+            self._carried = set()
         self._begin(start)
         kept = [] if start.staged else self._kept(start.generation)
         carried = [] if start.staged else [(chunk, digest_of(handle.cells[chunk])) for chunk in self._carried]

@@ -325,6 +325,8 @@ class SimLane:
             return
         self.ended, self.ended_at = True, self.reader.cluster.now
         self.failure = failure
+        if failure and not self.is_cut:
+            self.reader.cluster.guarantees.crossings.lost(self.reader)
         if failure == "corrupt" and self.reader.last_call is not None:
             self.reader.last_call.damaged.add(self.grant.source)
         self.reader.cluster.data.lane_closed(self)

@@ -36,6 +36,7 @@ class _Reading:
     beside: list[_Reading]  # who was reading it there then: it may have followed one of them
     holders: list[JudgedHandle]  # who held that then, or was about to give it up
     encloses: bool = False  # some rank has to vouch for what it reads: so it reads all that it needs
+    has_lost: bool = False  # some rank was given up by a source: what it reads since then was chosen apart from the others
     # By published cell: bytes from other sites, and the rank that has read them there.
     entered: dict[str, list[tuple[int, int, JudgedHandle]]] = field(default_factory=dict)
     moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
@@ -103,6 +104,13 @@ class CrossingJudge:
         reading.moved_at = dict.fromkeys(handles, now)
         there.append(reading)
 
+    def lost(self, handle: JudgedHandle) -> None:
+        """A reader's source has failed it."""
+        record = handle.last_call
+        reading = self._known.get(record.key) if record is not None and record.key is not None else None
+        if reading is not None:
+            reading.has_lost = True
+
     def arrived(
         self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str], *, encloses: bool
     ) -> None:
@@ -127,7 +135,8 @@ class CrossingJudge:
         ]
         if (
             reading.is_shared
-            and not reading.encloses
+            and not (reading.encloses or reading.has_lost)
+            and all(each.lasts for each in reading.beside)
             and reading.lasts
             and reading.moves(self._world.now, self._world.options.lease_s)
         ):
