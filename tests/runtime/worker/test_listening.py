@@ -6,6 +6,7 @@ Covers `runtime.worker.worker`.
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from collections.abc import Iterator
 
@@ -18,11 +19,12 @@ from tensorhub.types import Options
 from tests.rig import OPTIONS, cluster, connect, holds, tensors, until
 
 HOST = "127.0.0.1"
+OWN = f"127.1.{os.getpid() % 2**16 // 256}.{os.getpid() % 256 or 255}"  # of this process: others use 127.0.0.1
 
 
 def a_free_port() -> int:
     """Of an address that nobody else uses: it stays free."""
-    with socket.create_server((HOST, 0)) as listener:
+    with socket.create_server((OWN, 0)) as listener:
         return int(listener.getsockname()[1])
 
 
@@ -35,9 +37,9 @@ def relay() -> Iterator[Relay]:
 def forwarded(relay: Relay) -> tuple[Options, Path]:
     """Options of a worker whose readers come through a relay."""
     port = a_free_port()
-    path = relay.add((HOST, 0), (HOST, port))
+    path = relay.add((HOST, 0), (OWN, port))
     reached = f"{HOST}:{path.listener.getsockname()[1]}"
-    return dataclasses.replace(OPTIONS, listen_host=HOST, listen_port=port, advertise=reached), path
+    return dataclasses.replace(OPTIONS, listen_host=OWN, listen_port=port, advertise=reached), path
 
 
 async def test_readers_come_through_what_is_advertised(relay: Relay) -> None:
