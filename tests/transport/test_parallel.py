@@ -243,10 +243,8 @@ def test_what_its_source_lacks_is_said_and_may_be_asked_for_again() -> None:
     assert named(channel.receive(1)) == [1]
 
 
-def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
-    lines = Lines()
-    channel, cutter = channel_of(lines, 3)
-    channel.submit(range(12))
+def until_it_is_cut() -> tuple[Callable[[Cutter], None], threading.Event]:
+    """What opens a line, and never succeeds; and whether it has begun."""
     opening, is_cut = threading.Event(), threading.Event()
 
     def wait(its: Cutter) -> None:
@@ -256,6 +254,14 @@ def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
         its.detach()
         raise ReadFailure("unreachable", "the read was given up")
 
+    return wait, opening
+
+
+def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
+    lines = Lines()
+    channel, cutter = channel_of(lines, 3)
+    channel.submit(range(12))
+    wait, opening = until_it_is_cut()
     lines.made[0].goes_on.clear()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(channel.receive, 1)
@@ -275,15 +281,7 @@ def test_nobody_waits_for_a_line_that_comes_too_late() -> None:
     lines = Lines()
     channel, _ = channel_of(lines, 2)
     channel.submit(range(3))
-    opening, is_cut = threading.Event(), threading.Event()
-
-    def wait(its: Cutter) -> None:
-        its.attach(is_cut.set)
-        opening.set()
-        assert is_cut.wait(WAIT_S)
-        its.detach()
-        raise ReadFailure("unreachable", "the read was given up")
-
+    wait, opening = until_it_is_cut()
     lines.made[0].goes_on.clear()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(channel.receive, 1)

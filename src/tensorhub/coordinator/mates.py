@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import RankPart
+from tensorhub.coordinator.readers import grant_of
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Grant
 from tensorhub.types import BUNDLES_BY
@@ -39,8 +40,8 @@ class Mates:
         needs_them = _reads_far(part)
         for bundle in dict.fromkeys(part.bundles):  # else who names one twice would be its own mate
             mate = self._last.get((site, bundle))
-            if mate is not None and needs_them and _can_be_read(mate, part):
-                found.append(_grant(self._cluster.new_id(), bundle, mate))
+            if mate is not None and mate.holding is not None and needs_them and _can_be_read(mate, part):
+                found.append(grant_of(mate.holding, self._cluster.new_id(), complete=False, selection=bundle))
             if part.holding is not None and part.reads and BUNDLES_BY in part.member.worker.strided:
                 self._last[site, bundle] = part
         return tuple(found)
@@ -56,19 +57,3 @@ def _reads_far(part: RankPart) -> bool:
 def _can_be_read(mate: RankPart, part: RankPart) -> bool:
     reader, source = part.member.worker, mate.member.worker
     return source.state is WorkerState.LIVE and BUNDLES_BY in reader.reaches(source, across=True)
-
-
-def _grant(lease: str, bundle: str, mate: RankPart) -> Grant:
-    holding, worker = mate.holding, mate.member.worker
-    assert holding is not None
-    return Grant(
-        lease=lease,
-        source=worker.name,
-        incarnation=worker.incarnation,
-        registration=mate.member.registration,
-        generation=holding.generation,
-        endpoints=worker.endpoints,
-        location=worker.location,
-        complete=False,
-        selection=bundle,
-    )

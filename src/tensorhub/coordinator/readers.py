@@ -195,22 +195,8 @@ class Readers:
     @staticmethod
     def to_grant(lease: ReadLease) -> Grant:
         """The lease as its reader sees it."""
-        holding = lease.holding
-        worker = holding.member.worker
-        return Grant(
-            lease=lease.id,
-            source=worker.name,
-            incarnation=worker.incarnation,
-            registration=holding.member.registration,
-            generation=holding.generation,
-            endpoints=worker.endpoints,
-            location=worker.location,
-            complete=holding.complete,
-            selection="" if lease.need is None else lease.need.selection,
-            shard=0 if lease.need is None else lease.need.shard,
-            root=lease.root,
-            grid=lease.grid,
-        )
+        of = ("", 0) if lease.need is None else (lease.need.selection, lease.need.shard)
+        return grant_of(lease.holding, lease.id, lease.holding.complete, *of, lease.root, lease.grid)
 
     # -- a lease's end
 
@@ -456,6 +442,15 @@ class Readers:
             self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
+
+
+def grant_of(
+    holding: Holding, lease: str, complete: bool, selection: str = "", shard: int = 0, root: bytes = b"", grid: str = ""
+) -> Grant:
+    """What is told to who reads there."""
+    worker, member = holding.member.worker, holding.member
+    where = worker.name, worker.incarnation, member.registration, holding.generation, worker.endpoints, worker.location
+    return Grant(lease, *where, complete, selection, shard, root, grid)
 
 
 def _weight(part: RankPart, holding: Holding) -> int:
