@@ -183,9 +183,10 @@ def test_what_a_generator_raises_after_a_failure_does_not_hide_it(hub: sync.Hub)
 
 
 def test_a_first_publication_that_is_refused_leaves_buffers_that_serve_the_next(address: str, hub: sync.Hub) -> None:
-    other = Sender(hub, "m")
-    other.send(5, weights(5).items())
-    other.close()
+    with sync.connect(address, name="other", token="", options=OPTIONS) as theirs:
+        other = Sender(theirs, "m")
+        other.send(5, weights(5).items())
+        other.close()
     assert other.nbytes == 0
     sender = Sender(hub, "m")
     with pytest.raises(VersionConflict):
