@@ -71,7 +71,9 @@ def can_be_whole(part: RankPart) -> bool:
     if part.layout.is_whole(part.shard):
         return True
     origin, needs = part.origin, part.needs
-    return origin is not None and needs is not None and all(origin.is_class_whole(need.shard) for need in needs)
+    if origin is None or needs is None:
+        return False
+    return origin.are_whole() or all(origin.is_class_whole(need.shard) for need in needs)
 
 
 def is_to_move(part: RankPart) -> bool:
