@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from tensorhub.coordinator.entities import Operation
+from tensorhub.coordinator.operations import Operations
 from tensorhub.digests import root_of
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
@@ -263,6 +265,30 @@ def test_all_who_need_a_selection_hear_of_its_digests() -> None:
     assert other.take(Outcome)[0].committed
     world.vote(third, root(A), root(B))
     assert [reader.take(Outcome)[0].committed for reader in (second, third)] == [True, True]
+
+
+def test_digests_settle_nobody_who_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may read of thousands of shards, and each of these is told by itself."""
+    world, trainers = published()
+    (reading,) = filling(world, "r", site="r")
+    (voting,) = filling(world, "s", site="s")
+    world.vote(voting, root(A), root(B))
+    settled: list[str] = []
+    settle = Operations.settle
+
+    def noting(self: Operations, operation: Operation) -> None:
+        settled.append(operation.group.name)
+        settle(self, operation)
+
+    monkeypatch.setattr(Operations, "settle", noting)
+    monkeypatch.setattr(world.core, "check_waits", lambda: None)  # that settles all
+    world.tell(trainers[0], A)
+    assert not settled
+    assert list(world.part(voting).claim or ()) == [B], "the other one is agreed, all the same"
+    world.tell(trainers[1], B)
+    assert settled == ["s"]
+    assert voting.take(Outcome)[0].committed
+    assert world.part(reading).claim is None
 
 
 def test_operations_that_have_ended_are_not_kept_for_their_digests() -> None:

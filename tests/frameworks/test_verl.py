@@ -161,7 +161,7 @@ def test_a_rollout_that_is_killed_in_an_update_leaves_the_others_and_the_next_up
 def test_an_actor_that_dies_leaves_rollouts_with_a_typed_error(cluster: Cluster) -> None:
     before = len(cluster.seen()[0][0])
     # The manager hears first of the death, or of the other actor's collective that failed by it.
-    with pytest.raises((ray.exceptions.RayActorError, RuntimeError), match="unexpectedly|gloo"):
+    with pytest.raises((ray.exceptions.RayActorError, RuntimeError), match=r"unexpectedly|gloo"):
         cluster.update(14, 14, dies=True)
     ((*_, outcome),) = cluster.outcomes(before + 1)
     assert outcome in ("OperationTimeout", "CoordinatorUnavailable", "LeaseLost")

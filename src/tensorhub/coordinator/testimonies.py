@@ -300,10 +300,21 @@ class Testimonies:
             self._cluster.wake_all(version.starving)
             return
         for part in testimony.needed_by:
+            if part.operation.decided or (part.claim is None and part.rereads is None):
+                continue  # it waits for no digests
             if part.operation.is_of_guests:  # who may be very many
                 self._cluster.wake(part.operation)
-            else:
+            elif not self._is_left_as_it_is(part, testimony):
                 self._cluster.changed(part.operation, part)
+
+    def _is_left_as_it_is(self, part: RankPart, testimony: Testimony) -> bool:
+        """Settle what it claims of that alone, where its digests are known: it may claim thousands of others, for which it
+        still waits then.
+        """
+        need, claim = testimony.need, part.claim
+        if not claim or need not in claim or not testimony.root:
+            return False
+        return self._settle_claim(part, need, claim[need]) is None and bool(claim)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
         """It does not hold that any more."""
