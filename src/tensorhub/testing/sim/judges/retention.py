@@ -38,6 +38,8 @@ class RetentionJudge:
         self._leaving: dict[tuple[str, str], tuple[JudgedHandle, float]] = {}
         self._stayed: dict[tuple[str, str], set[JudgedHandle]] = {}  # who serves again, in a newer replica
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
+        # By group and content: who gave it up as its lease was over, without asking anybody, and when.
+        self._given_up: dict[tuple[str, str], tuple[JudgedHandle, float]] = {}
 
     def asks(self, request: int, what: Retention | str) -> None:
         """What is asked for is to be durable before it is answered: a `retain`, or the name of a pin or of a rollback."""
@@ -67,6 +69,7 @@ class RetentionJudge:
     def filling(self, handle: JudgedHandle, version: VersionInfo) -> None:
         """Its group begins a new replica of that version."""
         self._leaving.pop((handle.shard.group, version.content_id), None)
+        self._given_up.pop((handle.shard.group, version.content_id), None)
 
     def stays(self, handle: JudgedHandle, content_id: str) -> None:
         """The coordinator is told again that it holds that, and keeps it: who was let go may not have been fenced in time.
@@ -161,6 +164,8 @@ class RetentionJudge:
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
         unasked = record is None or (isinstance(record.what, CloseCall) and record.what.abandon) or not record.granted
         if content is None or record is None or not held or unasked:
+            if content is not None and held and _asks_to_leave(handle):
+                self._given_up[handle.shard.group, content.version.content_id] = handle, self._world.now
             self.lost(handle)  # not by its owner's own wish, or without asking anybody
             return
         content_id = content.version.content_id
@@ -168,7 +173,7 @@ class RetentionJudge:
             return
         if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._world.mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
-        if record.follows or self.has_left(handle, content_id) not in (None, handle):
+        if record.follows or self.has_left(handle, content_id) not in (None, handle) or self._is_left(handle, content_id):
             return  # its replica did not serve any more
         if any(self._may_be_on_its_way(mate, content_id) for mate in self._world.mates(handle)):
             return  # nor does it, if that mate's leave was granted: its readers are waited for before it hears of that
@@ -180,6 +185,13 @@ class RetentionJudge:
             not lacks,
             f"retention: {handle} has left with {record.what}, and no other holds the shards {lacks} of {content.version}",
         )
+
+    def _is_left(self, handle: JudgedHandle, content_id: str) -> bool:
+        """Whether a mate has given that up without asking anybody, and says so, since it is back: the replica serves no
+        more. (What a worker announces to a coordinator that did not know it is a new replica.)
+        """
+        mate, when = self._given_up.get((handle.shard.group, content_id), (handle, 0.0))
+        return mate is not handle and mate.worker.is_online and when >= handle.worker.known_since
 
     def lost(self, handle: JudgedHandle) -> None:
         """What it held is lost, without anybody's leave."""
@@ -241,7 +253,8 @@ class RetentionJudge:
         leave = self._world.coordinator.cluster.models[handle.shard.model].withdrawals.get(handle.id)
         if self._is_let_go(handle, content_id) or (leave is not None and leave.begun):
             return False  # it goes, and is judged itself
-        return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
+        holds = handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
+        return sure and holds and not self._is_left(handle, content_id)
 
     def _holds(self, handle: JudgedHandle, content_id: str, leaver: JudgedHandle | None = None) -> bool:
         """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
