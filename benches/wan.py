@@ -27,6 +27,7 @@ MODULE: Final = "benches.capped_process"
 PORT: Final = 7070
 LINK_MBIT: Final = 2000.0  # of each host: the WAN is what limits
 WAIT_S: Final = 300.0
+CONNECTIONS_MAX: Final = 16  # of `Options.wan_connections`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def table(figures: Sequence[Figure]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches wan", description=__doc__)
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--connections", type=int, nargs="+", default=[1, 2, 4, 8], help="one more for each 32 chunks")
     parser.add_argument("--congestion", nargs="+", default=["reno", "cubic", "bbr"], metavar="NAME", help="controls")
     parser.add_argument("--loss", type=float, nargs="+", default=[0.0, 1e-4, 1e-3], help="the share of packets")
     parser.add_argument("--mbit", type=float, default=200, help="of the WAN, either way")
@@ -110,11 +111,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of what is lost")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts and figures")
     options = parser.parse_args(arguments)
-    if (
-        min(*options.connections, options.rounds, options.mbit, options.mib) < 1
-        or not 0 <= min(options.loss) <= max(options.loss) < 1
-    ):
-        parser.error("give at least 1 of everything, and less than 1 as loss")
+    for name in ("rounds", "mbit", "mib"):
+        if (given := getattr(options, name)) < 1:
+            parser.error(f"--{name} {given:g}: give 1 or more")
+    for each in options.connections:
+        if not 1 <= each <= CONNECTIONS_MAX:
+            parser.error(f"--connections {each}: give 1 to {CONNECTIONS_MAX}, as Options.wan_connections")
+    for share in options.loss:
+        if not 0 <= share < 1:
+            parser.error(f"--loss {share:g}: give a share of the packets, 0 or more and less than 1")
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}")
         return 0

@@ -241,6 +241,7 @@ async def test_latest_1_is_the_one_before() -> None:
         ({"rank": True}, "rank=True"),
         ({"rank": 2**20}, "ranks are integers"),
         ({"selector": "newest"}, "is not a version selector"),
+        ({"selector": "7"}, "a number is an integer here, not text"),
         ({"timeout": -1}, "timeout=-1"),
         ({"model": ""}, "cannot name a model"),
         ({"device": "nowhere"}, "device='nowhere' cannot be used: Expected one of cpu"),

@@ -132,6 +132,7 @@ async def test_what_ranks_have_in_common_enters_the_site_once(
             given = given_by(reports)
             assert sum(n for source, n in given.items() if source.startswith("trainer")) == held_once(parts)
             assert sum(given.values()) == sum(map(nbytes, parts))
+            assert sum(report.bytes_across for report in reports) == held_once(parts)
             await next_version(trained, theirs, [trained_as(rank, trainers) for rank in range(trainers)], version + 1)
 
 

@@ -76,6 +76,8 @@ def check_selector(selector: object) -> Selector:
     if isinstance(selector, str) and selector in (LATEST, PREVIOUS, AVAILABLE):
         return selector
     text = f"{shown(selector)} is not a version selector: give a number from 0, 'latest', 'latest-1' or 'available'"
+    if isinstance(selector, str) and selector.isdecimal():
+        text += "; a number is an integer here, not text"
     raise invalid(selector, (int, str), text)
 
 
@@ -122,17 +124,17 @@ def as_seconds(value: object) -> float | None:
 FOREVER_S: Final = 999_999_999.0  # what math.inf becomes, which no clock and no wire takes: 31 years
 
 
-def as_timeout_s(timeout: float | None, default_s: float) -> float:
+def as_timeout_s(timeout: float | None, default_s: float, name: str = "timeout") -> float:
     """The seconds that a call has: those given, or the default. Raises InvalidValue, InvalidType.
 
-    math.inf: until it has succeeded or failed, is cancelled, or its hub is closed.
+    math.inf: until it has succeeded or failed, is cancelled, or its hub is closed. `name`: what the caller calls it.
     """
     if timeout is None:
         return default_s
     given: object = timeout
     seconds = FOREVER_S if isinstance(given, float) and given == math.inf else as_seconds(given)
     if seconds is None:
-        text = f"timeout={shown(timeout)}: give seconds, 0 or more and less than 10**9, math.inf, or None for the default"
+        text = f"{name}={shown(timeout)}: give seconds, 0 or more and less than 10**9, math.inf, or None for the default"
         raise invalid(timeout, Real, text)
     return seconds
 
@@ -326,7 +328,8 @@ class SourceReport:
     """What one source gave to one fetch. `outcome`: "used", or why the reader left it.
 
     A source of another layout gives parts of its shard: `cells`, of so many `runs`, that were verified. `shard` says then
-    which of that layout's shards it was (of equal ones the first), and None where the source has the reader's own layout.
+    which of that layout's shards it was (of equal ones the first). It is None where the source has the reader's own layout,
+    or is another rank of the reader's group.
     """
 
     name: str  # the worker's

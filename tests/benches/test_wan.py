@@ -21,10 +21,13 @@ def test_a_row_compares_within_rounds() -> None:
     assert table(figures)[1].split() == "cubic 0.001 20, 1.00 [1.00-1.00] 40, 2.00 [1.00-3.00]".split()
 
 
-@pytest.mark.parametrize("wrong", ["--connections 0", "--rounds 0", "--mbit -1", "--loss 1", "--loss -0.1"])
-def test_what_cannot_be_measured_is_refused(wrong: str) -> None:
+@pytest.mark.parametrize(
+    "wrong", ["--connections 0", "--connections 17", "--rounds 0", "--mbit -1", "--loss 1", "--loss -0.1"]
+)
+def test_what_cannot_be_measured_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         wan.main(wrong.split())
+    assert f"error: {wrong}: give " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -267,7 +267,7 @@ def test_calls_in_the_wrong_order_say_what_comes_first(make: Make) -> None:
     [
         ({"adress": "tcp://127.0.0.1:1"}, r"no setting 'adress' \(did you mean 'address'\?\); there are host, address,"),
         ({"address": "host:1"}, r"'host:1' is not .* give \"tcp://HOST:PORT\", or \"ray-actor://NAME\""),
-        ({"timeout_s": "soon"}, "timeout='soon': give seconds"),
+        ({"timeout_s": "soon"}, "timeout_s='soon': give seconds"),
         ({"model": ""}, "cannot name a model"),
         ({"device": "gpu"}, "device='gpu': give 'cpu', or 'cuda'"),
         ({"transports": "tcp"}, r"transports='tcp': give a list"),

@@ -184,6 +184,10 @@ def test_different_secrets_fail_on_both_sides(mine: bytes, theirs: bytes) -> Non
     assert messages_in(answer) == [Proof(b"")]
     with pytest.raises(AuthenticationFailed, match=r"coordinator refused.*TENSORHUB_TOKEN") as at_client:
         a.receive_data(answer)
+    said = (
+        "has a token, and the coordinator has another one, or none" if mine else "has no token, and the coordinator has one"
+    )
+    assert said in str(at_client.value)
     for error in (at_server.value, at_client.value):
         assert not error.retryable
         assert "tell nobody" not in str(error)

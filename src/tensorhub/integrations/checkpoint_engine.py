@@ -89,7 +89,7 @@ class Exchange:
         if str(device).partition(":")[0] not in ("cpu", "cuda"):
             raise InvalidValue(f"device={shown(device)}: give 'cpu', or 'cuda' for the GPU that the process uses")
         self._device = device
-        self._timeout_s = as_timeout_s(timeout_s, 0.0)
+        self._timeout_s = as_timeout_s(timeout_s, 0.0, "timeout_s")
         if transports is not None and not is_list(transports):
             raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"]')
         self._transports = None if transports is None else list(transports)

@@ -212,7 +212,7 @@ class ClientHandshake(Handshake[ServerHello]):
             return
         mac = codec.decode(body, codec.PROOF).mac
         if not mac:
-            raise self._secrets_differ("refused this side's proof")
+            raise self._secrets_differ("refused this side")
         if not hmac.compare_digest(mac, proof(self._secret, "server", self._hello, self._peer)):
             raise self._secrets_differ("did not prove itself")
         mine, theirs = (frame_key(self._secret, side, self._hello, self._peer) for side in ("client", "server"))
@@ -241,9 +241,9 @@ class ClientHandshake(Handshake[ServerHello]):
 
     def _secrets_differ(self, what: str) -> AuthenticationFailed:
         role = SERVER_OF[self.role]
-        have = "has one" if self._secret else "has none"
+        have = ("a token", "another one, or none") if self._secret else ("no token", "one")
         return AuthenticationFailed(
-            f"the {role} {what}: its secret is not that of this {self.role}, which {have}. Set the same "
+            f"the {role} {what}: this {self.role} has {have[0]}, and the {role} has {have[1]}. Set the same "
             f"{TOKEN_VARIABLE} (or token file) on both sides"
         )
 

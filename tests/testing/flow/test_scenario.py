@@ -72,6 +72,7 @@ def test_each_built_in_scenario_can_be_run_small_and_large(name: str) -> None:
         ("nic_mbit_per_s = 80.0", "nic_mbit_per_s = -1", "line 11: links.nic_mbit_per_s: -1: give a number"),
         ("nic_mbit_per_s = 80.0", "nic_mbit_per_s = nan", "line 11: links.nic_mbit_per_s: nan: give a number"),
         ("round_trip_ms = 0.2", "", "line 10: links: it lacks 'round_trip_ms'"),
+        ('"rollout"\nsite = "a"\ncount = 2', '"rollout"', "line 19: hosts: it lacks 'site', 'count'"),
         ("[rollout]", "[rolout]", "line 27: rolout: a scenario has no such key: did you mean 'rollout'?"),
         ("format = 1", "format = 2", "line 1: format: 2: give a whole number, 1 to 1"),
         ('"rollout"', '"trainer"', "line 20: hosts.role: there is one trainer, of count 1"),

@@ -174,7 +174,7 @@ class PullRunner:
         part, bundle = self._selections.get(grant.selection), self._bundles.get(grant.selection)
         patience_s = self._patience_s if bundle is None else math.inf  # a mate that does not get on has its group fail
         lane = SourceLane(grant, lease, origin, Requests(self._pull, lease, patience_s), batch_bytes=self._batch_bytes)
-        lane.brings = part.chunks if part is not None else bundle
+        lane.brings, lane.is_mate = (part.chunks if part is not None else bundle), bundle is not None
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import resources
 from math import inf
@@ -296,6 +296,10 @@ _TABLES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What a table may lack; `_links` and `_scale` say when some of it is needed.
+_OPTIONAL = {"spot", "slow", "kills", "scale"} | {f.name for f in fields(Links) if f.default is not MISSING}
+
+
 class _Table:
     """One table of a file: its values, each of which is checked when it is taken."""
 
@@ -346,7 +350,8 @@ class _Table:
     def _value(self, key: str, default: object) -> Any:
         value = self._given.get(key, default)
         if value is None:
-            self.refuse("", f"it lacks {key!r}")
+            lacking = [each for each in _TABLES[self.name] if each not in self._given and each not in _OPTIONAL]
+            self.refuse("", f"it lacks {', '.join(map(repr, lacking))}")
         return value
 
 
