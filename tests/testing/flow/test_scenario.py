@@ -88,6 +88,16 @@ def test_a_mistake_is_named_with_its_line_and_with_what_may_stand_there(before: 
     assert said in str(caught.value)
 
 
+def test_the_page_shows_a_file_all_of_which_is_needed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "flow.md").read_text(encoding="utf-8")
+    shown = page.split("```toml\n")[1].split("```")[0].splitlines(keepends=True)
+    assert read("".join(shown), "mine").count("rollout") == 8
+    for number, line in enumerate(shown):
+        if line.strip():
+            with pytest.raises(ScenarioError):
+                read("".join(shown[:number] + shown[number + 1 :]), "mine")
+
+
 def test_a_name_that_is_none_is_answered_with_all(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=r"did you mean 'elastic'.*standalone"):
         load("elastik")
