@@ -190,12 +190,19 @@ class Hub(Unpicklable):
         A DTensor is this rank's local part of it, in place: nothing is gathered (FSDP2: while the module is sharded, as it
         is after each backward, or after `reshard()`).
 
-        `sources`: what tensors are made of, where names or parts differ from what is published: by name, or a function of a
-        name, a view (`tensorhub.source("q")[0:2048]`), a list of views, which are concatenated along dimension 0, or a list
-        of pairs `[(tensorhub.at[0:2048], view), ...]`; `[]`: it is left alone; None from the function: as without an entry.
-        Without one, a tensor is the tensor of its name: its part of a DTensor; the whole one, where `world_size` is 1; else
-        one that is local to the rank, and that only the same rank of an equal layout reads. Whoever publishes says the
-        shapes: `source(name, shape=...)`. `partial`: the group may leave published tensors, and parts of them, unread.
+        `sources`: what tensors are made of, where names or parts differ from what is published. It has an entry for a name,
+        or is a function of a name that returns one (None: no entry). Whoever publishes says the shapes:
+        `source(name, shape=...)`. An entry is one of these:
+
+        - a view: `tensorhub.source("q")[0:2048]`;
+        - a list of views, which are concatenated along dimension 0;
+        - a list of pairs `[(tensorhub.at[0:2048], view), ...]`;
+        - `[]`: the tensor is left alone.
+
+        Without an entry, a tensor is the tensor of its name: its part of a DTensor; the whole one, where `world_size` is 1;
+        else one that is local to the rank, and that only the same rank of an equal layout reads.
+
+        `partial`: the group may leave published tensors, and parts of them, unread.
 
         The module or mapping is kept. `publish`, `mutate`, `replicate`, `update` and `prefetch` compare it with what was
         registered, in the caller's thread: when they are called, after `mutate`'s body, and after `before_write`.
@@ -331,7 +338,8 @@ class Hub(Unpicklable):
         `tensors`, `rank`, `world_size`, `sources`, `partial`: as in `register`; but the tensors may be on torch's meta
         device, so that any rank of a layout can be planned anywhere. Without `tensors` it is what `fetch(rank=None,
         names=names)` reads. The plan is that of the first reader of its layout: those that follow read from it, chunk by
-        chunk. For a model of 100,000 tensors it is made in some seconds, in the caller's thread.
+        chunk. It says nothing of what ranks of one group read from one another (docs/layouts.md). For a model of 100,000
+        tensors it is made in some seconds, in the caller's thread.
 
         Raises what a fill would raise before it reads: RegistrationError, ManifestMismatch (not for bytes that no rank of
         several reads: this is one rank), VersionUnavailable (also where nothing is published yet: it does not wait),

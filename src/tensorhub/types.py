@@ -349,10 +349,16 @@ class FetchReport:
     `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
     of it whose offsets had been verified before in this call. `excess_bytes`: the part of it that was read only to verify
     what is taken out of it (enclosing reads, docs/layouts.md). `changed` is False when the version was held already.
-    `phases`: wall seconds by name (resolve, wait, transfer, verify, unpack, commit), which add up to `seconds`, the whole
-    call: until a version was bound; waiting (for `before_write`, other ranks, sources); bytes and digests, whose time is
-    shared out where several sources were read at once; copies of what had arrived; the decision. An update that changed
-    nothing has `resolve` only. `cells`, `runs`, `bytes_across`: what was read of other layouts than the reader's own.
+    `cells`, `runs`, `bytes_across`: what was read of other layouts than the reader's own.
+
+    `phases`: wall seconds by name, which add up to `seconds`, the whole call. An update that changed nothing has `resolve`
+    only:
+
+    - `resolve`: until a version was bound;
+    - `wait`: for `before_write`, other ranks and sources;
+    - `transfer`, `verify`: bytes and digests. Where several sources were read at once, their time is shared out;
+    - `unpack`: copies of what had arrived;
+    - `commit`: until the decision.
     """
 
     version: int  # that is held now

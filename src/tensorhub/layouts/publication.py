@@ -126,8 +126,8 @@ class Publication:
                 if (tensor, box) not in read:
                     name, ranks = self.catalogue.names[tensor], self.catalogue.kind(tensor).ranks
                     yield (
-                        f"tensor {name!r}, local to rank {box[0].start} of {ranks}, is read by no rank of the group (another "
-                        "layout can read it once its publisher says, by sources=, which part of the model it is)"
+                        f"tensor {name!r}, local to rank {box[0].start} of {ranks}, is read by no rank of the group "
+                        "(another layout can read it once its publisher says, by sources=, which part of the model it is)"
                     )
 
     def _tie_faults(self, reader: Coordinates) -> Iterator[str]:
