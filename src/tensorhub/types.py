@@ -202,7 +202,8 @@ _THIS_HOST = socket.gethostname()
 class Location:
     """Where a worker is. Equal `host` means: same kernel, same network namespace, memory can be shared.
 
-    Network namespaces and containers set different hosts.
+    Network namespaces and containers set different hosts. Whoever gives no site is in "default"; a mistyped one is a site
+    of its own.
     """
 
     site: Name = "default"  # a datacenter
