@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     try:
         base = scenarios.load(given.scenario)
+        if given.versions == 1:
+            raise ValueError("--versions 1: give 2 or more; nobody updates to the first")
         usual = SIZES.get(given.scenario, SIZES["standalone"])
         given_size = Size(given.mb, given.mbit, given.versions, given.every)
         size = Size(*(own if own is not None else mine for own, mine in zip(given_size.values, usual.values, strict=True)))

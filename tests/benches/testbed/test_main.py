@@ -23,6 +23,7 @@ from tensorhub.testing.flow.scenario import load
         ("standalone --rollouts 1000", "this machine can run"),
         ("standalone --wan-ratio 4", "no WAN"),
         ("standalone --versions 0", "give a number above 0"),
+        ("standalone --versions 1", "--versions 1: give 2 or more"),
         ("standalone --mb nan", "give a number above 0"),
         ("standalone --rollouts 2 --wan-ratio 4", "not allowed with"),
         ("update", "update has generate_mean_copies = 0, and rollouts of the testbed have to generate"),
