@@ -14,7 +14,7 @@ from tensorhub.messages import Progress
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState, Location, Purpose
-from tensorhub.worker.calls import CloseCall
+from tensorhub.worker.calls import CloseCall, ReleaseCall
 
 ROOM = CHUNKS * CHUNK_BYTES  # for one copy
 
@@ -221,6 +221,27 @@ def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool
     assert ended(asked) is alone
     assert (handles[0].member.version is None) is alone
     assert isinstance(asked.error, RetentionError | None)
+
+
+def test_what_is_prefetched_and_has_to_stay_is_no_room_for_another_version() -> None:
+    """Else each of the two is copied to where the other one is, which has to go from there first (seed 1002498)."""
+    cluster, trainer = cluster_of("one", "two", room=("one", "two"), latest=2)
+    one, two = (cluster.workers[name].handles[0] for name in ("one", "two"))
+    for number, reader in ((1, one), (2, two)):
+        if number > 1:
+            trainer.publish(number)
+            cluster.run()
+        reader.prefetch()
+        cluster.run()
+        assert ended_after(cluster, trainer.unpublish())
+    (copy,) = (handle for handle in one.worker.handles if handle.shard.purpose is Purpose.PREFETCH)
+    asked = copy.call(ReleaseCall())
+    cluster.run()
+    assert not model_of(cluster).handovers
+    assert two.worker.handles[1].member.state is HandleState.READY, "it was not asked to go"
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)
+    assert still_there(cluster)
 
 
 def test_an_update_hands_over_before_its_first_byte() -> None:

@@ -29,7 +29,7 @@ from tensorhub.coordinator.states import OperationState, VersionState, WorkerSta
 from tensorhub.coordinator.ways import Layout
 from tensorhub.messages import DropCopy, MakeCopy
 from tensorhub.scheduler.links import distance
-from tensorhub.types import OpKind, Purpose
+from tensorhub.types import Medium, OpKind, Purpose
 
 HANDOVERS_PER_MODEL_MAX = 256  # at a time
 TURNS_MAX = 256  # of `op_timeout_s` that one handover has: in each of them at least such a part of all chunks is copied
@@ -256,12 +256,17 @@ class Handovers:
         return self._cluster.hosts[min(fit)[-1]] if fit else None
 
     def _room(self, worker: Worker) -> int:
-        """Bytes of its host memory that are neither taken by a copy nor promised to one. (What is prefetched or seeded gives
-        way.)
+        """Bytes of its host memory that are neither taken by a copy nor promised to one. What is prefetched or seeded gives
+        way, unless it has to stay itself: else two versions would each be copied to make room for the other, for ever.
         """
-        copies = (m.nbytes for m in worker.members.values() if m.purpose is Purpose.RETENTION)
+        copies = (m.nbytes for m in worker.members.values() if m.medium is Medium.HOST and self._keeps_its_room(m))
         promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
         return worker.host_bytes - sum(copies) - sum(promised)
+
+    def _keeps_its_room(self, copy: Member) -> bool:
+        if copy.purpose is Purpose.RETENTION:
+            return True
+        return copy.holding is not None and self._retentions.must_stay(copy.holding)
 
     def _fail(self, model: Model, handover: Handover) -> None:
         """Another worker is asked, if there is one."""
