@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ class Line:
         self.is_driven = threading.Event()
         self.is_closed = False
         self.before: Callable[[], object] = lambda: None
+        self.on_close: Callable[[], object] = lambda: None
         self._left: deque[int] = deque()
         self._is_cut = threading.Event()
         cutter.attach(self._cut)
@@ -59,6 +62,7 @@ class Line:
     def close(self) -> None:
         assert not self.is_closed
         self.is_closed = True
+        self.on_close()
 
 
 class Lines:
@@ -132,6 +136,45 @@ def test_the_last_chunks_are_asked_of_whoever_is_free() -> None:
     assert lines.made[0].asked == [[0]]  # though it might be asked for two: the other line may be faster
 
 
+def test_a_line_is_asked_for_another_chunk_while_a_large_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would come for a round trip after each."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(parallel, "FIRST_BYTES", SIZE)
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    line = lines.made[0]
+    line.before = lambda: now.__setitem__(0, now[0] + 0.6 * parallel.AHEAD_S)
+    channel.submit(range(40))
+    for _ in range(4):
+        channel.receive(1)
+    assert line.asked == [[0], [1, 2], [3], [4]]
+
+
+def test_one_line_alone_is_asked_for_everything() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 1)
+    channel.submit(range(20))
+    channel.receive(1)
+    channel.submit(range(20, 40))
+    channel.receive(1)
+    assert lines.made[0].asked == [list(range(20)), list(range(20, 40))]
+
+
+def test_no_line_is_opened_when_everything_is_asked_for() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit([0])
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        assert channel.receive(1) == Arrival((), 0.0, 0.0)
+        assert lines.tried == 1
+        lines.made[0].goes_on.set()
+        assert named(first.result(WAIT_S)) == [0]
+
+
 def test_a_line_is_asked_for_what_comes_by_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one that has become slow everybody would wait for what it was asked for before."""
     now = [0.0]
@@ -151,6 +194,18 @@ def test_a_line_is_asked_for_what_comes_by_it_soon(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         channel.receive(1)
     assert len(line.asked) == before  # it has enough to do
+
+
+def test_what_a_source_lacks_has_not_come_by_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(parallel, "FIRST_BYTES", SIZE)
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    lines.made[0].lacks = {0}
+    channel.submit(range(40))
+    for _ in range(2):
+        channel.receive(1)
+    assert lines.made[0].asked == [[0], [1]]
 
 
 def test_a_request_names_no_more_chunks_than_a_source_takes() -> None:
@@ -182,6 +237,59 @@ def test_what_a_line_that_ends_was_asked_for_comes_by_another_one() -> None:
     answer = channel.receive(1)
     assert isinstance(answer, Arrival)
     assert (named(answer), answer.discarded_bytes, lines.tried) == ([12], 0, 2)  # told once; and no line is opened again
+
+
+def test_what_a_line_that_ends_was_asked_for_comes_first() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        assert named(channel.receive(1)) == [6]
+        assert lines.made[1].asked == [[6, 7, 8]]
+        lines.made[0].fails = ReadFailure("lost", "broken")
+        lines.made[0].goes_on.set()
+        assert named(first.result(WAIT_S)) == [7]
+    assert lines.made[1].asked[1] == [0, 1, 2, 3, 4, 5, 9, 10, 11]
+
+
+def test_what_came_in_vain_waits_for_an_arrival_to_be_told() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        channel.receive(1)
+        lines.made[1].lacks = {7}
+        lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=7)
+        lines.made[0].goes_on.set()
+        assert first.result(WAIT_S) == Lacking([7], [])
+    answer = channel.receive(1)
+    assert isinstance(answer, Arrival)
+    assert answer.discarded_bytes == 7
+
+
+def test_what_a_line_was_asked_for_is_asked_of_others_once_it_is_closed() -> None:
+    """Until then it may write there."""
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        found = all_of(channel)  # by the second line
+        others: list[int] = []
+        lines.made[0].on_close = lambda: others.extend(named(channel.receive(1)))
+        lines.made[0].fails = ReadFailure("lost", "broken")
+        lines.made[0].goes_on.set()
+        found += [*named(first.result(WAIT_S)), *all_of(channel)]
+    assert not others
+    assert sorted(found) == list(range(12))
 
 
 def test_the_channel_fails_with_its_last_line() -> None:
@@ -274,6 +382,148 @@ def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
             first.result(WAIT_S)
         assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
     channel.close()
+
+
+def test_what_came_in_vain_is_told_once_also_when_the_channel_has_failed() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(2))
+    lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=5)
+    opening, opens = threading.Event(), threading.Event()
+
+    def wait(its: Cutter) -> None:
+        opening.set()
+        assert opens.wait(WAIT_S)
+
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        lines.before = wait
+        second = threads.submit(channel.receive, 1)
+        assert opening.wait(WAIT_S)
+        lines.made[0].goes_on.set()
+        with pytest.raises(ReadFailure) as failed:
+            first.result(WAIT_S)
+        assert failed.value.bytes_discarded == 5
+        opens.set()
+        answer = second.result(WAIT_S)
+    assert isinstance(answer, Arrival)
+    assert answer.discarded_bytes == 0
+
+
+def test_whoever_gets_a_line_when_everything_is_asked_for_does_not_wait_there() -> None:
+    """Nothing would come by it: the end of a fetch would wait until it counts as stalled."""
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(2))
+    opening, opens = threading.Event(), threading.Event()
+
+    def wait(its: Cutter) -> None:
+        opening.set()
+        assert opens.wait(WAIT_S)
+
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        lines.before = wait
+        second = threads.submit(channel.receive, 1)
+        assert opening.wait(WAIT_S)
+        lines.made[0].goes_on.set()
+        assert named(first.result(WAIT_S)) == [0]
+        lines.made[0].goes_on.clear()
+        lines.made[0].is_driven.clear()
+        first = threads.submit(channel.receive, 1)  # it takes the last chunk
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        opens.set()
+        assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
+        lines.made[0].goes_on.set()
+        assert named(first.result(WAIT_S)) == [1]
+    channel.close()
+    assert [line.asked for line in lines.made] == [[[0], [1]], []]
+    assert all(line.is_closed for line in lines.made)  # it is sound, and its transport may keep it
+
+
+def test_a_line_that_is_opened_after_the_cut_is_cut_as_well() -> None:
+    """A connection that nobody answers would hold its thread for long."""
+    lines = Lines()
+    channel, cutter = channel_of(lines, 2)
+    are_cut: list[bool] = []
+
+    def refuse(its: Cutter) -> None:
+        are_cut.append(its.is_cut)
+        raise ReadFailure("unreachable", "the read was given up")
+
+    lines.before = refuse
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        cutter.cut()
+        with pytest.raises(ReadFailure):
+            first.result(WAIT_S)
+    assert channel.receive(1) == Arrival((), 0.0, 0.0)
+    assert are_cut == [True]
+
+
+def test_what_is_cut_has_not_broken(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
+    lines = Lines()
+    channel, cutter = channel_of(lines, 2)
+    channel.submit(range(12))
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        channel.receive(1)
+        cutter.cut()
+        with pytest.raises(ReadFailure):
+            first.result(WAIT_S)  # the second line is cut as well
+    assert "connection_lost" not in caplog.text
+
+
+def test_a_channel_that_is_over_is_held_by_nobody() -> None:
+    """Else the destination, which the caller may want to let go, would stay until cycles are collected."""
+    lines = Lines()
+    channel, cutter = channel_of(lines, 2)
+    channel.close()
+    gone = weakref.ref(channel)
+    del channel
+    assert gone() is None
+    opens = until_it_is_cut()[0]  # which raises an error of its own
+    cutter.cut()
+    with contextlib.suppress(ReadFailure):
+        ParallelChannel(opens, 2, [SIZE], cutter)  # type: ignore[arg-type]
+    opener = weakref.ref(opens)
+    del opens
+    assert opener() is None
+
+
+def test_a_line_is_waited_for_as_long_as_something_is_left_for_it() -> None:
+    lines = Lines()
+    channel, _ = channel_of(lines, 2)
+    channel.submit(range(2))
+    opening, opens, are_cut = threading.Event(), threading.Event(), list[bool]()
+
+    def wait(its: Cutter) -> None:
+        opening.set()
+        assert opens.wait(WAIT_S)
+        are_cut.append(its.is_cut)
+
+    lines.made[0].goes_on.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(channel.receive, 1)
+        assert lines.made[0].is_driven.wait(WAIT_S)
+        lines.before = wait
+        second = threads.submit(channel.receive, 1)
+        assert opening.wait(WAIT_S)
+        lines.made[0].goes_on.set()
+        assert named(first.result(WAIT_S)) == [0]  # all that anybody was asked for; another chunk is left
+        opens.set()
+        assert named(second.result(WAIT_S)) == [1]
+    assert are_cut == [False]
 
 
 def test_nobody_waits_for_a_line_that_comes_too_late() -> None:

@@ -36,7 +36,7 @@ class _Line:
     asked: set[int] = field(default_factory=set)  # what has not arrived
     nbytes: int = 0  # that have
     seconds: float = 0.0  # for which its threads waited for that
-    is_driven: bool = True  # a thread is inside
+    is_driven: bool = False  # a thread is inside
 
 
 class ParallelChannel:
@@ -56,12 +56,13 @@ class ParallelChannel:
         self._queue: deque[int] = deque()  # submitted, and asked of no line; ascending
         self._discarded_bytes = 0  # that lines which have ended brought in vain; not told yet
         cutter.attach(self._cut)
+        with self._lock:
+            first = self._next_cutter()
         try:
-            self._add_line()
+            self._add_line(first)
         except BaseException:
-            cutter.detach()
+            cutter.detach()  # else the two would hold each other, and the destination
             raise
-        self._lines[0].is_driven = False
 
     def __repr__(self) -> str:
         return f"<ParallelChannel of {len(self._lines)} lines, {len(self._queue)} chunks wait for one>"
@@ -72,18 +73,19 @@ class ParallelChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         """By a line that no other thread drives; it is opened, if need be. No chunks: there is nothing for this thread."""
-        while (line := self._take_line()) is not None:
+        while (taken := self._take_line()) is not None:
+            line, request = taken
             try:
-                if request := self._request(line):
+                if request:
                     line.channel.submit(request)
                 began = time.perf_counter()
                 answer = line.channel.receive(bytes_max)
                 line.seconds += time.perf_counter() - began
             except ReadFailure as failure:
-                self._lost(line, failure)  # its thread takes another one, which may have nobody else
-                continue
-            discarded = self._answered(line, answer)
-            return answer if isinstance(answer, Lacking) else answer._replace(discarded_bytes=discarded)
+                if not self._lost(line, failure):
+                    raise
+                continue  # its thread takes another one, which may have nobody else
+            return self._answered(line, answer)
         return Arrival((), 0.0, 0.0)
 
     def close(self) -> None:
@@ -93,27 +95,32 @@ class ParallelChannel:
 
     # ------------------------------------------------------------------------------------------------------- lines
 
-    def _take_line(self) -> _Line | None:
-        with self._lock:
-            for line in self._lines:  # the one that was driven longest ago comes first
-                if not line.is_driven and (line.asked or self._queue):
-                    line.is_driven = True
-                    return line
-            if not self._queue or len(self._lines) + len(self._opening) >= self._lines_max:
+    def _take_line(self) -> tuple[_Line, list[int]] | None:
+        """A line for this thread, and what to ask it for now; None: nothing is left for one."""
+        while True:
+            with self._lock:
+                for line in self._lines:
+                    if not line.is_driven and (line.asked or self._queue):
+                        line.is_driven = True
+                        return line, self._request(line)
+                if not self._queue or len(self._lines) + len(self._opening) >= self._lines_max:
+                    return None
+                cutter = self._next_cutter()
+            try:
+                self._add_line(cutter)
+            except (ReadFailure, Unusable) as error:
+                log.debug("connection_not_added", reason=str(error))
                 return None
-        try:
-            return self._add_line()
-        except (ReadFailure, Unusable) as error:
-            log.debug("connection_not_added", reason=str(error))
-            return None
 
-    def _add_line(self) -> _Line:
-        """A new line, which the caller drives."""
+    def _next_cutter(self) -> Cutter:
+        """That of a line that is opened from now on."""
         cutter = Cutter()
-        with self._lock:
-            self._opening.add(cutter)
-            if self._cutter.is_cut:
-                cutter.cut()
+        self._opening.add(cutter)
+        if self._cutter.is_cut:
+            cutter.cut()
+        return cutter
+
+    def _add_line(self, cutter: Cutter) -> None:
         try:
             line = _Line(self._open_line(cutter), cutter)
         except BaseException:
@@ -125,55 +132,51 @@ class ParallelChannel:
         with self._lock:
             self._opening.discard(cutter)
             self._lines.append(line)
-        return line
 
     def _request(self, line: _Line) -> list[int]:
-        """What to ask this line for now: what comes by it in a while, and no more than its share of all that is left."""
+        """What to ask this line for now, until that is what comes by it soon, or its share of all that is left."""
         request: list[int] = []
-        with self._lock:
-            asked = sum([self._sizes[chunk] for chunk in line.asked])
-            share = (asked + sum([self._sizes[chunk] for chunk in self._queue])) // self._lines_max
-            soon = max(FIRST_BYTES, int(AHEAD_S * line.nbytes / max(line.seconds, 1e-6)))
-            room = min(soon, share) - asked
-            while self._queue and len(request) < CHUNKS_PER_ACCESS_MAX:
-                if self._sizes[self._queue[0]] > room and (line.asked or request):
-                    break
-                room -= self._sizes[self._queue[0]]
-                request.append(self._queue.popleft())
-            line.asked.update(request)
+        asked = sum([self._sizes[chunk] for chunk in line.asked])
+        share = (asked + sum([self._sizes[chunk] for chunk in self._queue])) // self._lines_max
+        soon = max(FIRST_BYTES, int(AHEAD_S * line.nbytes / max(line.seconds, 1e-6)))
+        while self._queue and len(request) < CHUNKS_PER_ACCESS_MAX:
+            nbytes = self._sizes[self._queue[0]]
+            if asked and (asked >= soon or asked + nbytes > share):
+                break
+            asked += nbytes
+            request.append(self._queue.popleft())
+        line.asked.update(request)
         return request
 
-    def _answered(self, line: _Line, answer: Arrival | Lacking) -> int:
-        """Its thread is done with it for now. Returns what lines have brought in vain since this was told last."""
-        got = set(answer.chunks) if isinstance(answer, Lacking) else {chunk for chunk, _ in answer.chunks}
+    def _answered(self, line: _Line, answer: Arrival | Lacking) -> Arrival | Lacking:
+        """Its thread is done with it for now. Returns the answer, with what has come in vain since that was told last."""
         with self._lock:
-            line.asked -= got
-            line.nbytes += 0 if isinstance(answer, Lacking) else sum([self._sizes[chunk] for chunk in got])
             line.is_driven = False
-            self._lines.remove(line)
-            self._lines.append(line)
-            if not self._queue and not any(each.asked for each in self._lines):
+            if not self._queue:
                 for cutter in self._opening:  # that line comes too late, and nobody shall wait for it
                     cutter.cut()
             if isinstance(answer, Lacking):
-                return 0
+                line.asked.difference_update(answer.chunks)
+                return answer
+            for chunk, _ in answer.chunks:
+                line.asked.discard(chunk)
+                line.nbytes += self._sizes[chunk]
             discarded, self._discarded_bytes = self._discarded_bytes, 0
-        return discarded
+        return answer._replace(discarded_bytes=discarded)
 
-    def _lost(self, line: _Line, failure: ReadFailure) -> None:
-        """The others bring what it was asked for. ReadFailure: there are none."""
+    def _lost(self, line: _Line, failure: ReadFailure) -> bool:
+        """The others bring what it was asked for. False: there are none, and the failure is the channel's."""
+        line.channel.close()  # first: nothing may write any more where others shall
         with self._lock:
             self._lines.remove(line)
             self._lines_max -= 1
             self._discarded_bytes += failure.bytes_discarded
             self._queue = deque(sorted({*self._queue, *line.asked}))
-            left = len(self._lines)
-            failure.bytes_discarded = self._discarded_bytes
-        line.channel.close()
-        if not left:
-            raise failure
-        if not self._cutter.is_cut:
+            if not (left := len(self._lines)):
+                failure.bytes_discarded, self._discarded_bytes = self._discarded_bytes, 0
+        if left and not self._cutter.is_cut:
             log.info("connection_lost", reason=str(failure), left=left)
+        return left > 0
 
     def _cut(self) -> None:
         with self._lock:
