@@ -185,7 +185,7 @@ class Puller:
         owner, content = SharedOwner(words=GenerationWords()), _content_of(generation)
         owner.open(REGISTRATION, 1, content, memory, complete=False)
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content)
             channel = self._transport.open(grant.endpoints[0], right, destination, cutter)
             return Opened(self._transport.name, channel, self._args.lanes or self._transport.lanes)

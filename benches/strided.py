@@ -127,7 +127,7 @@ def reader(args: argparse.Namespace, address: str, pipe: Connection) -> dict[str
         owner, content = SharedOwner(words=GenerationWords()), ContentId(f"c{generation}")
         owner.open(REGISTRATION, 1, content, way.memory, complete=False)
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             selection = way.parts[grant.selection].selection if grant.selection else None
             right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content, selection)
             channel = transport.open(grant.endpoints[0], right, destination, cutter)

@@ -161,7 +161,7 @@ def _read(
     peers.close()
     with _connected() as (connection, theirs):
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             peer = Peer(connection, "", RIGHT.incarnation, b"", is_local=True)
             return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination))
 

@@ -67,7 +67,7 @@ def strides(data: bytes) -> None:
     peers.close()
     with _connected() as (connection, theirs):
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             client = ReadClient(peers, Peer(connection, "", RIGHT.incarnation, b"", is_local=True), RIGHT, cutter)
             if not encloses:
                 return Opened("any", TcpChannel(client, destination))

@@ -84,6 +84,7 @@ class Node:
         self.owner = owner or SharedOwner([CmaOwner()], fence_grace_s=0.05)
         self.listener = sockets.listen("127.0.0.1")
         self.ways: list[Transport] = []  # by which it reads
+        self.left: list[int] = []  # bytes that each channel was opened for
         self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=patience_s, **settings)  # type: ignore[arg-type]
 
     def open(self, *, complete: bool) -> Node:
@@ -129,7 +130,8 @@ class Node:
         way = KINDS[transport](Local(self.incarnation, (secret,), options))
         self.ways.append(way)
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
+            self.left.append(left)
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),

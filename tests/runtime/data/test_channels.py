@@ -12,11 +12,12 @@ import pytest
 import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.hub import Hub
+from tensorhub.layouts.reading import Part, Selection
 from tensorhub.messages import Grant
-from tensorhub.runtime.data import lanes
-from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
+from tensorhub.runtime.data import channels as channels_module
+from tensorhub.runtime.data.channels import CONNECTION_CHUNKS, FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
-from tensorhub.strips import Strip
+from tensorhub.strips import Strip, straight
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,
@@ -33,6 +34,7 @@ from tensorhub.transport.base import (
     Unusable,
 )
 from tensorhub.transport.dialect import Dialect
+from tensorhub.transport.enclosing import EnclosingChannel
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, Registry
@@ -42,6 +44,7 @@ from tests.conftest import has_rdma
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, holds, tensors
 
 pytestmark = pytest.mark.anyio
+ENOUGH = 2**40  # bytes that are left to read
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -202,7 +205,7 @@ class _Nothing:
 
 class Nowhere:
     is_digested = False
-    sizes = (8,)
+    sizes = (8, 5)
     device = None
     is_strided = False
 
@@ -229,7 +232,7 @@ def grant(*offered: str, host: str = "there") -> Grant:
 
 
 def chosen(channels: Channels, granted: Grant) -> str:
-    return channels.opener(ContentId("c"))(granted, Nowhere(), Cutter()).transport
+    return channels.opener(ContentId("c"))(granted, Nowhere(), Cutter(), ENOUGH).transport
 
 
 def channels_of(*ways: Way) -> Channels:
@@ -250,15 +253,18 @@ def test_the_reason_of_each_choice_is_logged_once(caplog: pytest.LogCaptureFixtu
     assert chosen(channels, grant("tcp", "nixl", "shm", host="here")) == "shm"
 
 
-def opened(options: Options, site: str, *, strided: bool = False) -> Opened:
-    """By a tcp, whose source is in that site, and this worker in the default one."""
+def opened(options: Options, site: str, *, strided: bool = False, root: bytes = b"", left: int = ENOUGH) -> Opened:
+    """By a tcp, whose source is in that site, and this worker in the default one. `root`: it is read with what encloses."""
     way = Way("tcp")
-    way.connections, way.strides = options.wan_connections, True
+    way.lanes, way.connections, way.strides = 3, options.wan_connections, True
     with having(tcp=lambda local: way):
         channels = Channels([b""], options, Location(host="here"), None)
         channels.become(Incarnation("reader"))
-    granted = replace(grant("tcp"), location=Location(site=site, host="there"))
-    found = channels.opener(ContentId("c"))(granted, InPieces() if strided else Nowhere(), Cutter())
+    selection = Selection(((straight(0, 0, 8),),))
+    selections = {selection.selection_id: Part(0, (0,), selection, (0,))} if root else {}
+    granted = replace(grant("tcp"), location=Location(site=site, host="there"), selection="".join(selections), root=root)
+    opens = channels.opener(ContentId("c"), selections)
+    found = opens(granted, InPieces() if strided else Nowhere(), Cutter(), left)
     assert way.opened == 1  # the first one; threads that help open the others
     return found
 
@@ -266,17 +272,30 @@ def opened(options: Options, site: str, *, strided: bool = False) -> Opened:
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_source_in_another_site_is_read_by_several_connections(strided: bool) -> None:
     near, far = (opened(Options(), site, strided=strided) for site in ("default", "elsewhere"))
-    assert (near.lanes, near.waits, type(near.channel)) == (1, False, _Nothing)
+    assert (near.lanes, near.waits, type(near.channel)) == (3, False, _Nothing)
     assert (far.lanes, far.waits, type(far.channel)) == (4, True, ParallelChannel)
-    alone = opened(Options(wan_connections=1), "elsewhere")
-    assert (alone.lanes, alone.waits, type(alone.channel)) == (1, False, _Nothing)
+    alone, two = (opened(Options(wan_connections=each), "elsewhere") for each in (1, 2))
+    assert (alone.lanes, alone.waits, type(alone.channel)) == (3, False, _Nothing)
+    assert (two.lanes, two.waits, type(two.channel)) == (2, True, ParallelChannel)
+    enclosed = opened(Options(), "elsewhere", strided=strided, root=b"root")
+    assert (enclosed.lanes, type(enclosed.channel)) == (1, EnclosingChannel)  # which one thread drives
+
+
+@pytest.mark.parametrize(
+    ("chunks", "connections"), [(CONNECTION_CHUNKS - 1, 1), (CONNECTION_CHUNKS, 2), (127, 4), (9999, 4)]
+)
+def test_so_many_chunks_that_are_left_are_worth_a_connection(chunks: int, connections: int) -> None:
+    """With fewer, one is asked for everything at once, as if there were no others."""
+    found = opened(Options(), "elsewhere", left=chunks * Nowhere.sizes[0])
+    assert found.waits == isinstance(found.channel, ParallelChannel) == (connections > 1)
+    assert found.lanes == (connections if found.waits else 3)
 
 
 @pytest.mark.parametrize(("site", "kept"), [("default", 1), ("elsewhere", 3)])
 async def test_a_fetch_from_another_site_has_as_many_connections_as_its_reader_wants(
     site: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "HELP_CHUNKS", 1)
+    monkeypatch.setattr(channels_module, "CONNECTION_CHUNKS", 1)
     made: list[TcpTransport] = []
 
     def make(local: Local) -> Transport:
@@ -333,7 +352,7 @@ def test_what_cannot_be_used_is_tried_again_later_and_each_time_twice_as_late(
     way.says = None
     assert chosen(channels, grant("rdma")) == "rdma"
     assert chosen(channels, grant("rdma", "tcp")) == "tcp"  # that it opens is not all: a read has to end well
-    channels.opener(ContentId("c"))(grant("rdma"), Nowhere(), Cutter()).ended(None)
+    channels.opener(ContentId("c"))(grant("rdma"), Nowhere(), Cutter(), ENOUGH).ended(None)
     assert chosen(channels, grant("rdma", "tcp")) == "rdma"
 
 
@@ -346,12 +365,12 @@ def test_what_is_read_in_pieces_is_read_by_a_transport_that_can() -> None:
     ways[2].strides = True
     channels = channels_of(*ways)
     opener = channels.opener(ContentId("c"))
-    assert opener(grant("ours", "rdma", "tcp"), InPieces(), Cutter()).transport == "tcp"
+    assert opener(grant("ours", "rdma", "tcp"), InPieces(), Cutter(), ENOUGH).transport == "tcp"
     assert [way.opened for way in ways] == [0, 0, 1]
     with pytest.raises(ReadFailure, match=r"of these, tcp can read across layouts"):
-        opener(grant("ours", "rdma"), InPieces(), Cutter())
+        opener(grant("ours", "rdma"), InPieces(), Cutter(), ENOUGH)
     with pytest.raises(ReadFailure, match=r"refused: it is granted for a selection that this rank does not read"):
-        opener(replace(grant("tcp"), selection="unknown"), InPieces(), Cutter())
+        opener(replace(grant("tcp"), selection="unknown"), InPieces(), Cutter(), ENOUGH)
 
 
 def test_what_is_about_one_registration_is_said_of_no_other_one(caplog: pytest.LogCaptureFixture) -> None:

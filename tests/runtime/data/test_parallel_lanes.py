@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 
-from tensorhub.runtime.data import lanes, source_lane
+from tensorhub.runtime.data import source_lane
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.data.source_lane import SourceFailed
@@ -30,11 +30,6 @@ CONNECTIONS = 4
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _so_little_is_worth_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "HELP_CHUNKS", 1)
 
 
 def nodes(readers_max: int = 64) -> tuple[Node, Node]:
@@ -75,6 +70,17 @@ async def test_all_connections_are_used_and_kept_for_the_next_read() -> None:
         (way,) = b.ways
         assert isinstance(way, TcpTransport)
         assert repr(way._peers) == f"<Peers, {CONNECTIONS} kept>"
+
+
+async def test_what_has_come_already_is_not_left_for_a_further_source() -> None:
+    a, b = nodes()
+    async with serving(a, b), b.runner() as runner:
+        runner.add_source(a.grant("first"))
+        a.make_available(*range(CHUNKS - 4))
+        await until(lambda: runner.report().chunks_verified == CHUNKS - 4)
+        runner.add_source(a.grant("second"))
+        await until(lambda: len(b.left) == 2)
+    assert b.left == [TOTAL, 4 * CHUNK_BYTES]
 
 
 async def test_threads_that_wait_for_a_network_help_on_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,10 +215,20 @@ def test_nobody_gives_up_a_connection_for_somebody_who_has_as_many() -> None:
     assert sum(lane.is_stopped for lane in made) == 1
 
 
-def test_connections_of_different_reads_are_no_further_ones() -> None:
-    places, made = lanes_of(("a", "1"), ("a", "2"), ("a", "3"))
+@pytest.mark.parametrize("leases", [("1", "2", "3"), ("", "", "")])
+def test_connections_of_different_reads_are_no_further_ones(leases: tuple[str, str, str]) -> None:
+    """Those that have asked for nothing yet may be of different ones."""
+    places, made = lanes_of(*[("a", lease) for lease in leases])
     assert not ask(places, "b", 3, 3)
     assert not any(lane.is_stopped for lane in made)
+
+
+def test_a_further_connection_is_of_the_same_read() -> None:
+    """It is neither another one of the same reader, nor another reader's, which may say that its lease has that name."""
+    read, others = ("a", "its"), [*range(40)]
+    places, made = lanes_of(read, read, *[("a", f"{each}") for each in others], *[(f"{each}", "its") for each in others])
+    assert ask(places, "b", len(made), len(made))
+    assert [(lane.reader, lane.lease) for lane in made if lane.is_stopped] == [read]
 
 
 def test_a_readers_own_reads_share_its_places() -> None:

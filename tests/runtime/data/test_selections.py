@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import anyio
 import pytest
 
 from tensorhub.accesses import Refusal
@@ -22,7 +23,7 @@ from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.strips import Strip, straight
 from tensorhub.transport.owner import Lane
 from tensorhub.types import Incarnation
-from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving
+from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving, until
 
 ROWS, ROW_BYTES = 96, 3000  # of each of two published ranks, of which the reader takes some columns
 FIRST = 650  # the first of the columns that the reader takes
@@ -47,8 +48,9 @@ class Setting:
     def grant(self, node: Node, *, complete: bool = True) -> Grant:
         return node.grant(selection=self.names[node is self.b], complete=complete)
 
-    def runner(self, transport: str = "tcp") -> PullRunner:
-        return self.reader.runner(batch_bytes=2 * CHUNK_ROWS * self.columns, transport=transport, selections=self.parts)
+    def runner(self, transport: str = "tcp", connections: int = 1) -> PullRunner:
+        nbytes = 2 * CHUNK_ROWS * self.columns
+        return self.reader.runner(batch_bytes=nbytes, transport=transport, connections=connections, selections=self.parts)
 
     def check(self) -> None:
         rows = [bytes(array[at : at + ROW_BYTES]) for node in (self.a, self.b) for array in node.arrays for at in starts()]
@@ -122,6 +124,36 @@ async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest, transp
     assert sorted(source.bytes_read for source in report.sources) == [ROWS * columns] * 2
     origins = {its.reader.owner.origin(its.reader.registration, 7, chunk) for chunk in (0, 9)}
     assert origins == {Origin(its.a.registration, 7), Origin(its.b.registration, 7)}
+
+
+@pytest.mark.parametrize("columns", [700, 2300])
+@pytest.mark.parametrize("digest", ["xxh3-64", "none"])
+async def test_each_rank_is_read_by_several_connections(digest: Digest, columns: int) -> None:
+    its = setting(digest, columns)
+    its.a.open(complete=False)
+    its.b.open(complete=True)
+    its.reader.open(complete=False)
+    async with serving(its.a, its.b, its.reader), its.runner(connections=3) as runner, anyio.create_task_group() as tasks:
+        runner.add_source(its.grant(its.a))
+        runner.add_source(its.grant(its.b))
+        tasks.start_soon(finish, runner)
+        await until(lambda: sum(bool(lane.lease) for lane in its.a.owner._lanes) == 3)
+        its.a.make_available(*range(len(its.a.memory.sizes)))
+    its.check()
+
+
+async def test_a_channel_is_opened_for_what_is_left_to_read_there() -> None:
+    its = setting()
+    its.a.open(complete=True)
+    its.b.open(complete=False)
+    its.reader.open(complete=False)
+    runner = its.reader.runner(batch_bytes=10**6, selections=its.parts, verified=(0, 1, 2, 3, 4, 5, 7, 8, 9))
+    async with serving(its.a, its.b, its.reader), its.runner() as whole, runner:
+        whole.add_source(its.grant(its.a))
+        await until(lambda: len(its.reader.left) == 1)
+        runner.add_source(its.grant(its.b))
+        await until(lambda: len(its.reader.left) == 2)
+    assert its.reader.left == [ROWS * its.columns, CHUNK_ROWS * its.columns]
 
 
 async def test_the_publishers_digests_of_a_selection_are_the_readers() -> None:

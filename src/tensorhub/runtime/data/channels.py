@@ -52,6 +52,7 @@ PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembere
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next transport is taken
 LEFT_S = 300.0  # for so long a transport is left, and twice as long each next time: what was in the way may be over
 LEFT_S_MAX = 86_400.0
+CONNECTION_CHUNKS = 32  # left to read for each further connection: the last chunks come by the slowest one
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -151,7 +152,7 @@ class Channels:
         name. `find_grid`: see `ReshardedManifest`. `bundles`: names of those that mates bring.
         """
 
-        def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        def open_one(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             part, is_bundle = (selections or {}).get(grant.selection), grant.selection in bundles
             if grant.selection and part is None and not is_bundle:
                 raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
@@ -166,11 +167,12 @@ class Channels:
                 None if part is None or encloses else part.selection,
                 grant.selection if is_bundle else "",
             )
+            is_far = grant.location.site != self._location.site
+            worth = 1 + left // max(1, CONNECTION_CHUNKS * max(destination.sizes, default=0)) if is_far else 1
             for transport, endpoint in self._common(grant, destination):
                 if (encloses and "host" not in transport.fills) or (is_bundle and transport.name != BUNDLES_BY):
                     continue
-                is_far = grant.location.site != self._location.site
-                connections = transport.connections if is_far else 1
+                connections = min(transport.connections, worth)
                 try:
                     if part is not None and vouched is not None:
                         enclosure = Enclosure(part.selection, vouched)

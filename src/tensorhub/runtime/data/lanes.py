@@ -47,12 +47,11 @@ from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Dest
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
-HELP_CHUNKS = 32  # the same where threads wait for a network: the last chunks come by the slowest of their connections
 LANES_MAX = 64
 
 
-ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
-"""Opens the best channel to a grant's source, in a lane's thread. ReadFailure if none."""
+ChannelOpener = Callable[[Grant, Destination, Cutter, int], Opened]
+"""Opens the best channel to a grant's source, in a lane's thread, for as many bytes as are left. ReadFailure if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,9 @@ class PullRunner:
         failure: ReadFailure | None = None
         try:
             destination = self._memory if lane.brings is None else self._memory.part(lane.brings)
-            opened = self._open_channel(lane.grant, destination, lane.cutter)
+            with self._changed:
+                left = min(self._pull.bytes_wanted - self._pull.bytes_verified, sum(destination.sizes))
+            opened = self._open_channel(lane.grant, destination, lane.cutter, left)
             lane.transport, channel, lanes, batch_bytes, lane.ended, lane.waits = opened
             if lane.brings is not None:
                 channel = NumberedChannel(channel, lane.brings)
@@ -244,9 +245,7 @@ class PullRunner:
                 lane.batch_bytes = batch_bytes
             with self._changed:
                 lane.channel = channel
-                left = self._pull.bytes_wanted - self._pull.bytes_verified
-                enough = HELP_CHUNKS * max(self._memory.sizes) if lane.waits else HELP_BYTES
-                self._help.extend([lane] * min(lanes - 1, left // max(1, enough)))
+                self._help.extend([lane] * (lanes - 1 if lane.waits else min(lanes - 1, left // HELP_BYTES)))
                 if self._help:
                     self._wakeup.set()
             self._finish_if_done()
