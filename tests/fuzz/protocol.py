@@ -269,7 +269,7 @@ def _hear(party: Handshake[Any], piece: bytes, source: Source) -> None:
         assert known is None
         assert 0 < party.bytes_wanted <= HEADER_BYTES + FRAME_BYTES_MAX
     except (ProtocolError, AuthenticationFailed) as error:
-        assert known in (None, error)
+        assert known is None or (type(known), str(known)) == (type(error), str(error))
         assert len(str(error)) < 3 * ERROR_CHARS_MAX
     assert len(party._decoder._buffer) <= HEADER_BYTES + FRAME_BYTES_MAX
     assert len(party._outgoing) < 2 * FRAME_BYTES_MAX

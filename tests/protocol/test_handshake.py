@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hmac
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -216,6 +218,36 @@ def test_a_connection_closed_upon_the_proof_is_no_matter_of_secrets() -> None:
     with pytest.raises(ProtocolError, match="no room just now, or is ending") as caught:
         a.receive_eof()
     assert caught.value.retryable
+
+
+class Caller:
+    """What one of the frames has that an error has come through."""
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_handshake_that_has_failed_holds_nothing_of_its_callers(said: bytes, times: int) -> None:
+    """A reader's callers have its memory."""
+
+    def fail(caller: Caller) -> None:
+        handshake = client()
+        for _ in range(times):
+            try:
+                handshake.receive_data(said) if said else handshake.receive_eof()
+            except ProtocolError:
+                pass
+            else:
+                pytest.fail("it has not failed")
+
+    caller = Caller()
+    gone = weakref.ref(caller)
+    gc.disable()
+    try:
+        fail(caller)
+        del caller
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_client_cannot_get_in_by_sending_the_servers_own_words_back() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from copy import copy
 from typing import Final
 
 from tensorhub.errors import ProtocolError
@@ -222,4 +223,4 @@ class FrameDecoder:
 
     def _raise_again(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)  # its traceback holds frames that hold this object, and all that their callers have

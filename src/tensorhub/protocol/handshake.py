@@ -26,6 +26,7 @@ import functools
 import hashlib
 import hmac
 from collections.abc import Sequence
+from copy import copy
 from typing import Final, Generic, TypeVar
 
 from tensorhub.errors import AuthenticationFailed, ProtocolError, TensorHubError
@@ -132,20 +133,22 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
     def receive_data(self, data: bytes) -> None:
         """Take what arrived. Raises ProtocolError or AuthenticationFailed; further calls raise the same."""
-        if self._error is not None:
-            raise self._error
+        self._raise_again()
         try:
             self._advance(data)
         except TensorHubError as error:
-            self._error = error
+            self._error = copy(error)
             raise
 
     def receive_eof(self) -> None:
         """The peer closed, or the connection broke: raise what that means, unless the handshake is done."""
         if self._error is None and not self.done:
             self._error = self._closed()
+        self._raise_again()
+
+    def _raise_again(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy(self._error)  # its traceback holds frames that hold this object, and all that their callers have
 
     def _advance(self, data: bytes) -> None:
         if not self.done and len(self._preface) < len(PREFACE):

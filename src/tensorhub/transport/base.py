@@ -59,6 +59,10 @@ class ReadFailure(Exception):
         self.chunk = chunk
         self.bytes_discarded = bytes_discarded
 
+    def alone(self) -> ReadFailure:
+        """The same without its traceback, to be kept: that holds what its frames had, and so the destination."""
+        return ReadFailure(self.reason, self.detail, self.chunk, self.bytes_discarded)
+
 
 class Unusable(Exception):
     """This transport does not work between these two workers, whatever their locations say. Another one may. The text says

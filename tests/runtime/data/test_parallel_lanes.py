@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 
+from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.data import source_lane
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.served_lanes import ServedLanes
@@ -145,6 +148,37 @@ async def test_a_source_that_ends_all_connections_is_lost() -> None:
                 await until(lambda: leases(a) == {"from-a": CONNECTIONS})
                 for lane in list(a.owner._lanes):
                     a.owner.stop(lane)
+
+
+@pytest.mark.parametrize("connections", [1, CONNECTIONS])
+@pytest.mark.parametrize("how", ["refused", "lost", "not a frame"])
+async def test_a_pull_whose_source_has_failed_is_held_by_nobody(connections: int, how: str) -> None:
+    """Else its destination would stay until cycles are collected, though its caller has let it go."""
+    a, b = nodes()
+
+    async def read() -> weakref.ref[PullRunner]:
+        async with b.runner(connections=connections, batch_bytes=TOTAL) as runner:
+            runner.add_source(a.grant(generation=8 if how == "refused" else 7))
+            if how != "refused":
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(next_event, runner)
+                    await until(lambda: leases(a) == {"from-a": connections})
+                    for lane in list(a.owner._lanes):
+                        assert isinstance(lane.connection, BlockingConnection)
+                        if how == "not a frame":
+                            lane.connection._socket.sendall(bytes(99))
+                        a.owner.stop(lane)
+            else:
+                await next_event(runner)
+            return weakref.ref(runner)
+
+    async with serving(a, b):
+        gc.disable()
+        try:
+            gone = await read()
+            await until(lambda: gone() is None)
+        finally:
+            gc.enable()
 
 
 async def test_a_source_with_few_places_is_read_by_as_many_as_it_gives() -> None:

@@ -251,7 +251,7 @@ class PullRunner:
             self._finish_if_done()
             self._read(lane, channel)
         except ReadFailure as error:
-            failure = error
+            failure = error.alone()
         finally:
             self._leave(lane, failure)
 
@@ -266,7 +266,7 @@ class PullRunner:
         try:
             is_retired = self._read(lane, channel, None if lane.waits else CoreShare())
         except ReadFailure as error:
-            failure = error
+            failure = error.alone()
         finally:
             if not is_retired:
                 self._leave(lane, failure)
