@@ -17,8 +17,10 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwne
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime.data.receive_sizer import FIRST_BYTES
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.scheduler import links
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 from tests.runtime.data_rig import (
     CHUNKS,
@@ -212,6 +214,25 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(tra
     assert b.arrays == a.arrays
     assert report.reread_bytes == 0
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+async def test_a_connection_is_not_kept_while_announced_bytes_are_still_to_come(connections: int) -> None:
+    """The next read would take them for an answer. Over a long line they may not be there yet when it begins."""
+    manifest = manifest_of((12 * FIRST_BYTES,), chunk_bytes=FIRST_BYTES)
+    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
+    a.make_available(*range(12))
+    a.memory.buffer(0)[0] ^= 1
+    runner = b.open(complete=False).runner(connections=connections, batch_bytes=12 * FIRST_BYTES)
+    async with serving(a, b), runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, failed.chunk) == ("corrupt", 0)
+        await until(lambda: runner.report().sources[0].outcome == "corrupt")
+        (way,) = b.ways
+        assert isinstance(way, TcpTransport)
+        assert repr(way._peers) == "<Peers, 0 kept>"
 
 
 async def test_what_is_read_again_must_be_what_was_published_whatever_its_source_says(transport: str) -> None:

@@ -164,6 +164,8 @@ class TcpChannel:
         return message.digest
 
     def close(self) -> None:
+        if self._coming:  # their bytes are still to come
+            self._client.peer.is_sound = False
         self._client.close()
 
 
