@@ -20,7 +20,7 @@ from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.transport.base import Arrival, Lacking
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.tcp.reader import TcpChannel, TcpTransport
-from tensorhub.types import Incarnation
+from tensorhub.types import READ_ONLY, Incarnation
 from tests.runtime.data_rig import CHUNK_BYTES, WAIT_S, Node, finish, manifest_of, next_event, serving, until
 
 pytestmark = pytest.mark.anyio
@@ -263,6 +263,20 @@ def test_a_further_connection_is_of_the_same_read() -> None:
     places, made = lanes_of(read, read, *[("a", f"{each}") for each in others], *[(f"{each}", "its") for each in others])
     assert ask(places, "b", len(made), len(made))
     assert [(lane.reader, lane.lease) for lane in made if lane.is_stopped] == [read]
+
+
+@pytest.mark.parametrize(("guests", "gets"), [(1, True), (2, False), (3, False)])
+def test_read_only_readers_that_have_half_of_all_end_no_workers_connection(guests: int, gets: bool) -> None:
+    """Each may call itself another reader, so they could leave every worker with one."""
+    places, made = lanes_of(*[("a", "1")] * (4 - guests), *[(f"{READ_ONLY}{each}", "2") for each in range(guests)])
+    assert ask(places, f"{READ_ONLY}new", 4, 4) == gets
+    assert [lane.reader for lane in made if lane.is_stopped] == ["a"] * gets
+
+
+def test_read_only_readers_that_have_half_of_all_give_way_to_one_another() -> None:
+    places, made = lanes_of(("a", "1"), ("a", "1"), (f"{READ_ONLY}b", "2"), (f"{READ_ONLY}b", "2"))
+    assert ask(places, f"{READ_ONLY}new", 4, 4)
+    assert [lane.lease for lane in made if lane.is_stopped] == ["2"]
 
 
 def test_a_readers_own_reads_share_its_places() -> None:

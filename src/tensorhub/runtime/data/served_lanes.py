@@ -1,7 +1,8 @@
 """The lanes that serve readers, and whom there is room to serve: connections are bounded in all, and by reader.
 
 A lane whose reader keeps its connection for later gives way first. Then read-only readers give way to workers, and of
-several connections of one read all but one: the others bring what it was asked for (`transport.parallel`).
+several connections of one read all but one: the others bring what it was asked for (`transport.parallel`). Read-only readers
+that have half of all places get no more from workers.
 
 Not responsible for what a lane may read (`serving`), nor for its thread (`acceptor`). Whoever calls holds the owner's lock.
 """
@@ -48,6 +49,8 @@ class ServedLanes:
         """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
         served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
         of_one = [each for each in served if each.reader == reader]
+        guests = [each for each in served if each.is_read_only]
+        is_guest, half = reader.startswith(READ_ONLY), readers_max // 2
         if len(of_one) >= of_one_max:
             if not (self._stop_resting(of_one) or self._stop_further(of_one, 0)):
                 return (
@@ -56,8 +59,8 @@ class ServedLanes:
                 )
         elif len(served) >= readers_max and not (
             self._stop_resting(served)
-            or (not reader.startswith(READ_ONLY) and self._stop_guest(served, readers_max // 2))
-            or self._stop_further(served, len(of_one))
+            or (not is_guest and len(guests) > half and self._stop_guest(guests))
+            or self._stop_further(guests if is_guest and len(guests) >= half else served, len(of_one))
         ):
             return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
         lane.reader, lane.rests_from = reader, time.monotonic()
@@ -72,12 +75,10 @@ class ServedLanes:
         self.stop(lane)
         return True
 
-    def _stop_guest(self, lanes: Sequence[Lane], guests_max: int) -> bool:
-        """End one of the read-only reader that has most, if all of these have more than so many: they give way to others."""
-        of = Counter(each.reader for each in lanes if each.is_read_only)
-        if of.total() <= guests_max:
-            return False
-        self.stop(max(lanes, key=lambda each: of[each.reader]))
+    def _stop_guest(self, guests: Sequence[Lane]) -> bool:
+        """End one of the read-only reader that has most."""
+        of = Counter(each.reader for each in guests)
+        self.stop(max(guests, key=lambda each: of[each.reader]))
         return True
 
     def _stop_further(self, lanes: Sequence[Lane], has: int) -> bool:
