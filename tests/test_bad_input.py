@@ -289,6 +289,13 @@ async def test_options_may_be_any_numbers() -> None:
                 Options(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(StateError, match=r"Options\.readers_max = 2\.5: give an integer"):
         Options(readers_max=2.5)  # type: ignore[arg-type]
+    assert [Options(wan_connections=each).wan_connections for each in (1, 16)] == [1, 16]
+    for each in (0, 17, -1):
+        with pytest.raises(StateError, match=rf"Options\.wan_connections = {each}: give 1 to 16"):
+            Options(wan_connections=each)
+    for value in (True, 4.0, "4", None):
+        with pytest.raises(StateError, match=r"Options\.wan_connections = .*: give an integer"):
+            Options(wan_connections=value)  # type: ignore[arg-type]
 
 
 async def test_an_error_of_the_callers_may_say_anything() -> None:
