@@ -15,7 +15,7 @@ from tensorhub.hub import Hub
 from tensorhub.layouts.reading import Part, Selection
 from tensorhub.messages import Grant
 from tensorhub.runtime.data import channels as channels_module
-from tensorhub.runtime.data.channels import CONNECTION_CHUNKS, FAILURES_MAX, LEFT_S, Channels
+from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.strips import Strip, straight
 from tensorhub.transport import built_in
@@ -281,9 +281,7 @@ def test_a_source_in_another_site_is_read_by_several_connections(strided: bool) 
     assert (enclosed.lanes, type(enclosed.channel)) == (1, EnclosingChannel)  # which one thread drives
 
 
-@pytest.mark.parametrize(
-    ("chunks", "connections"), [(CONNECTION_CHUNKS - 1, 1), (CONNECTION_CHUNKS, 2), (127, 4), (9999, 4)]
-)
+@pytest.mark.parametrize(("chunks", "connections"), [(31, 1), (32, 2), (127, 4), (9999, 4)])
 def test_so_many_chunks_that_are_left_are_worth_a_connection(chunks: int, connections: int) -> None:
     """With fewer, one is asked for everything at once, as if there were no others."""
     found = opened(Options(), "elsewhere", left=chunks * Nowhere.sizes[0])
