@@ -160,8 +160,7 @@ async def follower(pipe: Connection, address: str, hook: Hook, fetches: bool) ->
             await _fail(hub, weights, version, failures)
             await _ask(hub, version, failures)
             if version % PERIOD == 7:
-                await hub._thread.call(_cut, hub)  # the worker connects again, and says anew what it holds
-                await _online(hub)
+                await hub._thread.call(_reconnect, hub)  # the worker connects again, and says anew what it holds
             if hook is not None:
                 hook(hub)
 
@@ -239,17 +238,14 @@ def _link(hub: Hub) -> CoordinatorLink:
     return hub._worker.link
 
 
-async def _cut(hub: Hub) -> None:
+async def _reconnect(hub: Hub) -> None:
+    """In the hub's own thread: the session that ends is told from the one that follows, however soon that is."""
     link = _link(hub)
-    if link._outbox is not None:
-        link._outbox.close()
-
-
-async def _online(hub: Hub) -> None:
+    ended = link._outbox
+    if ended is not None:
+        ended.close()
     with anyio.fail_after(SETTLE_S):
-        while _link(hub).online:  # noqa: ASYNC110 - the session's end first
-            await anyio.sleep(0.001)
-        while not _link(hub).online:  # noqa: ASYNC110
+        while link._outbox is None or link._outbox is ended:  # noqa: ASYNC110
             await anyio.sleep(0.001)
 
 
