@@ -19,12 +19,14 @@ import numpy.typing as npt
 import tensorhub
 from benches.leak_probe import sample
 from benches.remotes import obey
+from tensorhub import logs
 from tensorhub.coordinator import cluster, entities, limits, lineage, membership
 from tensorhub.embedded import Coordinator
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.runtime.control import store
 from tensorhub.runtime.control.link import CoordinatorLink
+from tensorhub.runtime.data import channels
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import version_watches
 from tensorhub.runtime.worker.worker import Worker
@@ -77,7 +79,8 @@ def _lower_bounds() -> None:
     cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     entities.FORGOTTEN_KEPT_MAX = lineage.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     limits.DECISIONS_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
-    version_watches.IDLE_NAMES_MAX = BOUND
+    version_watches.IDLE_NAMES_MAX = logs.REMEMBERED = BOUND
+    channels.PEERS_MAX = PERIOD  # there are few, and few new ones come
 
 
 async def coordinator(pipe: Connection, durable: bool) -> None:

@@ -136,11 +136,9 @@ class Guarantees:
 
     def _blamed(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
-        mates = [
-            h.last_call
-            for h in (handle, *self._world.mates(handle))
-            if h.last_call is not None and h.last_call.key == record.key
-        ]
+        # Also those that have died since: their time counts for all.
+        calls = [h.last_call for h in self._world.all_handles() if h.shard.group == handle.shard.group]
+        mates = [call for call in calls if call is not None and call.key == record.key]
         several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
         late = any(mate.until <= self._world.now for mate in mates)
         demand(

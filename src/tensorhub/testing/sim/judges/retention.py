@@ -168,9 +168,11 @@ class RetentionJudge:
                 self._given_up[handle.shard.group, content.version.content_id] = handle, self._world.now
             self.lost(handle)  # not by its owner's own wish, or without asking anybody
             return
-        content_id = content.version.content_id
+        content_id, cluster = content.version.content_id, self._world.coordinator.cluster
         if not self._must_stay(handle, content_id) or self._world.is_recording_rollback(model):
             return
+        if handle.id not in cluster.members and not cluster.is_recovering:
+            return  # its worker was taken for lost before it heard that it may go: all that it held was lost then
         if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._world.mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
         if record.follows or self.has_left(handle, content_id) not in (None, handle) or self._is_left(handle, content_id):
