@@ -18,6 +18,7 @@ nor for protecting memory: its owner does that. Where to look:
     replicas                                ranks that have published the same: which may be read, whether they are equal
     retention, handovers                    what must stay, and who takes it over
     testimonies, tellers, digest_lists      what bytes must be, and who is asked for that
+    hearsay                                 what others than the publisher have said of that
     corruption_checks, refusals             who is to blame where they are not; why a fill cannot go on
     answers, views, manifests, limits       what can be asked; encoded manifests; bounds
 """

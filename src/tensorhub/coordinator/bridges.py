@@ -23,6 +23,7 @@ from tensorhub.digests import root_of_selections
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.layouts.identity import ALONE
 from tensorhub.messages import Need, ReadyToWrite
+from tensorhub.types import READ_ONLY
 
 Source = tuple[Need | None, Holding]  # for which need; None: for everything
 OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know which part of the model they have
@@ -41,11 +42,13 @@ def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], 
 
 
 def must_enclose(part: RankPart, need: Need) -> bool:
-    """Whether nobody's digests of that count yet, nor will those of most sources."""
+    """Whether nobody's digests of that count yet, or count any more, nor will those of most sources."""
     version, key = part.operation.bound, (part.layout.origin_id, need.shard, need.selection)
     known, origin = version.selections.get(key), part.origin
-    is_open = origin is not None and known is not None and known.width > 0 and not known.root
-    return is_open and origin is not None and is_vouched_for(version, origin, need.shard)
+    if origin is None or known is None or not known.width:
+        return False
+    sees_for_itself = known.disputed and can_enclose(part) and origin.is_class_whole(need.shard)
+    return (not known.root or sees_for_itself) and is_vouched_for(version, origin, need.shard)
 
 
 def can_enclose(part: RankPart) -> bool:
@@ -166,5 +169,28 @@ def check(part: RankPart, said: ReadyToWrite, selections: int) -> TensorHubError
     if selections + new > limits.SELECTIONS_MAX:
         return StateError(
             f"{who}: there are {selections} selections of other layouts already (SELECTIONS_MAX)", retryable=True
+        )
+    return None
+
+
+def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
+    """Others have said that one of these selections is another one. Its name is a hash of what it is, so somebody is
+    wrong, and no list of digests would ever do for both.
+    """
+    version = part.operation.bound
+    for need in needs:
+        known = version.selections.get((part.layout.origin_id, need.shard, need.selection))
+        if known is None or known.need is None or known.need == need:
+            continue
+        theirs = [each for each in version.others.values() if any(known.need in its for its in each.needs.values())]
+        guests = all(each.layout_id.startswith(READ_ONLY) for each in theirs)
+        if not theirs or (guests and not part.member.worker.read_only):
+            continue  # what a guest has said gives way
+        return StateError(
+            f"rank {part.rank} of group {part.member.group.name!r} says that the selection {need.selection} of shard "
+            f"{need.shard} of version {version.number} has {need.chunks} chunks of {need.nbytes} bytes; who reads as "
+            f"{' or '.join([each.layout_id for each in theirs][:3])} says {known.need.chunks} of {known.need.nbytes}: "
+            "one of them cuts it wrongly, so look whether both run the same release",
+            retryable=True,
         )
     return None

@@ -34,15 +34,18 @@ class DigestList:
         self.chunks, self.missing, self.pages = chunks, max(chunks, 0), ()
         self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
 
-    def enter(self, runs: Sequence[tuple[int, int]], digests: bytes) -> None:
-        """Digests of these (first, count) runs of chunks. The first digest that is told of a chunk counts."""
+    def enter(self, runs: Sequence[tuple[int, int]], digests: bytes, *, overrules: bool = False) -> None:
+        """Digests of these (first, count) runs of chunks. The first digest that is told of a chunk counts, unless this one
+        overrules it.
+        """
         at = 0
         for first, count in runs:
-            for chunk, end in _unknown(self.known, first, first + count):
+            whole = first, first + count
+            for chunk, end in [whole] if overrules else _unknown(self.known, *whole):
                 told = at + (chunk - first) * self.width
                 self.values[chunk * self.width : end * self.width] = digests[told : told + (end - chunk) * self.width]
+                self.missing -= self.known.count(0, chunk, end)
                 self.known[chunk:end] = b"\1" * (end - chunk)
-                self.missing -= end - chunk
             at += count * self.width
 
     def finish(self) -> None:
@@ -67,6 +70,12 @@ class DigestList:
             return b""
         page, at = divmod(chunk, self.page_chunks)
         return self.pages[page][at * self.width : (at + 1) * self.width]
+
+    def differs(self, runs: Sequence[tuple[int, int]], digests: bytes) -> bool:
+        """Whether these runs of chunks have other digests here, as far as that is certain."""
+        chunks = (chunk for first, count in runs for chunk in range(first, first + count))
+        told = (digests[at : at + self.width] for at in range(0, len(digests), max(self.width, 1)))
+        return any(self.digest(chunk) not in (b"", said) for chunk, said in zip(chunks, told, strict=False))
 
     def may_have(self, digest: bytes) -> bool:
         """Whether some chunk must have this digest, as far as that is certain."""

@@ -525,6 +525,8 @@ class Testimony(DigestList):
     needed_by: dict[RankPart, None] = field(default_factory=dict)  # of a selection: ranks, some of which are through
     is_believed: bool = False  # of a selection: whoever holds that may say them, since nobody can vouch for it
     second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
+    hearsay: bool = False  # of a selection: others than its publisher have said some of them; it may say otherwise
+    disputed: bool = False  # it is hearsay, and some copy of what was published is otherwise: readers see for themselves
     turned_away: bool = False  # there was no room for the list
 
 
@@ -583,6 +585,7 @@ class RankPart:
     page_session: int | None = None  # over which it was sent that
     encloses: bool = False  # it is no list, but the question what was not read with what encloses it: that is read again
     rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
+    misled: bool = False  # it was told, or has agreed with, what others than the publisher had said, and that is not so
     comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch

@@ -166,7 +166,7 @@ class Fills:
         if part.bridges and part.needs is None:
             session, parts = part.member.worker.session, None
             error = bridges.check(part, message, self._cluster.selections)
-            error = error or self._testimonies.disagreement(part, message.needs)
+            error = error or bridges.disagreement(part, message.needs)
             if error is None and session is not None:
                 parts = self._manifest_questions.with_parts(session, message) if part.member.serves else ()
                 error = self._arranged(part, parts) if parts else None

@@ -5,7 +5,8 @@ chunks. Of a selection of a class, the publisher of the first shard that is left
 
 A publisher without a connection may come back within its lease, and is not passed over before that. But of a selection those
 who have what can vouch for it (they read from the publisher directly, or with what encloses the selection) are asked
-meanwhile: what they say is what the publisher would say.
+meanwhile, if others hold what was published. What they say is what the publisher would say, unless they lie: it is
+hearsay, and the publisher is asked once it is back.
 
 Responsible for who is asked, and for who is silent. Not responsible for what is told, nor for votes (`testimonies`).
 """
@@ -20,7 +21,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, RankPart, Testimony, Version
 from tensorhub.messages import TellDigests
 
-ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless only the publisher's word can decide
+ANSWER_S = 5.0  # nobody waits for one that was silent for twice that, unless nobody else has said all digests
 NOBODY = "nobody"  # has published it, as far as is known
 
 
@@ -32,9 +33,7 @@ class Tellers:
 
     def ask(self, testimony: Testimony) -> None:
         """Ask for what is not known yet: one worker at a time, where one is enough."""
-        due = "digests", testimony.version.info.model
-        if due not in self._cluster.timers:
-            self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
+        self._set_timer(testimony)
         for registration, (session, _) in list(testimony.asked.items()):
             member = self._cluster.members.get(registration)
             if member is None or (member.worker.session not in (session, None)):
@@ -48,7 +47,7 @@ class Tellers:
             answered = publisher is None or publisher.member.registration in testimony.answered
             if publisher is not None and not answered and self.can_tell(publisher):
                 self.ask_one(testimony, publisher.member, publisher.generation, "")
-                if testimony.need is None or _is_in_touch(publisher):
+                if testimony.need is None or _is_in_touch(publisher) or not self._is_held_by_others(testimony):
                     return
             if not testimony.second_hand:
                 origin = NOBODY if publisher is None else publisher.member.registration
@@ -61,6 +60,22 @@ class Tellers:
                 testimony.answered.clear()
         if not testimony.asked:
             self._ask_next(testimony)
+
+    def may_say_otherwise(self, testimony: Testimony) -> bool:
+        """Whether others have told its digests, and its publisher, which is in touch, has not said yet whether that is so.
+        It is asked.
+        """
+        publisher = self.publisher(testimony) if testimony.hearsay else None
+        if publisher is None or not self.can_tell(publisher) or not _is_in_touch(publisher):
+            return False
+        self._set_timer(testimony)
+        self.ask_one(testimony, publisher.member, publisher.generation, "")
+        return publisher.member.registration in testimony.asked
+
+    def _set_timer(self, testimony: Testimony) -> None:
+        due = "digests", testimony.version.info.model
+        if due not in self._cluster.timers:
+            self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
 
     def is_anybody_awaited(self, testimony: Testimony) -> bool:
         """Whether somebody may still tell it. A publisher that is out of touch comes back, or is lost; until then nobody
@@ -114,9 +129,8 @@ class Tellers:
         for version in model.versions.values():
             for testimony in all_of(version):
                 publisher = testimony.publisher
-                if testimony.is_there or (
-                    not testimony.root and publisher is not None and publisher.member.registration in testimony.asked
-                ):
+                is_asked = publisher is not None and publisher.member.registration in testimony.asked
+                if not testimony.root if is_asked else testimony.is_there:
                     continue
                 if not testimony.asked:
                     testimony.answered.clear()
@@ -126,9 +140,20 @@ class Tellers:
                 testimony.silent = set(testimony.asked)
             self._cluster.wake_all(version.starving)
 
+    @staticmethod
+    def _is_held_by_others(testimony: Testimony) -> bool:
+        """Whether others have just what was published, so that readers can verify it without the publisher."""
+        version = testimony.version
+        for shard in version.holdings.classes.get(testimony.shard, ()):
+            there, own = version.holdings[shard], version.testimonies.get(shard)
+            publisher = own.publisher if own is not None else None
+            if there.live_sources > int(publisher in there and publisher is not None and there.counted(publisher)[0][2]):
+                return True
+        return False
+
     def ask_one(self, testimony: Testimony, member: Member, generation: int, origin: str) -> None:
         registration, session = member.registration, member.worker.session
-        if registration not in testimony.asked and registration not in testimony.answered and session is not None:
+        if session is not None and registration not in testimony.answered and not _was_asked(testimony, member):
             testimony.asked[registration] = session, generation
             of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
             self._cluster.tell(member, TellDigests(registration, generation, origin, *of))
@@ -162,6 +187,12 @@ def all_of(version: Version) -> Iterator[Testimony]:
 def is_asked(version: Version, registration: str) -> bool:
     """Whether somebody waits for what it says of that version's digests."""
     return any(registration in testimony.asked for testimony in all_of(version))
+
+
+def _was_asked(testimony: Testimony, member: Member) -> bool:
+    """Whether it has heard the question."""
+    known = testimony.asked.get(member.registration)
+    return known is not None and known[0] == member.worker.session
 
 
 def _is_in_touch(holding: Holding) -> bool:

@@ -9,16 +9,17 @@ If the publisher's list is not complete, the publisher is asked for the rest. If
 it directly say what it said to them. If nobody is left who did, whoever holds the chunks is asked. Once a root is known,
 nobody has to be trusted: a list from anybody is right if it has that root.
 
+Of a selection, what others than its publisher say is `hearsay`.
+
 Responsible for lists and roots, and for which votes count. Not responsible for who is asked (`tellers`), for who is to blame
 (`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.coordinator import bridges, limits, replicas
+from tensorhub.coordinator import bridges, hearsay, limits, replicas
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
@@ -39,8 +40,8 @@ from tensorhub.coordinator.tellers import Tellers, all_of
 from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
-from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, digests_bytes_max
-from tensorhub.types import READ_ONLY, OpKind
+from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, Stray, digests_bytes_max
+from tensorhub.types import OpKind
 
 # Of one rank in one operation, besides one for each selection, which it may have to read again to be vouched for. After that
 # its memory, or its word, is not believed any more.
@@ -81,29 +82,6 @@ class Testimonies:
         if follows and not part.bridges:
             self._are_replicas_known(part.operation.bound, part.layout.class_of(part.shard))
 
-    @staticmethod
-    def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
-        """Others have said that one of these selections is another one. Its name is a hash of what it is, so somebody is
-        wrong, and no list of digests would ever do for both.
-        """
-        version = part.operation.bound
-        for need in needs:
-            known = version.selections.get((part.layout.origin_id, need.shard, need.selection))
-            if known is None or known.need is None or known.need == need:
-                continue
-            theirs = [each for each in version.others.values() if any(known.need in its for its in each.needs.values())]
-            guests = all(each.layout_id.startswith(READ_ONLY) for each in theirs)
-            if not theirs or (guests and not part.member.worker.read_only):
-                continue  # what a guest has said gives way
-            return StateError(
-                f"rank {part.rank} of group {part.member.group.name!r} says that the selection {need.selection} of shard "
-                f"{need.shard} of version {version.number} has {need.chunks} chunks of {need.nbytes} bytes; who reads as "
-                f"{' or '.join([each.layout_id for each in theirs][:3])} says {known.need.chunks} of {known.need.nbytes}: "
-                "one of them cuts it wrongly, so look whether both run the same release",
-                retryable=True,
-            )
-        return None
-
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
         if part.rereads is not None and (testimony := self._of(part, part.rereads)).unaware:
@@ -129,15 +107,21 @@ class Testimonies:
     def settle(self, operation: Operation) -> Blame | None:
         """Count the votes that agree with their publisher. For each of the others that have news, do what brings it on."""
         for part in list(operation.parts.values() if operation.news is None else operation.news):
+            if part.misled:
+                return Blame(hearsay.misled(part), part.rank, again=True)
             if part.claim is None or part.voted:
                 continue
             for need, root in list(part.claim.items()):
                 blame = self._settle_claim(part, need, root)
                 if blame is not None:
                     return blame
-            if not part.claim:
+            if not part.claim and not self._may_be_overruled(part):
                 self._accept(part)
         return None
+
+    def _may_be_overruled(self, part: RankPart) -> bool:
+        """Whether a publisher is back by now, before whom others were believed. Each is heard first."""
+        return any(self._tellers.may_say_otherwise(self.of_need(part, need)) for need in part.needs or ())
 
     def _settle_claim(self, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
         """The same for one of the roots that it names."""
@@ -147,6 +131,13 @@ class Testimonies:
             pass  # it may be about to read that again, whoever vouches for it meanwhile
         elif not all(self._are_replicas_known(version, first) for first in unproven):
             pass  # else it might be half of one, and half of another one that has drifted apart
+        elif self._tellers.may_say_otherwise(testimony):
+            pass  # its publisher is back, and is heard first
+        elif need is not None and testimony.disputed and bridges.must_enclose(part, need):
+            if _is_believed_no_more(part):
+                return Blame(_unlike(part.operation, part), part.rank)
+            if part.page is None:
+                self._enclose(part, testimony, need)
         elif (testimony.root and root == testimony.root) or not (testimony.width or testimony.root or root):
             self._agree(part, need)
         elif not testimony.width:
@@ -187,9 +178,12 @@ class Testimonies:
         need = part.compares
         if need not in part.claim or (need is not None and (need.shard, need.selection) != (answer.shard, answer.selection)):
             return  # it is agreed since, or about something else
-        for stray in answer.strays:
-            self._corruption_checks.trace(part, stray, need)
         testimony = self._of(part, need)
+        for stray in answer.strays:
+            if need is not None and testimony.hearsay and self._is_evidence(part, testimony, stray):
+                hearsay.dispute(self._cluster, part, testimony, need)
+            else:
+                self._corruption_checks.trace(part, stray, need)
         if answer.rereads:
             part.claim, part.page, part.rereads = None, None, need
             part.comparisons += 1
@@ -200,7 +194,7 @@ class Testimonies:
             part.page = None
             part.comparisons += 1
             testimony.answered.discard(part.member.registration)
-            if part.encloses and part.member.worker.read_only:  # it is not asked for its digests: others do not depend on it
+            if part.encloses and (part.member.worker.read_only or testimony.disputed):  # others do not depend on its word
                 self._agree(part, need)
             self._cluster.changed(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
@@ -215,6 +209,16 @@ class Testimonies:
             self._cluster.changed(part.operation)
         elif part.page is not None and answer.following == (part.page + 1) * testimony.page_chunks:
             self._send_page(part, testimony, part.page + 1)
+
+    def _is_evidence(self, part: RankPart, testimony: Testimony, stray: Stray) -> bool:
+        """Whether that chunk has come from its publisher, or from another one who holds what it is of. (Workers do not
+        depend on what guests say.)
+        """
+        publisher, origin = testimony.publisher, stray.origin
+        if part.member.worker.read_only or origin is None:
+            return False
+        is_publishers = publisher is not None and publisher.member.registration == origin.registration
+        return is_publishers or self._corruption_checks.is_of_origin(part, stray)
 
     def _accept(self, part: RankPart) -> None:
         """Count its vote: from now on the rank cannot time out or be cancelled alone."""
@@ -277,16 +281,25 @@ class Testimonies:
         testimony = self._told_of(member, version, layout, message)
         if testimony is None:
             return
-        asked = member.registration in testimony.asked
         is_publishers = holding is not None and holding is self._tellers.publisher(testimony)
+        overrules = is_publishers and testimony.hearsay and holding is not None and self._tellers.can_tell(holding)
+        if overrules and testimony.differs(message.runs, message.digests):
+            self._cluster.forget_list(testimony)
+            hearsay.overrule(self._cluster, testimony)
+            self._tellers.ask(testimony)  # for the rest: who reads what was read so waits for that
+        asked = member.registration in testimony.asked
         if not testimony.width or not (asked or (is_publishers and not testimony.root)):
             return  # once a root is known, one worker tells all: mixed words of several would accuse whoever tells the last
         testimony.silent.discard(member.registration)
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
-        if not testimony.is_there and self._take(testimony, message):
+        if testimony.need is not None and not testimony.root and not is_publishers:
+            testimony.hearsay = True
+        if not testimony.is_there and self._take(testimony, message, overrules=overrules):
             self._complete(testimony, holding)
+        if is_publishers and asked and message.last and testimony.is_there and message.chunks == testimony.chunks:
+            testimony.hearsay = testimony.disputed = False  # it has said all of it
         if message.last or testimony.is_there or testimony.turned_away:  # else it brings nobody on who waits
             self._bring_on(testimony)
 
@@ -348,8 +361,8 @@ class Testimonies:
         asked = (each for each in found if member.registration in each.asked)
         return next(asked, next(iter(found), None))
 
-    def _take(self, testimony: Testimony, message: Digests) -> bool:
-        """Enter them. Whether all are known now."""
+    def _take(self, testimony: Testimony, message: Digests, *, overrules: bool) -> bool:
+        """Enter them, `overrules`: also where others have said some. Whether all are known now."""
         if testimony.need is not None and message.chunks != testimony.need.chunks:
             testimony.unaware.add(message.registration)
             return False  # it does not know that selection: nobody has read it there
@@ -359,7 +372,7 @@ class Testimonies:
             return False
         if testimony.chunks != message.chunks and (testimony.chunks >= 0 or not self._begin(testimony, message.chunks)):
             return False
-        testimony.enter(message.runs, message.digests)
+        testimony.enter(message.runs, message.digests, overrules=overrules)
         return testimony.is_there
 
     def _begin(self, testimony: Testimony, chunks: int) -> bool:
@@ -386,7 +399,9 @@ class Testimonies:
 
     def _complete(self, testimony: Testimony, teller: Holding | None) -> None:
         root, version = root_of(testimony.values), testimony.version
-        if testimony.root and root != testimony.root:  # who told this does not hold what it says
+        if testimony.root and root != testimony.root and testimony.hearsay and teller is testimony.publisher:
+            hearsay.overrule(self._cluster, testimony)
+        elif testimony.root and root != testimony.root:  # who told this does not hold what it says
             self._cluster.forget_list(testimony)
             if teller is not None and teller.committed and not self._tellers.is_publisher(teller):
                 self._corruption_checks.condemn(teller)
