@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator.tellers import Tellers
 from tensorhub.testing import CHUNKS, SimHandle, StepwiseCluster
 from tensorhub.testing.sim import misdeeds
+from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.layouts import Layout, described
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Location
 
 ROWS = CHUNKS + 3
 
 
-def of_two_layouts(*names: str) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
+def of_two_layouts(*names: str, read: int = 1) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
     """Two ranks that have published version 1, and their twins, which have it too; and these, each of which is to read it
-    all as one rank. The first of them has it.
+    all as one rank. So many of them have it.
     """
     cluster = StepwiseCluster()
     cluster.world.chunks = ROWS
@@ -24,15 +26,18 @@ def of_two_layouts(*names: str) -> tuple[StepwiseCluster, list[SimHandle], list[
         for name in ("trainer", "twin")
         for k in (0, 1)
     ]
-    readers = [cluster.worker(name).register(name, cut=Layout(ROWS, 1)) for name in names]
+    readers = list[SimHandle]()
+    for name in names:
+        worker = cluster.worker(name, Location(site="far" if name == "honest" else "", host=name))
+        readers.append(worker.register(name, cut=Layout(ROWS, 1)))
     cluster.run()
     for trainer in ranks[:2]:
         trainer.publish(1)
     cluster.run()
-    for reader in (*ranks[2:], readers[0]):
+    for reader in (*ranks[2:], *readers[:read]):
         reader.replicate()
         cluster.run()
-    assert readers[0].member.version == 1
+    assert all(reader.member.version == 1 for reader in (*ranks, *readers[:read]))
     return cluster, ranks, readers
 
 
@@ -69,3 +74,53 @@ def test_memory_that_has_changed_is_no_origin(is_known: bool) -> None:
     cluster.advance(6.0)
     assert not any(call.committed for call in calls)
     assert copy.member.state is (HandleState.READY if is_known else HandleState.EMPTY)
+
+
+def lied_while_publishers_were_silent(*names: str) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
+    """The first reader has lied before it has voted, and could be the first to say digests. Then the publishers are back."""
+    cluster, ranks, (liar, *others) = of_two_layouts("liar", *names, read=0)
+    liar.replicate()
+    while not misdeeds.plot(liar):
+        cluster.do(cluster.choices()[0])
+    for trainer in ranks[:2]:
+        trainer.worker.disconnect()
+    cluster.run()
+    cluster.advance(1.0)
+    assert (liar.member.version, liar.lied) == (1, liar.last_held)
+    for trainer in ranks[:2]:
+        trainer.worker.connect()
+    cluster.run()
+    return cluster, ranks, [liar, *others]
+
+
+def test_the_lie_of_who_was_the_first_to_say_is_believed_until_the_publisher_is_back() -> None:
+    cluster, _, (liar, follower) = lied_while_publishers_were_silent("follower")
+    follower.replicate()
+    cluster.run()
+    cluster.advance(3.0)
+    assert follower.member.version == 1
+    assert not cluster.world.guarantees.contents.is_spoilt(follower, follower.last_held)
+    assert liar.member.state is HandleState.EMPTY
+
+
+def test_the_judge_notices_a_lie_that_is_believed_although_its_publisher_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tellers, "may_say_otherwise", lambda self, testimony: False)
+    cluster, _, (_, follower) = lied_while_publishers_were_silent("follower")
+    follower.replicate()
+    with pytest.raises(GuaranteeBroken, match=r"liar\[0\]\?"):
+        cluster.run()
+
+
+def test_who_reads_what_was_published_is_not_turned_away_by_a_lie_although_its_publisher_is_lost() -> None:
+    """It finds otherwise, and everybody sees for himself from then on, also who would have followed the liar."""
+    cluster, ranks, (liar, honest, follower) = lied_while_publishers_were_silent("honest", "follower")
+    for trainer in ranks[:2]:
+        trainer.worker.crash()
+    cluster.advance(2.5 * cluster.options.lease_s)
+    for reader in (honest, follower):
+        reader.replicate()
+        cluster.run()
+        cluster.advance(10.0)
+        assert reader.member.version == 1
+        assert not cluster.world.guarantees.contents.is_spoilt(reader, reader.last_held)
+    assert liar.member.state is HandleState.READY  # nobody can know that it lies

@@ -144,7 +144,7 @@ class Injector:
         self._timeline.partitions.heal()
         self.coordinator.hurry_store()
         for handle in self._world.live_handles():
-            handle.hook_error = None
+            handle.hook_error = handle.before_vote = None
             if handle.access is not None:
                 handle.end_access()
         for _, link in self._world.links.values():
@@ -390,7 +390,9 @@ class Injector:
             case Fault.OVERWRITE:
                 return misdeeds.overwrite(handle)
             case Fault.LIE:
-                return misdeeds.lie(handle)
+                content_id = next(filter(None, map(misdeeds.plot, self._world.live_handles())), "")
+                self._silence_publishers(content_id)
+                return bool(content_id) or misdeeds.lie(handle)
             case _:
                 return False
         return True
@@ -407,6 +409,14 @@ class Injector:
     @staticmethod
     def _mend_hook(handle: SimHandle) -> None:
         handle.hook_error = None
+
+    def _silence_publishers(self, content_id: str) -> None:
+        """Those cannot say for a while what they have published."""
+        for handle in self._world.live_handles():
+            content = handle.member.content
+            if content is not None and content.published and content.version.content_id == content_id:
+                self._strike_worker(Fault.PARTITION, handle.worker, COORDINATOR)
+                handle.worker.disconnect()
 
     def _strike_worker(self, kind: Fault, worker: SimWorker, other: str = "", until: float = 0.0) -> bool:
         random, now, world = self._random, self._timeline.now, self._world

@@ -138,12 +138,9 @@ class SimFiller:
             self._carried = {n for n in range(len(cells)) if good.issuperset(covered(before, after.places(n)))}
 
     def _kept(self, generation: int) -> list[tuple[int, int]]:
-        """What a fill that was broken off has left of this content, and nobody has written since (R9). A liar does not
-        repeat its lie: what vouched against that may be forgotten by now, so that nobody could know better.
-        """
-        cells, lies = self._handle.cells, self._world.guarantees.contents.lies
-        kept = self._handle.worker.owner.kept(self._handle.id, generation)
-        return [(n, digest) for n, digest in kept if digest_of(cells[n]) == digest and cells[n] not in lies]
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        cells, kept = self._handle.cells, self._handle.worker.owner.kept(self._handle.id, generation)
+        return [(chunk, digest) for chunk, digest in kept if digest_of(cells[chunk]) == digest]
 
     def _target(self, *, staged: bool) -> tuple[RegistrationId, Cells]:
         """What is filled: under which id the owner knows it, and its cells."""

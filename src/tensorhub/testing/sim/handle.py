@@ -114,6 +114,7 @@ class HandleShell:
         self.last_held = ""  # the content id that it held last
         self.generation = 0  # under which its memory is open, or was last
         self.lied = ""  # the content id that it vouches for with bytes of its own
+        self.before_vote: Callable[[HandleShell], object] | None = None  # what its user does once all is there
         self.changed = ""  # the content id whose bytes here have changed, as it has found out itself
         self.hook_error: Exception | None = None
         self.hook_calls = 0
@@ -384,6 +385,9 @@ class HandleShell:
 
     def pull_done(self, start: calls.StartPull) -> None:
         """All that was wanted is there."""
+        before_vote, self.before_vote = self.before_vote, None
+        if before_vote is not None:
+            before_vote(self)
         self.apply(self.member.pull_done(self.cluster.now, *self.filler.roots(start)))
 
     def lay_out(self, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ from tensorhub.testing.sim.handle import HandleShell
 from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.testing.sim.memory import digest_of
 from tensorhub.types import HandleState, Medium
+from tensorhub.worker.filling import Filling
 
 
 def overwrite(handle: HandleShell) -> bool:
@@ -42,14 +43,55 @@ def lie(handle: HandleShell) -> bool:
     if not known or held is None or handle.lied == info.content_id or (is_other and handle.is_read):
         return False
     cluster.driver.note(f"{handle.name} lies")
-    chunk, handle.lied = _chunk_to_spoil(handle), info.content_id
-    cell = f"{handle.name}?{next(cluster.numbers)}.{chunk}"
-    cluster.guarantees.contents.spoil(handle, info.content_id, chunk, cell)
-    cluster.guarantees.contents.lies.add(cell)
-    handle.cells[chunk], held.own.digests[chunk] = cell, digest_of(cell) if is_other else None
+    chunk = _chunk_to_spoil(handle)
+    cell = _lie_of(handle, info.content_id, chunk)
+    held.own.digests[chunk] = digest_of(cell) if is_other else None
     for grid in held.selections.values():
         grid.digests = [None if chunk in grid.covers(n) else digest for n, digest in enumerate(grid.digests)]
     return True
+
+
+def plot(handle: HandleShell) -> str:
+    """It will lie before it votes, of what it reads of another layout now. So it may be the first to say digests of that, as
+    who has read it from its publisher, and is believed until somebody who can know better says otherwise. Which content that
+    is; "": it reads none.
+    """
+    content_id = _reads(handle)
+    if content_id and handle.pull is not None:
+        handle.before_vote = _lie_first
+        return content_id
+    return ""
+
+
+def _lie_first(handle: HandleShell) -> None:
+    content_id, held = _reads(handle), handle.worker.owner._memories.get(handle.id)
+    if held is None or not held.is_open or held.content_id != content_id or content_id in ("", handle.lied):
+        return
+    known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None and held.available[chunk]]
+    if known:
+        handle.cluster.driver.note(f"{handle.name} lies at first hand")
+        chunk = known[next(handle.cluster.numbers) % len(known)]
+        cell = _lie_of(handle, content_id, chunk)
+        handle.cluster.guarantees.contents.first_lies.add(cell)
+        held.own.digests[chunk] = digest_of(cell)
+
+
+def _reads(handle: HandleShell) -> str:
+    """The content that it reads of another layout, in place; "": none."""
+    running, is_other = handle.member.running, is_of_other_layout(handle.grid)
+    if not isinstance(running, Filling) or running.binding is None or handle.staging is not None or not is_other:
+        return ""
+    return running.binding.version.content_id
+
+
+def _lie_of(handle: HandleShell, content_id: str, chunk: int) -> str:
+    """Overwrite that chunk. With what."""
+    contents, handle.lied = handle.cluster.guarantees.contents, content_id
+    cell = f"{handle.name}?{next(handle.cluster.numbers)}.{chunk}"
+    contents.spoil(handle, content_id, chunk, cell)
+    contents.lies.add(cell)
+    handle.cells[chunk] = cell
+    return cell
 
 
 def _chunk_to_spoil(handle: HandleShell) -> int:

@@ -286,6 +286,8 @@ class World:
                 self.guarantees.told_to_write(handle, message)
             if handle is not None and isinstance(message, Start):
                 self.guarantees.crossings.told(handle, message.key, message.version.content_id)
+            if handle is not None and isinstance(message, Outcome) and message.committed and message.version is not None:
+                self.guarantees.commits(handle, message.version.version, message.version.content_id)
             if handle is not None and not isinstance(message, Write):
                 self.guarantees.available.told(handle, message)
 

@@ -27,6 +27,7 @@ class Contents:
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
         self.minted_as: dict[tuple[str, int], set[str]] = {}  # by model and number: all content ids, rolled back or not
         self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
+        self.first_lies: set[str] = set()  # those of them of whoever may be the first to say their digests
         self._publishers: dict[OpKey, dict[int, Shard]] = {}  # who has promised that, by rank
         self._same: dict[str, str] = {}  # cells by which users have overwritten others, which come first
         self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}  # by content, and grid: what is held in other layouts
@@ -76,6 +77,15 @@ class Contents:
         """Its own process has lied to it: the coordinator will not count it."""
         handle.lied = content_id
         self._spoilt.add((handle.id, content_id))
+
+    def believes(self, handle: JudgedHandle, content_id: str, chunks: Iterable[int]) -> None:
+        """It is told to commit that. Nobody whose word decides has said yet what these chunks of it are, and others have: it
+        may hold what these have said.
+        """
+        cells = handle.cells if handle.staging is None else handle.staging
+        told = [tag for chunk in chunks for tag, _ in tags_in(cells[chunk])]
+        if not self.first_lies.isdisjoint(told):
+            self._spoilt.add((handle.id, content_id))
 
     def is_spoilt(self, handle: JudgedHandle, content_id: str) -> bool:
         """Whether its own user has overwritten that there; also where only the digest of a selection could tell."""

@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from math import inf
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
+from tensorhub.coordinator.entities import Testimony
 from tensorhub.coordinator.refusals import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.messages import Fenced, FromWorker, Grant, LeaveRequest, Outcome, Register, Registered, Start, Write
+from tensorhub.messages import Digests, Fenced, FromWorker, Grant, LeaveRequest, Outcome, Register, Registered, Start, Write
 from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
@@ -56,6 +57,7 @@ class Guarantees:
         self.rolled_back: set[OpKey] = set()  # publications of these
         self._epochs: dict[tuple[str, str, int, int], str] = {}  # which registration a group's rank has had in an epoch
         self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
+        self._told: dict[Testimony, set[int]] = {}  # of selections: chunks of which their publishers have told digests
         self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -69,6 +71,7 @@ class Guarantees:
         """Forget how calls have ended."""
         self.outcomes.clear()
         self.bound.clear()
+        self._told.clear()
 
     # -- what happens
 
@@ -76,6 +79,27 @@ class Guarantees:
         """The coordinator wants this recorded."""
         if isinstance(entry, Publication):
             self.contents.minted(entry)
+        elif isinstance(entry, Decision):
+            for handle in self._world.live_handles():
+                if (handle.shard.model, handle.shard.group) == (entry.key.model, entry.key.group):
+                    self.commits(handle, entry.number, entry.content_id)
+
+    def commits(self, handle: JudgedHandle, number: int, content_id: str) -> None:
+        """The coordinator lets it commit that: what others than its publisher say of a selection may be a lie (R8)."""
+        model = self._world.coordinator.cluster.models.get(handle.shard.model)
+        version = model.versions.get(number) if model is not None else None
+        running = handle.member.running
+        manifest = running.manifest if isinstance(running, Filling) else handle.grid
+        parts = manifest.parts if isinstance(manifest, ReshardedManifest) else ()
+        if version is None or version.info.content_id != content_id:
+            return
+        for (_, shard, selection), testimony in version.selections.items():
+            told = self._told.get(testimony, set())
+            for part in parts:
+                is_its = (part.shard, part.selection.selection_id) == (shard, selection)
+                if is_its and testimony.hearsay and not (handle.shard.world_size == 1 and _is_unheard(testimony)):
+                    chunks = [chunk for n, chunk in enumerate(part.chunks) if n not in told]
+                    self.contents.believes(handle, content_id, chunks)
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
         """It is durable now. After a rollback nobody may see what it retires any more."""
@@ -135,26 +159,41 @@ class Guarantees:
                 pass
 
     def _blamed(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
-        """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
+        """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes.
+        Or it lies itself.
+        """
         # Also those that have died since: their time counts for all.
         calls = [h.last_call for h in self._world.all_handles() if h.shard.group == handle.shard.group]
         mates = [call for call in calls if call is not None and call.key == record.key]
         several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
         late = any(mate.until <= self._world.now for mate in mates)
         demand(
-            several or late or self.contents.has_outsiders,
+            several or late or self.contents.has_outsiders or handle.lied != "",
             f"digests: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}",
         )
 
     def heard(self, message: FromWorker) -> None:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
-        if isinstance(message, LeaveRequest):
+        if isinstance(message, Digests):
+            self._publisher_tells(message)
+        elif isinstance(message, LeaveRequest):
             handle = self._world.handle_of(message.registration)  # none: it has closed before the coordinator has read that
             held = handle.last_held if handle is not None else self._fenced.get(message.registration, "")
             self._given_up[held] = self._world.now
         elif isinstance(message, Fenced | Register):
             content_id = self._fenced.pop(message.registration, "")
             self._given_up[content_id] = self._world.now
+
+    def _publisher_tells(self, message: Digests) -> None:
+        """From now on nobody may commit other bytes than these, whatever others have said before."""
+        member = self._world.coordinator.cluster.members.get(message.registration)
+        holding = member.holding if member is not None else None
+        if holding is None or holding.generation != message.generation or not message.digests:
+            return
+        for (_, _, selection), testimony in holding.version.selections.items():
+            if testimony.publisher is holding and selection == message.selection:
+                told = self._told.setdefault(testimony, set())
+                told.update(chunk for first, count in message.runs for chunk in range(first, first + count))
 
     def _left(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R12: only where a last holder leaves on purpose nobody waits for it."""
@@ -361,3 +400,10 @@ class Guarantees:
         held = handle.worker.owner._memories.get(handle.id)
         if held is not None and held.is_open and held.serves:
             raise GuaranteeBroken(f"mutability: {handle} can still be read under {held}")
+
+
+def _is_unheard(testimony: Testimony) -> bool:
+    """Whether its publisher is there, and was not asked before what others have said was believed."""
+    holding = testimony.publisher
+    is_there = holding is not None and holding.member.holding is holding and holding.member.worker.session is not None
+    return is_there and holding is not None and holding.member.registration not in testimony.answered
