@@ -36,6 +36,7 @@ from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.supply import wants_source
 from tensorhub.coordinator.tellers import Tellers, all_of
 from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
@@ -313,8 +314,9 @@ class Testimonies:
             self._cluster.wake_all(version.starving)
             return
         for part in testimony.needed_by:
-            if part.operation.decided or (part.claim is None and part.rereads is None):
-                continue  # it waits for no digests
+            waits = part.claim is not None or part.rereads is not None or wants_source(part)
+            if part.operation.decided or not waits:
+                continue  # it waits for no digests, nor for a source: there may be others once those are known
             if part.operation.is_of_guests:  # who may be very many
                 self._cluster.wake(part.operation)
             elif not self._is_left_as_it_is(part, testimony):
