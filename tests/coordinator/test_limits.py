@@ -260,7 +260,9 @@ def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
     assert not desk.core.cluster.models["m"].guests_unbound  # whoever waited is told now
 
 
-def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_however_many_guests_wait_the_steps_of_others_are_short(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, looked: list[Operation]
+) -> None:
     monkeypatch.setattr(real, "WOKEN_PER_STEP", 3)
     desk.step(Connected(1, "read-only-life", "worker", True))
     desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
@@ -271,18 +273,10 @@ def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monk
         key = OpKey("m", name, desk.core.cluster.models["m"].groups[name].epoch, 0)
         desk.say(1, Fill(key, 0, name, OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
     desk.connect(2)
-    looked: list[str] = []
-    settle = Operations.settle
-
-    def noting(self: Operations, operation: Operation) -> None:
-        looked.append(operation.group.name)
-        settle(self, operation)
-
-    monkeypatch.setattr(Operations, "settle", noting)
+    looked.clear()
     desk.register(2, "t")
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
-    assert "t" in looked
-    assert not [name for name in looked if name != "t"]
+    assert {operation.group.name for operation in looked} == {"t"}
     assert len(desk.core.cluster.woken_guests) == 10
     started = []
     while desk.core.cluster.woken_guests:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator.entities import Operation
-from tensorhub.coordinator.operations import Operations
 from tensorhub.digests import root_of
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
@@ -267,26 +266,19 @@ def test_all_who_need_a_selection_hear_of_its_digests() -> None:
     assert [reader.take(Outcome)[0].committed for reader in (second, third)] == [True, True]
 
 
-def test_digests_settle_nobody_who_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_settle_nobody_who_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch, looked: list[Operation]) -> None:
     """A rank may read of thousands of shards, and each of these is told by itself."""
     world, trainers = published()
     (reading,) = filling(world, "r", site="r")
     (voting,) = filling(world, "s", site="s")
     world.vote(voting, root(A), root(B))
-    settled: list[str] = []
-    settle = Operations.settle
-
-    def noting(self: Operations, operation: Operation) -> None:
-        settled.append(operation.group.name)
-        settle(self, operation)
-
-    monkeypatch.setattr(Operations, "settle", noting)
+    looked.clear()
     monkeypatch.setattr(world.core, "check_waits", lambda: None)  # that settles all
     world.tell(trainers[0], A)
-    assert not settled
+    assert not looked
     assert list(world.part(voting).claim or ()) == [B], "the other one is agreed, all the same"
     world.tell(trainers[1], B)
-    assert settled == ["s"]
+    assert [operation.group.name for operation in looked] == ["s"]
     assert voting.take(Outcome)[0].committed
     assert world.part(reading).claim is None
 

@@ -11,7 +11,6 @@ from benches.scale.thin import MODEL
 from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Send, Tick, limits
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.handovers import Handovers
-from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import RETRY_S_MAX
 from tensorhub.digests import root_of
 from tensorhub.messages import (
@@ -218,20 +217,6 @@ def test_who_waits_for_a_place_has_it_at_a_source_that_is_back_with_another_tran
     hall.arrives(4, "copier", "rdma", "tcp")
     starts = [heard for heard in hall.heard[1] if isinstance(heard, Start)]
     assert [grant.source for start in starts for grant in start.grants] == ["trainer", "copier"]
-
-
-@pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
-    """The operations that are settled, each as often as it is."""
-    looked: list[Operation] = []
-    settle = Operations.settle
-
-    def noting(self: Operations, operation: Operation) -> None:
-        looked.append(operation)
-        settle(self, operation)
-
-    monkeypatch.setattr(Operations, "settle", noting)
-    return looked
 
 
 def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(looked: list[Operation]) -> None:
