@@ -146,12 +146,12 @@ def timeouts(cluster: StepwiseCluster) -> None:
 
 
 def withdrawn_under_a_reader(cluster: StepwiseCluster) -> None:
-    """The only source leaves: it waits out its grace, cuts its reader, and the reader is told at once."""
+    """The only source leaves: it waits out its grace, cuts its reader, and the reader of a number is told at once."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
     cluster.run()
-    reader.replicate("latest")
+    reader.replicate(1)
     stuck = Choice("read", reader.name)
     run_but(cluster, stuck)
     cluster.note("-- a reader that reads nothing")
@@ -231,7 +231,27 @@ def rolled_back(cluster: StepwiseCluster) -> None:
     run_but(cluster, Choice("read", reader.name))
     trainer.publish(2)
     cluster.run()
+    reader.update("latest")
+    cluster.run()
+
+
+def bound_again(cluster: StepwiseCluster) -> None:
+    """The only source of `latest` unpublishes in mid-read, and publishes the next version: its reader goes on with that."""
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
     reader.replicate("latest")
+    stuck = Choice("read", reader.name)
+    run_but(cluster, stuck)
+    cluster.note("-- a reader that reads nothing")
+    trainer.unpublish()
+    for _ in range(6):
+        run_but(cluster, stuck)
+        cluster.advance(1, run=False)
+    run_but(cluster, stuck)
+    cluster.note("-- the next version")
+    trainer.publish(2)
     cluster.run()
 
 
@@ -468,6 +488,7 @@ SCENES: list[Callable[[StepwiseCluster], None]] = [
     coordinator_restarts,
     last_holder_waits,
     rolled_back,
+    bound_again,
     handed_over_to_another_worker,
     handed_over_to_its_own_host_copy,
     close_hands_over,

@@ -371,6 +371,7 @@ class FetchReport:
     retries: int = 0  # chunks that had to be asked for again
     reread_bytes: int = 0  # the part of bytes_read that had been verified before
     excess_bytes: int = 0  # the part of bytes_read that only helped to verify the rest
+    rebinds: int = 0  # how often a call by selector was bound to another version, since the bound one had gone away
 
     @property
     def cells(self) -> int:

@@ -56,11 +56,17 @@ def published(ranks: int = 2) -> tuple[World, list[Rank]]:
 
 
 def filling(
-    world: World, name: str = "r", *, ranks: int = 1, site: str = "here", needs: Sequence[Need] = (A, B)
+    world: World,
+    name: str = "r",
+    *,
+    ranks: int = 1,
+    site: str = "here",
+    needs: Sequence[Need] = (A, B),
+    selector: int | str = "latest",
 ) -> list[Rank]:
     """A group of another layout that has begun to read."""
     readers = world.group(name, [wide(rank) for rank in range(ranks)], site=site)
-    world.fill(readers)
+    world.fill(readers, selector)
     for reader in readers:
         world.ready(reader, *needs)
     return readers

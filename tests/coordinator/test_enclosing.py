@@ -228,7 +228,7 @@ def test_who_has_read_all_ends_once_the_last_who_could_vouch_for_it_has_left(is_
         others = replace(A, selection="other"), replace(B, selection="other")
         world.ready(other, *others)
         finish(world, [other], trainers, others)
-    (reader,) = filling(world)
+    (reader,) = filling(world, selector=1)
     world.lose(*trainers)
     for copy in copies:
         world.leave(copy)

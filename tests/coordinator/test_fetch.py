@@ -30,8 +30,8 @@ def published(readers: int = 0, world_size: int = 1) -> tuple[StepwiseCluster, l
     return cluster, groups
 
 
-def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle) -> CallRecord:
-    asked = fetcher.fetch()
+def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle, selector: int | str = "latest") -> CallRecord:
+    asked = fetcher.fetch(selector)
     while fetcher.pull is None or len(fetcher.pull.missing) != 1:
         cluster.do(cluster.choices()[0])
     return asked
@@ -117,7 +117,7 @@ def test_it_goes_on_elsewhere_when_its_source_is_gone(how: str) -> None:
 def test_the_only_source_leaves_in_mid_read() -> None:
     cluster, groups = published()
     fetcher = cluster.fetcher("fetcher")
-    asked = in_mid_read(cluster, fetcher)
+    asked = in_mid_read(cluster, fetcher, 1)
     fetcher.source_ended(next(iter(fetcher.pull.grants)) if fetcher.pull else "", "stalled")
     groups[0][0].unpublish()
     cluster.advance(11)

@@ -15,10 +15,10 @@ from tests.coordinator.test_layouts_over_time import back, held_by
 from tests.coordinator.test_origins import OF_R, held, leave, reader_of
 
 
-def readers(world: World, name: str = "s", ranks: int = 1, *, ready: int | None = None) -> list[Rank]:
+def readers(world: World, name: str = "s", ranks: int = 1, *, ready: int | None = None, number: int = 1) -> list[Rank]:
     """A group of a third layout that reads what was published; so many of its ranks are ready."""
     found = world.group(name, [(f"own/{name}{rank}", ()) for rank in range(ranks)])
-    world.fill(found)
+    world.fill(found, number)
     for rank in found[:ready]:
         world.ready(rank, A, B)
     return found
@@ -33,7 +33,7 @@ def call_again(world: World, ranks: Sequence[Rank]) -> OpKey:
         assert outcome.key.sequence + 1 == key.sequence
         rank.generation += 1
         begun = Begun(outcome.key, info.version, info.content_id, "", False, anew=True)
-        call = (OpKind.UPDATE, "latest", None, rank.generation, False, False, 1000.0, (outcome.key,), begun)
+        call = (OpKind.UPDATE, info.version, None, rank.generation, False, False, 1000.0, (outcome.key,), begun)
         world.say(rank, Fill(key, rank.rank, rank.name, *call))
     return key
 
@@ -163,7 +163,7 @@ def test_the_published_layout_is_left_and_come_back_to() -> None:
     """Who has it reads selections where nobody holds it any more. Each change is the end of what was read."""
     world, trainers, (reader,) = held()
     copies = world.group("c", [cut(0), cut(1)])
-    world.fill(copies)
+    world.fill(copies, 1)
     assert all(not rank.take(Start)[-1].publication for rank in copies)
     leave(world, *trainers)
     call_again(world, copies)
@@ -244,14 +244,14 @@ def test_what_was_rolled_back_meanwhile_is_not_gone_over_to() -> None:
     leave(world, *trainers)
     world.publish(trainers, 2)
     finish(world, filling(world), trainers)
-    (rank,) = readers(world)
+    (rank,) = readers(world, number=2)
     leave(world, *trainers)
     info = world.version.info
     (ended,) = rank.take(Outcome)
     assert ended.again
     world.say(trainers[0], Rollback(9, "back", "m", 1))
     begun = Begun(ended.key, info.version, info.content_id, "", False, anew=True)
-    call = (OpKind.UPDATE, "latest", None, rank.generation + 1, False, False, 1000.0, (ended.key,), begun)
+    call = (OpKind.UPDATE, 2, None, rank.generation + 1, False, False, 1000.0, (ended.key,), begun)
     world.say(rank, Fill(world.key(rank), rank.rank, rank.name, *call))
     (outcome,) = rank.take(Outcome)
     assert outcome.error is not None

@@ -73,12 +73,14 @@ class Lobby(Desk):
         name = f"read-only-{name}"
         return self.say(session, Register(next(self.requests), name, model, name, 0, 0, 1, *use))
 
-    def asks(self, session: int, name: str, model: str = "m", timeout_s: float = 1000.0) -> OpKey:
+    def asks(
+        self, session: int, name: str, model: str = "m", timeout_s: float = 1000.0, selector: int | str = "latest"
+    ) -> OpKey:
         """Registers, and calls fetch."""
         registered = self.fetches(session, name, model)
         assert isinstance(registered, Registered)
         key = OpKey(model, f"read-only-{name}", registered.epoch, registered.sequence)
-        self.say(session, Fill(key, 0, key.group, OpKind.FETCH, "latest", None, 1, False, False, timeout_s))
+        self.say(session, Fill(key, 0, key.group, OpKind.FETCH, selector, None, 1, False, False, timeout_s))
         return key
 
     def ticks(self) -> int:
@@ -291,7 +293,7 @@ def test_guests_that_have_voted_and_wait_for_agreement_are_not_among_those_who_a
     lobby.register(2, "t", manifest=make_manifest(CHUNKS, "xxh3-64").encode())
     lobby.publish(2, "t", 1, 0)
     lobby.guest(1)
-    keys = [lobby.asks(1, str(number)) for number in range(3)]
+    keys = [lobby.asks(1, str(number), selector=1) for number in range(3)]
     for key in keys:
         lobby.say(1, Prepared(key, 0, b"root"))
     assert lobby.readers("t") == [0]

@@ -200,7 +200,7 @@ def test_a_fill_of_a_later_version_is_over(hold: bool) -> None:
     cluster, trainer, (keeper,) = trained("keeper", to=2)
     reader = cluster.handle("reader")
     cluster.run()
-    asked = reader.replicate("latest", hold=hold)
+    asked = reader.replicate(2, hold=hold)
     run_but(cluster, "read", "hook")
     rollback_request = keeper.worker.asks.rollback(1)
     run_but(cluster, "read", "hook")
@@ -214,6 +214,19 @@ def test_a_fill_of_a_later_version_is_over(hold: bool) -> None:
     cluster.run()
     assert again.number == 1
     assert trainer.member.state is HandleState.EMPTY
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_fill_of_what_was_the_latest_goes_on_with_what_is_the_latest_now(hold: bool) -> None:
+    cluster, _, (keeper,) = trained("keeper", to=2)
+    reader = cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate("latest", hold=hold)
+    run_but(cluster, "read", "hook")
+    keeper.worker.asks.rollback(1)
+    run_but(cluster, "read", "hook")
+    cluster.run()
+    assert asked.number == 1
 
 
 def test_a_waiting_fill_gets_what_is_newest_then() -> None:

@@ -25,7 +25,7 @@ def sources_of(cluster: StepwiseCluster, reader: SimHandle) -> list[str]:
 
 
 def readers_of_a_trainer(
-    *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False, selector: str = "latest"
+    *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False, selector: int | str = "latest"
 ) -> tuple[StepwiseCluster, SimHandle, list[SimHandle], list[CallRecord]]:
     """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`.
 
@@ -162,8 +162,8 @@ def test_a_complete_source_that_is_back_is_read_by_those_that_lack_something() -
 
 
 def test_whoever_leaves_on_purpose_is_not_waited_for() -> None:
-    """R12: at once."""
-    cluster, trainer, _, asked = readers_of_a_trainer(False, True)
+    """R12: by a call for a number, at once."""
+    cluster, trainer, _, asked = readers_of_a_trainer(False, True, selector=1)
     left = trainer.unpublish()
     let_all_but_reads_happen(cluster)
     cluster.advance(cluster.options.drain_grace_s, run=False)

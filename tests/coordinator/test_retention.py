@@ -259,7 +259,7 @@ def test_a_cancel_that_crosses_the_refusal_changes_nothing() -> None:
 
 def test_who_cancels_a_withdrawal_that_waits_for_readers_cuts_them() -> None:
     cluster, trainer, (reader,) = retained(0, "reader")
-    got = reader.replicate()
+    got = reader.replicate(1)
     while reader.pull is None:
         cluster.do(cluster.choices()[0])
     asked = trainer.unpublish()

@@ -22,7 +22,7 @@ def reading() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
     cluster.run()
     trainer.publish(1)
     cluster.run()
-    reader.replicate(timeout_s=30)
+    reader.replicate(1, timeout_s=30)
     run_without_reads(cluster)
     return cluster, trainer, reader
 
@@ -230,7 +230,7 @@ def test_a_fence_that_was_never_heard_of_is_restated() -> None:
         _ = got.number
 
 
-def test_an_update_moves_the_readers_of_the_old_version_and_never_waits_for_them() -> None:
+def test_an_update_gives_running_readers_without_another_source_the_grace() -> None:
     cluster, trainer, reader = reading()
     second = cluster.handle("second")
     run_without_reads(cluster)
@@ -238,11 +238,52 @@ def test_an_update_moves_the_readers_of_the_old_version_and_never_waits_for_them
     run_without_reads(cluster)
     asked = trainer.update("latest")
     run_without_reads(cluster)
-    assert trainer.pull is not None  # the trainer is being overwritten already
+    assert trainer.pull is None
+    cluster.run()
+    assert reader.last_call is not None
+    assert (reader.last_call.number, asked.number) == (1, 2)
+
+
+def test_an_update_cuts_readers_at_the_end_of_the_grace() -> None:
+    cluster, trainer, reader = reading()
+    second = cluster.handle("second")
+    run_without_reads(cluster)
+    second.publish(2)
+    run_without_reads(cluster)
+    asked = trainer.update("latest")
+    run_without_reads(cluster)
+    begun = cluster.now
+    while trainer.pull is None:
+        assert cluster.now < begun + cluster.options.drain_grace_s + 0.2
+        cluster.advance(0.1, run=False)
+        run_without_reads(cluster)
+    assert cluster.now > begun + cluster.options.drain_grace_s - 0.2
     cluster.run()
     assert asked.number == 2
     assert reader.last_call is not None
     assert isinstance(reader.last_call.error, VersionUnavailable)
+
+
+def test_an_update_does_not_wait_for_readers_that_have_another_source() -> None:
+    cluster = StepwiseCluster()
+    trainer, reader, second, third = map(cluster.handle, ("trainer", "reader", "second", "third"))
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    third.replicate(1)
+    cluster.run()
+    reader.replicate(1)
+    run_without_reads(cluster)
+    second.publish(2)
+    run_without_reads(cluster)
+    for holder in (trainer, third):
+        holder.update("latest")
+        run_without_reads(cluster)
+    assert trainer.member.state is HandleState.FILLING
+    assert third.member.state is HandleState.READY  # it is the last source now
+    cluster.run()
+    assert reader.last_call is not None
+    assert reader.last_call.number == 1
 
 
 def test_close_lets_go_of_everything() -> None:

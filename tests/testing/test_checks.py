@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_holders_of_two_layouts_that_have_read_the_same_do_not_count_together() 
 
 def test_a_reader_that_does_not_wait_for_a_crashed_source_is_noticed() -> None:
     cluster, trainer, reader = published()
-    reader.replicate(timeout_s=60.0)
+    reader.replicate(1, timeout_s=60.0)
     while reader.pull is None:
         cluster.do(cluster.choices()[0])
     trainer.worker.crash()
@@ -159,6 +160,8 @@ def test_a_reader_need_not_wait_for_what_its_source_was_told_to_overwrite_and_ha
     cluster.run()
     other.publish(2)
     cluster.run()
+    core = cluster.coordinator.cluster
+    core.options = replace(core.options, drain_grace_s=0.0)
     asked = reader.replicate(1, timeout_s=60.0)
     while reader.pull is None:
         cluster.do(cluster.choices()[0])
@@ -185,7 +188,7 @@ def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads
     while trainer in cluster.live_handles():
         cluster.do(Choice("do", trainer.name))
     cluster.advance(1.0, run=False)
-    asked = reader.replicate(timeout_s=60.0)  # what is held no more, which only the coordinator does not know
+    asked = reader.replicate(1, timeout_s=60.0)  # what is held no more, which only the coordinator does not know
     while reader.pull is None:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "notice"))
     cluster.step(Received(former.session, former.up.popleft()))

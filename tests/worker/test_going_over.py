@@ -104,7 +104,7 @@ def test_a_late_word_of_the_former_operation_changes_nothing() -> None:
 
 def test_its_hook_is_waited_for_and_runs_once() -> None:
     reader = Reader()
-    reader.do(reader.member.begin(FillCall(OpKind.REPLICATE, "latest", hold=True), 60, 0))
+    reader.do(reader.member.begin(FillCall(OpKind.REPLICATE, 1, hold=True), 60, 0))
     reader.start()
     reader.answer()
     reader.plan()

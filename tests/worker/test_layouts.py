@@ -235,8 +235,10 @@ class Reader:
         assert self.member.running.key is not None
         return self.member.running.key
 
-    def begin(self, kind: OpKind = OpKind.REPLICATE, *, number: int = 1, staged: bool = False) -> None:
-        self.do(self.member.begin(FillCall(kind, "latest", staged=staged), 60, 0))
+    def begin(
+        self, kind: OpKind = OpKind.REPLICATE, *, number: int = 1, staged: bool = False, selector: int | str = 1
+    ) -> None:
+        self.do(self.member.begin(FillCall(kind, selector, staged=staged), 60, 0))
         self.start(number)
 
     def start(self, number: int = 1) -> None:

@@ -17,15 +17,12 @@ from tensorhub.coordinator.entities import ChunkAnswer, Holding, Model, Operatio
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.coordinator.supply import wants_source
 from tensorhub.errors import VersionUnavailable, some
 from tensorhub.layouts.identity import ALONE
-from tensorhub.messages import ChunksThere, TellChunks
+from tensorhub.messages import ChunksThere, Fill, TellChunks
 
 HELD_TOLD_MAX = 3  # versions that an error names
 NOBODY = "and 'available' waits for nobody"
-ELSEWHERE = "who was read here holds it no more, and others hold it in another layout; call again"
-GONE = "nobody holds all of it any more, and 'available' does not wait for a lost holder"
 
 
 class HowHeld(Enum):
@@ -63,27 +60,17 @@ class Availability:
             if how in (HowHeld.TOGETHER, HowHeld.UNKNOWN) or self._may_come_back(version):
                 return None
             waits = waits or how is HowHeld.DOUBTFUL
-        if waits or not (candidates or any(number >= least for number in model.lost)):
+        goes_on = any(isinstance(part.call, Fill) and part.call.former for part in parts)  # what it was bound to is gone
+        if waits or goes_on or not (candidates or any(number >= least for number in model.lost)):
             return None
         raise VersionUnavailable(self._nothing(operation, least, max(held, default=None)))
 
-    def lost(self, operation: Operation) -> VersionUnavailable | None:
-        """Why a bound call for "available" ends at once, if nobody is left who could bring it its version.
+    def is_lost(self, operation: Operation) -> bool:
+        """Whether no worker is left that could bring a bound call for "available" its version.
 
         A reader of a lost worker goes on for as long as that worker serves it.
         """
-        version, model = operation.bound, operation.group.model
-        waits = not operation.writing or any(map(wants_source, operation.parts.values()))
-        if (
-            self._cluster.is_recovering
-            or not waits
-            or any(part.is_abandoned for part in operation.parts.values())
-            or self._held(version, operation) is not HowHeld.NOT
-        ):
-            return None
-        is_elsewhere = any(layout.copies() or layout.can_each_class_be_read() for layout in version.layouts if layout)
-        why = ELSEWHERE if is_elsewhere else GONE
-        return VersionUnavailable(f"version {version.number} of {model.name!r}: {why}; {held_text(model, operation)}")
+        return not self._cluster.is_recovering and self._held(operation.bound, operation) is HowHeld.NOT
 
     @staticmethod
     def _nothing(operation: Operation, least: int, held: int | None) -> str:

@@ -441,6 +441,13 @@ class Holding:
         return self.committed and self.takes_readers
 
     @property
+    def is_read_alone(self) -> bool:
+        """Whether workers that may write read it now, and its shard has no other source in its layout."""
+        active = (lease for lease in self.readers.values() if lease.state is LeaseState.ACTIVE)
+        is_last = self.is_source and self.peers.sources == 1
+        return is_last and any(not lease.part.member.worker.read_only for lease in active)
+
+    @property
     def is_spot(self) -> bool:
         """Whether it may be gone at any time. A copy in host memory is as spot as its worker."""
         member = self.member
@@ -667,6 +674,7 @@ class Operation(_Moving[OperationState]):
         default_factory=dict
     )  # by number: the digest, and the rank that said it first
     staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
+    grace_until: float | None = None  # until when it waits for readers of what its ranks hold; None: it had not to, so far
     # Of whose ranks' sources something may have changed since they were looked at; None: of all of them.
     news: dict[RankPart, None] | None = None
     is_starving: bool = False  # `starves`, when it was settled last
@@ -695,6 +703,17 @@ class Operation(_Moving[OperationState]):
     def is_of_guests(self) -> bool:
         """Whether only read-only workers have called: nobody else depends on it."""
         return all(part.member.worker.read_only for part in self.parts.values())
+
+    @property
+    def calls_number(self) -> bool:
+        """Whether its ranks ask for a number, and not for what a selector names (R12)."""
+        call = next(iter(self.parts.values())).call
+        return isinstance(call, Fill) and isinstance(call.selector, int)
+
+    @property
+    def is_forsaken(self) -> bool:
+        """Whether it asks for a number whose last holder has left on purpose, so that it ends once nothing serves it."""
+        return self.calls_number and any(part.is_abandoned for part in self.parts.values())
 
     @property
     def is_staged(self) -> bool:

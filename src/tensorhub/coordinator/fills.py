@@ -87,6 +87,20 @@ class Fills:
             self._cluster.touch(operation.group.model)
         return bool(staying)
 
+    def _is_read_on(self, operation: Operation, version: Version) -> bool:
+        """R7: whether what `version` is to overwrite has running readers without another source. They have the same
+        grace as the readers of memory that is unpublished. Read-only readers have none here: the coordinator does not know
+        them, and they must not delay a worker.
+        """
+        old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
+        if operation.is_staged or not any(h.version is not version and h.is_read_alone for h in old):
+            return False
+        if operation.grace_until is None:
+            left_s = min(part.deadline for part in operation.parts.values()) - self._cluster.now
+            operation.grace_until = self._cluster.now + min(self._cluster.options.drain_grace_s, max(0.0, left_s) / 2)
+            self._cluster.timers.set("retry", operation.name, operation.grace_until)
+        return self._cluster.now < operation.grace_until
+
     def first_sources(self, operation: Operation) -> dict[int, list[Source]] | None:
         """R7: before anything is overwritten, every shard that is to be read can be read. From where, by rank; None: one of
         them cannot be.
@@ -127,11 +141,8 @@ class Fills:
                 return blame
         if not operation.running or operation.unchanged:
             return None
-        if self._must_go_over(operation):
+        if self._must_go_over(operation) or self._selects_another(operation):
             return refusals.must_go_over(operation, operation.bound)
-        lost = self._availability.lost(operation) if first_call(operation).selector == AVAILABLE else None
-        if lost is not None:
-            return Blame(lost)
         if not operation.writing:
             blame = self._write_if_ready(operation)
             if blame is not None:
@@ -154,6 +165,18 @@ class Fills:
         if not (operation.writing or would_end or all(part.ready for part in parts)):
             return False
         return self._is_there_another_way(operation, operation.bound)
+
+    def _selects_another(self, operation: Operation) -> bool:
+        """R12: whether the bound version cannot be read any more, and the selector of the call names another version now."""
+        call, parts = first_call(operation), operation.parts.values()
+        if operation.calls_number or ways.serve(operation):
+            return False
+        if operation.writing and not any(wants_source(part) or self._testimonies.cannot_be_proved(part) for part in parts):
+            return False
+        if call.selector == AVAILABLE:
+            return self._availability.is_lost(operation)
+        at_least = max((p.call.at_least or 0 for p in parts if isinstance(p.call, Fill)), default=0)
+        return self._versions.resolve(operation.group.model, call.selector, at_least) is not operation.bound
 
     def _is_there_another_way(self, operation: Operation, version: Version) -> bool:
         if self._cluster.is_recovering or ways.first_member(operation).is_of_one_shard:
@@ -265,7 +288,7 @@ class Fills:
         try:
             version = self.target(operation)
         except VersionUnavailable as error:
-            return Blame(error)
+            return Blame(error) if operation.resumes is None else refusals.gone(operation, error)
         if version is None:
             return None
         way = ways.find(self._cluster, version, operation)
@@ -286,7 +309,7 @@ class Fills:
             return refusals.must_go_over(operation, version)  # what was begun cannot be gone on with
         if fresh and (is_none or way is None or self._gates.must_wait(operation, version, way)):
             return None
-        if fresh and self._must_wait(operation, version):
+        if fresh and (self._must_wait(operation, version) or self._is_read_on(operation, version)):
             return None
         if way is None or (way.origin is None and self.has_no_room(operation, version)):
             return None
@@ -387,7 +410,7 @@ class Fills:
     def _write_if_ready(self, operation: Operation) -> Blame | None:
         """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
         version = operation.bound
-        if any(part.is_abandoned for part in operation.parts.values()) and not ways.serve(operation):
+        if operation.is_forsaken and not ways.serve(operation):
             return refusals.abandoned(operation)
         ready = all(part.ready for part in operation.parts.values()) and self._coverage.is_known(operation)
         sources = self.first_sources(operation) if ready else None
@@ -447,13 +470,14 @@ class Fills:
             if part.holding is not None and part.holding.condemned:
                 return Blame(refusals.condemned(operation, part), part.rank)
             if not reads:
-                if part.is_abandoned and self._testimonies.cannot_be_proved(part) and not ways.serve(operation):
+                is_unproved = operation.is_forsaken and part.is_abandoned and self._testimonies.cannot_be_proved(part)
+                if is_unproved and not ways.serve(operation):
                     return refusals.abandoned(operation)
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-            alone = part.is_abandoned and wants_source(part) and all(lease.dropping for lease in part.leases.values())
-            if alone and not ways.serve(operation):
+            alone = wants_source(part) and all(lease.dropping for lease in part.leases.values())
+            if alone and operation.is_forsaken and part.is_abandoned and not ways.serve(operation):
                 return refusals.abandoned(operation)
         return None
 

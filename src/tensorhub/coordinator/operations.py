@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from tensorhub.coordinator import limits
+from tensorhub.coordinator import limits, refusals
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
@@ -257,7 +257,7 @@ class Operations:
                 self._decisions.abort(operation, Blame(VersionConflict(text)))
             else:
                 text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left; "
-                self._decisions.abort(operation, Blame(VersionUnavailable(text + left)))
+                self._decisions.abort(operation, refusals.gone(operation, VersionUnavailable(text + left)))
 
     def reconsider(self, model: Model) -> None:
         """What held this model's operations up may be over."""

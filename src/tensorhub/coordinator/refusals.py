@@ -65,9 +65,14 @@ def abandoned(operation: Operation) -> Blame:
 
 
 def must_go_over(operation: Operation, version: Version) -> Blame:
-    """Its ranks call again by themselves. (Who hears of this has ended his own call meanwhile.)"""
+    """Its ranks call again by themselves. (Only a rank whose caller has given up meanwhile shows this error.)"""
     text = f"version {version.number} of {operation.group.model.name!r}: what this call has read is gone; call again"
     return Blame(GroupAborted(text), again=True)
+
+
+def gone(operation: Operation, error: VersionUnavailable) -> Blame:
+    """The version of a call is no more. The ranks of a call by selector call again by themselves (R12)."""
+    return Blame(error) if operation.calls_number else Blame(GroupAborted(str(error)), again=True)
 
 
 def outlived(operation: Operation) -> Blame | None:
@@ -77,7 +82,7 @@ def outlived(operation: Operation) -> Blame | None:
     if not version.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):
         return None
     text = f"version {version.number} of {model.name!r}: nobody holds it any more, and newer ones were published; ask again"
-    return Blame(VersionUnavailable(f"{text}; {held_text(model, operation)}"))
+    return gone(operation, VersionUnavailable(f"{text}; {held_text(model, operation)}"))
 
 
 def drifted(part: RankPart) -> tuple[int, int, str] | None:

@@ -196,6 +196,11 @@ class Versions:
         if others_changed or info != model.announced or any(version.state is not state for version, state in before):
             self._cluster.wake_all(model.unbound)
             self._cluster.wake_all(model.guests_unbound)
+            for version, _ in before:  # a selector may name another version now
+                self._cluster.wake_all(version.starving)
+                for operation in (*version.bound.values(), *version.guests_bound.values()):
+                    if not operation.writing:
+                        self._cluster.wake(operation)
         if info != model.announced:  # after a rollback it is an older one, or none
             model.announced = info
             for session in sorted(self._cluster.watchers.get(model.name, ())):

@@ -19,7 +19,7 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
         return []
     found = []
     is_open = version is None or operation.is_starving or not operation.writing
-    if operation.staying or operation.kind is OpKind.PUBLISH:
+    if operation.staying or operation.grace_until is not None or operation.kind is OpKind.PUBLISH:
         found.append(model.restless)
     if is_of_available(operation) and is_open and not operation.unchanged:
         found.append(model.flexible)

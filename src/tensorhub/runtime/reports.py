@@ -62,7 +62,8 @@ class CallTimes:
         assert finish.version is not None
         pull, number = self.pull, finish.version.version
         if pull is None or self.bound is None:
-            return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
+            seconds, phases = ended - started, {"resolve": ended - started}
+            return FetchReport(number, finish.changed, seconds=seconds, phases=phases, rebinds=finish.rebinds)
         phases = pull_phases(pull, self.pulled - self.pulled_from - self.verified_s)
         phases["verify"] += self.verified_s
         phases["resolve"] = self.bound - started
@@ -79,6 +80,7 @@ class CallTimes:
             retries=pull.retries,
             reread_bytes=pull.reread_bytes,
             excess_bytes=pull.excess_bytes,
+            rebinds=finish.rebinds,
         )
 
 

@@ -52,6 +52,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.key: OpKey | None = None  # of its group operation, once said
         self.request = 0  # of the question whose answer is awaited
         self.error: Exception | None = None  # with which it will end
+        self.rebinds = 0  # how often it was bound to another content, since the one before was gone
         self._call = call
         self._context = context
         self._memory = memory
@@ -84,7 +85,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
 
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         self.enter(Phase.OVER)
-        self._context.act(Finish(version, changed, error))
+        self._context.act(Finish(version, changed, error, self.rebinds))
 
     # -- given up from this side
 

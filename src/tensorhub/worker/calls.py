@@ -291,6 +291,7 @@ class Finish:
     version: VersionInfo | None = None
     changed: bool = False
     error: Exception | None = None
+    rebinds: int = 0  # see `FetchReport`
 
 
 Action = (

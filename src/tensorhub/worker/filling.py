@@ -56,7 +56,8 @@ class Filling(GroupCall[calls.FillCall]):
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self._begin_attempt()
-        self._goes_over_with: messages.Begun | None = None  # what it was bound to when what it read of it was gone
+        self._goes_over_with: messages.Begun | None = None  # of a call for a number: what it was bound to before
+        self._bound_before = ""  # the content to which this call was bound when it was last made again
         self._hooked = False  # before_write has returned
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
@@ -155,8 +156,10 @@ class Filling(GroupCall[calls.FillCall]):
             self._abandon(self.error)
             self.aborted(self.error)
             return
-        if self.binding is not None and self.binding.is_known:
-            self._goes_over_with = self._bound.begun_anew()
+        if self.binding is not None:
+            self._bound_before = self.binding.version.content_id
+            if self.binding.is_known and isinstance(self._call.selector, int):
+                self._goes_over_with = self.binding.begun_anew()
         self._lets_go = True
         match self.phase:
             case Phase.COPYING | Phase.PULLING:
@@ -270,6 +273,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._write_said = start.write
         self._leases.granted(start.grants)
         self.binding = binding = Binding(self._context, start)
+        self.rebinds += self._bound_before not in ("", binding.version.content_id)
         if not binding.is_known:
             self.enter(Phase.MANIFEST)
         self._go_on_binding(binding.begin)

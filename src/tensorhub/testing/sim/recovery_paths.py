@@ -43,7 +43,7 @@ RECOVERY_PATHS: Final = (
     "copied from host memory (prefetch)",
     "copied from host memory (retention)",
     "copied from what was staged",
-    "fill goes on in another way",
+    "fill bound again",
     "fill goes on under a new coordinator",
     "kept chunks verified",
     "owner at fault: quarantined",
@@ -62,6 +62,7 @@ RECOVERY_PATHS: Final = (
     "reader shut out",
     "resumed from verified chunks",
     "silent connection given up",
+    "source given up that lacks the rest",
     "source lacks chunks",
     *(f"read failed: {reason}" for reason in READ_FAILURES),
     *(f"source failed: {reason}" for reason in SOURCE_FAILURES),
@@ -78,7 +79,7 @@ def path_of(message: messages.FromWorker | messages.FromCoordinator) -> str:
         case messages.ReadFailed():
             return f"read failed: {message.reason}"
         case messages.Outcome(again=True):
-            return "fill goes on in another way"
+            return "fill bound again"
         case messages.Outcome(committed=False):
             return "operation aborted"
         case messages.Welcome(known=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tensorhub.coordinator import Decision, Publication
-from tensorhub.coordinator.availability import GONE, NOBODY
+from tensorhub.coordinator.availability import NOBODY
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Outcome, Start
 from tensorhub.testing.sim.assertion import HOLDING, demand
@@ -50,9 +50,7 @@ class AvailabilityJudge:
         if message.key in self._ended:
             return  # what was decided then is said again, to a rank that asks late
         self._ended.add(message.key)
-        if message.error is not None and GONE in message.error.message:
-            self._lost(handle, message.error.message)
-        elif message.error is not None and NOBODY in message.error.message:
+        if message.error is not None and NOBODY in message.error.message:
             self._failed(handle, max([record.what.at_least or 0, *held]))
 
     def _bound(self, handle: JudgedHandle, record: JudgedCall, message: Start, held: list[int]) -> None:
@@ -71,16 +69,6 @@ class AvailabilityJudge:
             if self._recovers():
                 away = self._away(handle.shard.model, content_id)
                 demand(not away, f"selectors: {what}: {away} of {newer} may come back")
-
-    def _lost(self, handle: JudgedHandle, text: str) -> None:
-        numbers = self._contents.numbers.get(handle.shard.model, {})
-        named = [
-            content_id
-            for number, content_id in numbers.items()
-            if f"version {number} of " in text.split(GONE, maxsplit=1)[0]
-        ]
-        held = any(content_id not in self._contents.retired and self._can_be_read(content_id) for content_id in named)
-        demand(not held, f"selectors: {handle} was told what is not so: {text}")
 
     def _failed(self, handle: JudgedHandle, least: int) -> None:
         what = f"{handle} was told that nobody holds what was published"

@@ -196,7 +196,9 @@ class Guarantees:
                 told.update(chunk for first, count in message.runs for chunk in range(first, first + count))
 
     def _left(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
-        """R12: only where a last holder leaves on purpose nobody waits for it."""
+        """R12: only a call for a number ends where the last holder leaves on purpose."""
+        by_number = not isinstance(record.what, FillCall) or isinstance(record.what.selector, int)
+        demand(by_number, f"selectors: {handle} gave up although its selector names what comes next: {text}")
         number = re.match(r"version (\d+) of ", text)
         wanted = self.contents.minted_as.get((handle.shard.model, int(number[1])), set()) if number is not None else set()
         # In another layout others may have held it, when those who held it as it was published had left, and be lost since.
