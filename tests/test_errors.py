@@ -155,7 +155,7 @@ async def test_a_version_whose_only_source_leaves_in_mid_read() -> None:
             async def replicate() -> None:
                 says = ("version 1 of 'm': its last holder has left on purpose", "ask again for a newer version")
                 with raises(VersionUnavailable, *says, retryable=True, memory="torn"):
-                    await weights.replicate()
+                    await weights.replicate(1)
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(replicate)

@@ -124,7 +124,7 @@ async def test_a_reader_in_mid_fetch_of_what_is_rolled_back() -> None:
 
                 async def fetch() -> None:
                     with pytest.raises(VersionUnavailable, match="was rolled back to 4; ask again") as caught:
-                        await weights.replicate()
+                        await weights.replicate(5)
                     problems.append(caught.value)
 
                 tasks.start_soon(fetch)

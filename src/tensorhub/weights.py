@@ -124,6 +124,9 @@ class Weights(Unpicklable):
     def mutate(self, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
+        Readers wait while the body runs. Put only the writes into it, such as `optimizer.step()`; forward and backward read
+        the weights, and belong before the block.
+
         The tensors and the number are checked first (RegistrationError, VersionConflict, with the memory as it was). Raises
         as `unpublish`, before the body (LeaseLost also where nothing is published), and as `publish`. If one rank's body
         raises, the other ranks' publish ends with GroupAborted, and the number stays unused.
@@ -184,6 +187,9 @@ class Weights(Unpicklable):
         copies of workers that the coordinator hears of, the caller's own, and partial copies that together are whole. It
         never replaces what a rank of the group holds by an older version.
 
+        If the version that the call reads goes away, a call for a number fails. A call by selector is bound again, for the
+        whole group, to the version that its selector names then, or waits for one until its deadline (`report.rebinds`).
+
         Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
         digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, RegistrationError, LeaseLost (both as
         `publish`).
@@ -205,7 +211,8 @@ class Weights(Unpicklable):
         """Replace what the memory holds by a version; `report.changed` is False if it holds that content already.
 
         `selector`: as `replicate`. `at_least` waits for that number. `before_write` is awaited here, in the caller's task,
-        once version and source are certain and before the first byte changes. Up to then an error leaves the old version
+        once version and source are certain and before the first byte changes; a call that is bound again (`replicate`)
+        does not repeat it. Up to then an error leaves the old version
         published; after it the memory is torn. `staged`: the new version is filled into host memory first
         (`Options.host_memory_bytes`, else StateError), then `before_write` is awaited, and the memory is only overwritten
         once all ranks have all of it: an error leaves the old version published. What was prefetched is copied, not read.

@@ -7,13 +7,12 @@ first step. Here they are numbered likewise, from those on that were published u
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, OperationTimeout, StateError, VersionUnavailable
+from tensorhub.errors import InvalidType, StateError
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.releases import check_release
 from tensorhub.types import Options
@@ -127,25 +126,9 @@ class RolloutWeights:
         weights, wanted = self._weights or self._joined(), self._wanted
         if wanted > self.version or weights.version is None:
             self.version = 0  # nothing is known of the memory if this fails
-            self.version = self._updated(weights, self._before + wanted) - self._before
+            at_least = self._before + wanted
+            self.version = weights.update("latest", at_least=at_least, timeout=self._timeout_s).version - self._before
         return self.version
-
-    def _updated(self, weights: sync.Weights, at_least: int) -> int:
-        """If the last who had the version dies while it is read, the next one that the trainer sends is taken."""
-        assert self._hub is not None
-        deadline, newest = time.monotonic() + self._timeout_s, 0
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            try:
-                return weights.update("available", at_least=at_least, timeout=left_s).version
-            except VersionUnavailable as lost:
-                left_s = max(0.0, deadline - time.monotonic())
-                if not left_s:
-                    raise
-                try:
-                    newest = self._hub.wait_for(weights.model, at_least=newest + 1, timeout=left_s).version
-                except OperationTimeout:
-                    raise lost from None
 
     def _joined(self) -> sync.Weights:
         settings = self._settings() if callable(self._settings) else self._settings

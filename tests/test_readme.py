@@ -1,0 +1,62 @@
+"""The README's own program, word by word: whatever the trainer does meanwhile, no rollout fails or gets a torn version."""
+
+from __future__ import annotations
+
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import tensorhub
+
+ROOT = Path(__file__).parents[1]
+ROLLOUTS = 4
+
+
+def program() -> dict[str, Any]:
+    """What the README's first complete Python block defines."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (text,) = [block for block in blocks if "anyio.run(main)" in block]
+    found: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(text, "README.md", "exec"), found)
+    return found
+
+
+def digest(model: torch.nn.Module) -> bytes:
+    found = blake2b()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().data)
+    return found.digest()
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+async def test_rollouts_of_a_fast_trainer_neither_fail_nor_get_torn_versions(
+    seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = program()
+    policy, published, generated = torch.nn.Linear(1024, 1024), set[bytes](), 0
+
+    class Engine(readme["Engine"]):  # type: ignore[misc]
+        async def generate(self) -> None:
+            nonlocal generated
+            generated += 1
+            assert digest(self.model) in published
+            await anyio.lowlevel.checkpoint()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            published.add(digest(policy))
+
+    monkeypatch.setattr(torch.optim, "SGD", Optimizer)
+    async with tensorhub.serve() as coordinator:
+        with anyio.move_on_after(seconds):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(readme["trainer"], coordinator.address, policy)
+                for _ in range(ROLLOUTS):
+                    tasks.start_soon(readme["rollout"], coordinator.address, Engine())
+    assert generated
