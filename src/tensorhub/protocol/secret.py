@@ -118,8 +118,8 @@ def _check_protection(path: Path, status: os.stat_result) -> None:
     is_own_group = status.st_gid in (os.getegid(), *os.getgroups())
     if status.st_mode & (0o027 if is_own_group else 0o077):
         raise AuthenticationFailed(
-            f"the token file {path} is open to others than its owner (mode {status.st_mode & 0o777:o}): run chmod 600 {path}; "
-            "of a Secret in Kubernetes, set defaultMode: 0400 (0440 with an fsGroup)"
+            f"the token file {path} is open to others than its owner (mode {status.st_mode & 0o777:o}): run chmod 600 {path}"
+            "; of a Secret in Kubernetes, set defaultMode: 0400 (0440 with an fsGroup)"
         )
 
 

@@ -11,6 +11,7 @@ Responsible for which transports this worker has, as each of its incarnations. N
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import TensorHubError, TransportUnavailable
+from tensorhub.errors import TensorHubError, TransportUnavailable, shortage
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import FindGrid
 from tensorhub.logs import get_logger
@@ -184,6 +185,10 @@ class Channels:
                     else:
                         channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
+                    if isinstance(lack := error.__cause__, OSError) and lack.errno in (errno.EMFILE, errno.ENFILE):
+                        raise (
+                            shortage(lack) or error
+                        ) from error  # of this process: the source and the transport are not to blame
                     if cutter.is_cut:  # which looks like this, too
                         raise ReadFailure("lost", "the read was given up") from error
                     self._note_unusable(transport.name, grant, error)
