@@ -191,6 +191,11 @@ class StaleWeightsWarning(UserWarning):
     """
 
 
+def install(extras: str) -> str:
+    """What to type to get extras, as "torch,cuda". (On PyPI another project has the name.)"""
+    return f"pip install '.[{extras}]' in a checkout of TensorHub"
+
+
 def shortage(error: OSError) -> StateError | None:
     """What to raise for it, if it says that this process or its machine lacks something: neither a peer's fault, nor one of
     an address.

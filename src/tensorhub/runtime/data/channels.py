@@ -186,9 +186,7 @@ class Channels:
                         channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
                     if isinstance(lack := error.__cause__, OSError) and lack.errno in (errno.EMFILE, errno.ENFILE):
-                        raise (
-                            shortage(lack) or error
-                        ) from error  # of this process: the source and the transport are not to blame
+                        raise shortage(lack) or error from error  # of this process: the source is not to blame
                     if cutter.is_cut:  # which looks like this, too
                         raise ReadFailure("lost", "the read was given up") from error
                     self._note_unusable(transport.name, grant, error)
