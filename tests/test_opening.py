@@ -9,7 +9,6 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import anyio
@@ -24,7 +23,6 @@ from tensorhub.types import VersionInfo
 from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, tensors, until, worker_of
 
 NOBODY = "tcp://127.0.0.1:1"
-AT_ONCE = replace(OPTIONS, coordinator_wait_s=0)
 
 
 async def join(address: str, name: str = "worker") -> tensorhub.Hub:
@@ -74,7 +72,7 @@ def test_the_blocking_ones_are_too() -> None:
 async def test_what_cannot_be_opened_leaves_nothing() -> None:
     async with nothing_left():
         with pytest.raises(CoordinatorUnavailable, match="is one running there"):
-            await tensorhub.connect(NOBODY, token="", options=AT_ONCE)
+            await tensorhub.connect(NOBODY, token="", options=OPTIONS)
         with pytest.raises(StateError, match="state_dir"):
             await tensorhub.serve(token="", state_dir="/proc/none")
 
@@ -158,7 +156,7 @@ async def test_nothing_is_waited_for_in_the_librarys_own_thread() -> None:
 
 
 async def test_wrong_use_says_what_to_write() -> None:
-    opening: Any = tensorhub.connect(NOBODY, token="", options=AT_ONCE)
+    opening: Any = tensorhub.connect(NOBODY, token="", options=OPTIONS)
     with pytest.raises(AttributeError, match=r"write `x = await tensorhub.connect\(...\)` or `async with"):
         opening.register("m", {})
     with (

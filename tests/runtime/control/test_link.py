@@ -25,7 +25,7 @@ from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.types import Options
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
 
-AT_ONCE = replace(OPTIONS, coordinator_wait_s=0)
+PATIENT = replace(OPTIONS, coordinator_wait_s=WAIT_S)
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
         async with cluster("trainer") as c:
             await (await c.hubs[0].register("m", tensors(1))).publish(1)
             with pytest.raises(ProtocolError, match="closed the connection during the handshake") as caught:
-                async with connect([closed], options=AT_ONCE):
+                async with connect([closed]):
                     pass
             assert caught.value.retryable
             target = tensors()
@@ -119,10 +119,10 @@ async def test_a_worker_that_starts_before_its_coordinator_waits_for_it(
 
         async def join() -> None:
             if blocking:
-                join_blocking = partial(sync.connect, address, token="", options=OPTIONS)
+                join_blocking = partial(sync.connect, address, token="", options=PATIENT)
                 opened.append(await anyio.to_thread.run_sync(join_blocking))
             else:
-                opened.append(await tensorhub.connect(address, token="", options=OPTIONS))
+                opened.append(await tensorhub.connect(address, token="", options=PATIENT))
 
         async with nothing_left():
             async with anyio.create_task_group() as tasks:
