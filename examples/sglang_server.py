@@ -6,7 +6,8 @@
 MODEL is the directory of a model for transformers, or its configuration alone (with `--load-format dummy` at the server):
 the trainer begins with random weights. Its steps stand for yours.
 
-Needs SGLang 0.5.23 and `pip install 'tensorhub[torch]'` where the server runs; here transformers, requests and the latter.
+Needs SGLang 0.5.23 and `pip install '.[torch]'` of a checkout where the server runs; here transformers, requests and that
+installation.
 """
 
 import sys

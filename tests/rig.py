@@ -52,7 +52,7 @@ WAIT_S = 30.0  # nothing here takes so long unless it hangs
 CHUNK_BYTES = 65_536
 CHUNKS = 12  # of the tensors below
 BEST = "tcp" if cma.fault_here() else "cma"  # the transport that two workers here read by
-OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2)
+OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, coordinator_wait_s=0)
 
 Tensors = Mapping[str, npt.NDArray[np.uint8]]
 

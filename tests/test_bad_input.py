@@ -33,7 +33,7 @@ from tensorhub.protocol.frames import PREFACE
 from tensorhub.types import Location, Options, VersionInfo, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, nothing_left, tensors, worker_of
 
-QUICK = Options(op_timeout_s=5, connect_timeout_s=1, chunk_bytes=CHUNK_BYTES)
+QUICK = Options(op_timeout_s=5, connect_timeout_s=1, coordinator_wait_s=0, chunk_bytes=CHUNK_BYTES)
 
 
 def check(error: TensorHubError, *, retryable: bool) -> None:

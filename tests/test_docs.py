@@ -36,6 +36,17 @@ def test_generated_pages_are_current(name: str) -> None:
     assert page == _generator()[name], "run: python docs/generate.py"
 
 
+def test_nothing_tells_anybody_to_install_a_strangers_package() -> None:
+    """On PyPI another project has the name. Only `tensorhub[...] @ URL` is this one."""
+    told = re.compile(r"""(pip3?|pipx|uv) (install|add)\b[^`|#]{0,80}?[ '"]tensorhub(\[[\w,]+\])?(?![\w\[./-])(?! @)""")
+    root, wrong = DOCS.parent, []
+    for pattern in ("*.md", "*.toml", "docs/**/*.md", "src/**/*.py", "examples/*.py", "benches/**/*.py", "benches/**/*.md"):
+        for path in root.glob(pattern):
+            text = " ".join(path.read_text(encoding="utf-8").split())
+            wrong += [f"{path.relative_to(root)}: {found[0]}" for found in told.finditer(text)]
+    assert not wrong, wrong
+
+
 def test_each_transport_has_its_page_and_a_row_in_the_overview() -> None:
     built_in = [each.name for each in TRANSPORTS._built_in]
     overview = (DOCS / "transports.md").read_text(encoding="utf-8")

@@ -263,7 +263,7 @@ async def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(importlib, "import_module", missing)
     async with cluster("reader") as c:
-        with pytest.raises(errors.StateError, match=r"pip install 'tensorhub\[torch\]'"):
+        with pytest.raises(errors.StateError, match=r"pip install '\.\[torch\]'"):
             await c.hubs[0].fetch("m")
 
 

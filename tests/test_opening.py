@@ -72,7 +72,7 @@ def test_the_blocking_ones_are_too() -> None:
 async def test_what_cannot_be_opened_leaves_nothing() -> None:
     async with nothing_left():
         with pytest.raises(CoordinatorUnavailable, match="is one running there"):
-            await tensorhub.connect(NOBODY, token="")
+            await tensorhub.connect(NOBODY, token="", options=OPTIONS)
         with pytest.raises(StateError, match="state_dir"):
             await tensorhub.serve(token="", state_dir="/proc/none")
 
@@ -156,7 +156,7 @@ async def test_nothing_is_waited_for_in_the_librarys_own_thread() -> None:
 
 
 async def test_wrong_use_says_what_to_write() -> None:
-    opening: Any = tensorhub.connect(NOBODY, token="")
+    opening: Any = tensorhub.connect(NOBODY, token="", options=OPTIONS)
     with pytest.raises(AttributeError, match=r"write `x = await tensorhub.connect\(...\)` or `async with"):
         opening.register("m", {})
     with (

@@ -34,7 +34,10 @@ other calls ask again; LeaseLost is raised where something cannot go on, because
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import resource
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -186,6 +189,28 @@ class StaleWeightsWarning(UserWarning):
     tensor) never gives it. The version is published all the same. `Options.stale_weights`: "error" raises a StateError
     instead, and "ignore" does not look. Where an error is raised, also by a filter of Python's, nothing is published.
     """
+
+
+def install(extras: str) -> str:
+    """What to type to get extras, as "torch,cuda". (On PyPI another project has the name.)"""
+    return f"pip install '.[{extras}]' in a checkout of TensorHub"
+
+
+def shortage(error: OSError) -> StateError | None:
+    """What to raise for it, if it says that this process or its machine lacks something: neither a peer's fault, nor one of
+    an address.
+    """
+    match error.errno:
+        case errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            text = f"this process has too many files open (RLIMIT_NOFILE is {limit}): raise its `ulimit -n`, or close some"
+        case errno.ENFILE:
+            text = "this machine has too many files open: raise its sysctl fs.file-max, or end what opens them"
+        case errno.ENOMEM | errno.ENOBUFS:
+            text = "this machine has no memory left for it: free some"
+        case _:
+            return None
+    return StateError(f"{os.strerror(error.errno)}: {text}", retryable=True)
 
 
 def read_only_refusal(call: str) -> AuthenticationFailed:

@@ -83,9 +83,11 @@ def connect(
     for the handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
 
+    A coordinator that does not run yet is waited for, `Options.coordinator_wait_s` long; with 0, it fails at once.
+
     Raises CoordinatorUnavailable, AuthenticationFailed (another token, a token file that cannot be used), ProtocolError
     (not a TensorHub coordinator, or of another version), TransportUnavailable, StateError (an address that is none,
-    `prefetch` without host memory).
+    `prefetch` without host memory, a lack of file descriptors).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     joins = joining(address, name, location, secret, transports, options, prefetch)

@@ -256,6 +256,7 @@ class Options:
     rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
     shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
+    coordinator_wait_s: float = 60.0  # caller's: how long `connect` waits for a coordinator to come up; 0: not at all
     exit_timeout_s: float = 5.0  # caller's: the interpreter's exit waits so long for what is still open; 0: not at all
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
@@ -265,8 +266,9 @@ class Options:
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
-        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", "drain_grace_s", "exit_timeout_s"):
-            seconds, may_be_0 = as_seconds(getattr(self, name)), name in ("drain_grace_s", "exit_timeout_s")
+        may_be_zero = ("drain_grace_s", "exit_timeout_s", "coordinator_wait_s")
+        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", *may_be_zero):
+            seconds, may_be_0 = as_seconds(getattr(self, name)), name in may_be_zero
             if seconds is None or (seconds == 0 and not may_be_0):
                 range_ = "0 or more and less than 10**9" if may_be_0 else "more than 0 and less than 10**9"
                 self._refuse(name, Real, f"give a number of seconds, {range_}")

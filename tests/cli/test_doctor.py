@@ -21,7 +21,7 @@ from tensorhub.transport.rdma.ports import Port
 NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/class/infiniband)"
 NO_NIXL = (
     "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in sys.modules): "
-    "pip install 'tensorhub[nixl]'"
+    "pip install '.[nixl]' in a checkout of TensorHub"
 )
 ROOM = "a coordinator: room for 16,384 workers"
 SHARED = f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}"

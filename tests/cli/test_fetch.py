@@ -182,7 +182,7 @@ def test_outputs_that_exist_are_refused_before_anything(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: usage: ")
         assert text in done.stderr
-    done = refused("tcp://127.0.0.1:1", tmp_path / "new")
+    done = refused("tcp://127.0.0.1:1", tmp_path / "new", "--timeout", "0")
     assert done.stderr.startswith("error: CoordinatorUnavailable: ")
     assert set(listing(tmp_path)) == {"out.safetensors", "out/old"}
     assert len(os.listdir(tmp_path)) == 2

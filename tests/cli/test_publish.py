@@ -109,12 +109,13 @@ def test_what_cannot_be_published(tmp_path: Path, name: str, text: str) -> None:
     assert text in done.stderr
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub.cli.publish.Options", lambda: Options(coordinator_wait_s=0.1))
     save_file({"a": torch.zeros(3)}, tmp_path / "m.safetensors")
     arguments = ("publish", str(tmp_path / "m.safetensors"), "--model", "m")
     done = run_here(*arguments, "--address", "tcp://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: CoordinatorUnavailable: ")
+    assert "\nerror: CoordinatorUnavailable: " in done.stderr  # after a line that says that it waits
     done = run_here(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "give --address" in done.stderr

@@ -531,7 +531,7 @@ def test_what_is_not_committed_leaves_nothing(tmp_path: Path, model: Path) -> No
             with FileTarget(tmp_path / out) as target:
                 mapped = target.map(manifest_of(memory))
                 target.map(manifest_of(memory))  # another version after all
-                assert len(os.listdir(tmp_path)) == 2
+                assert len(os.listdir(tmp_path)) == 3
                 del mapped
             assert os.listdir(tmp_path) == ["in"]
 

@@ -70,11 +70,27 @@ def test_a_file_has_one_token_a_line(home: Path) -> None:
     assert read_token_file(path) == (b"new-one", b"old one")
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660, 0o666])
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o444, 0o660, 0o620, 0o666])
 def test_a_file_that_others_may_read_is_refused(home: Path, mode: int) -> None:
     path = write(home / ".config/tensorhub/token", b"secret", mode)
     with pytest.raises(AuthenticationFailed, match=f"chmod 600 {path}"):
         read_token_file(path)
+
+
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+def test_a_group_of_this_process_may_read_the_file_as_kubernetes_mounts_a_secret(
+    home: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    write(home / "..2026_11_28/token", b"secret", mode)
+    (home / "..data").symlink_to("..2026_11_28")
+    (home / "token").symlink_to("..data/token")
+    group = (home / "token").stat().st_gid
+    monkeypatch.setattr(os, "getegid", lambda: group + 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [group])
+    assert read_token_file(home / "token") == (b"secret",)
+    monkeypatch.setattr(os, "getgroups", lambda: [group + 2])
+    with pytest.raises(AuthenticationFailed, match="chmod 600"):
+        read_token_file(home / "token")
 
 
 @pytest.mark.root

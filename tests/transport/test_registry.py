@@ -21,7 +21,7 @@ def made(name: str) -> TransportFactory:
 
 
 def missing(local: Local) -> Transport:
-    raise TransportUnavailable("install tensorhub[rdma]")
+    raise TransportUnavailable("install rdma-core")
 
 
 def third_party(local: Local) -> Transport:
@@ -52,7 +52,7 @@ def test_only_the_wanted_in_their_order(known: Registry) -> None:
 
 
 def test_what_works_and_why_the_rest_does_not(known: Registry) -> None:
-    assert known.probe(LOCAL) == {"rdma": "install tensorhub[rdma]", "cma": None, "tcp": None}
+    assert known.probe(LOCAL) == {"rdma": "install rdma-core", "cma": None, "tcp": None}
 
 
 @pytest.mark.parametrize(

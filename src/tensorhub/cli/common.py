@@ -16,8 +16,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -38,10 +37,11 @@ from rich.progress import (
 from rich.table import Table
 
 import tensorhub
-from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
+from tensorhub.opening import Opening
 from tensorhub.protocol.secret import read_token_file
-from tensorhub.types import parse_address, printable
+from tensorhub.types import Options, parse_address, printable
 
 FAILED = 1
 USAGE = 2
@@ -69,7 +69,7 @@ TokenFileOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-Connect = Callable[..., AbstractAsyncContextManager[Hub]]
+Connect = Callable[..., Opening[Hub]]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 
 
@@ -162,9 +162,14 @@ def checking(option: str = "", *, instead: str = "", kind: str = "usage") -> Ite
         raise CommandError(kind, text, USAGE) from error
 
 
-def connecting(address: str | None, token_file: Path | None) -> Connect:
-    """What connects to the coordinator that a command was given; a usage error if it cannot be used."""
-    return functools.partial(tensorhub.connect, check_address(address), token=check_token_file(token_file))
+def connecting(address: str | None, token_file: Path | None, options: Options | None = None) -> Connect:
+    """What connects to the coordinator that a command was given; a usage error if it cannot be used. It fails at once if no
+    coordinator is there, unless `options` say that it waits for one.
+    """
+    at_once = Options(coordinator_wait_s=0)
+    return functools.partial(
+        tensorhub.connect, check_address(address), token=check_token_file(token_file), options=options or at_once
+    )
 
 
 def format_bytes(nbytes: int) -> str:
@@ -179,6 +184,21 @@ def check_token_file(path: Path | None) -> Path | None:
         with checking():
             read_token_file(path)
     return path
+
+
+@contextlib.asynccontextmanager
+async def connected(connect: Connect, wait_s: float, until: str, *, quiet: bool) -> AsyncIterator[Hub]:
+    """A hub. If no coordinator is there, it is waited for, which a progress line says."""
+    try:
+        hub = await connect()
+    except CoordinatorUnavailable as error:
+        if not wait_s or not error.retryable:
+            raise
+        if not quiet:
+            print(f"waiting {until}: {printable(str(error))}", file=sys.stderr, flush=True)
+        hub = await connect(options=Options(coordinator_wait_s=wait_s))
+    async with hub:
+        yield hub
 
 
 async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:

@@ -26,7 +26,7 @@ import tensorhub
 from tensorhub.cli.child_processes import Inbox, Line, Parent
 from tensorhub.cli.common import FAILED, USAGE, import_shipped, leaf_of, logs_to_stderr
 from tensorhub.cli.demo_results import TRAINER
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import TensorHubError, install
 from tensorhub.memory.safetensors import Header, read_header
 from tensorhub.types import FetchReport, VersionInfo
 
@@ -118,7 +118,7 @@ class Worker:
         try:
             example, model = load_model(self._settings)  # blocks this loop: there is nothing else to do yet
         except ModuleNotFoundError as error:
-            return self._failed("usage", f"{error}: pip install 'tensorhub[torch]'", USAGE)
+            return self._failed("usage", f"{error}: {install('torch')}", USAGE)
         except (OSError, ValueError) as error:
             return self._failed("usage", str(error), USAGE)
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +18,7 @@ import typer
 from tensorhub.cli import common
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.tools import fetch_into
-from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check_selector
+from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check_selector, printable
 
 
 def fetch(
@@ -48,7 +51,9 @@ def fetch(
 ) -> None:
     """Fetch a version into safetensors files, byte-equal to the published ones if it was published from files.
 
-    The output appears when all of it is on the disk. Until then, and after an error, there is nothing at --out. A
+    The output appears when all of it is on the disk. Until then, and after an error, there is nothing at --out. After
+    Ctrl-C, a kill or an error, the same command goes on where it stopped: what has arrived is verified, and not read again.
+    One fetch at a time writes to an --out. A coordinator that does not run yet is waited for, --timeout long. A
     directory gets the publisher's files and index, else model.safetensors. An output that exists is refused with exit
     code 2 before anything is fetched; --force replaces it, file by file. The result is one line on stdout ({"model",
     "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
@@ -62,8 +67,8 @@ def fetch(
     async def body() -> int:
         with common.checking():
             target = FileTarget(out, names or None, force=force)
-        with target:
-            async with connect() as hub:
+        with target, _telling_what_is_kept(target):
+            async with common.connected(connect, min(_seconds(timeout), 1e8), _until(timeout), quiet=quiet) as hub:
                 if not quiet and not isinstance(selector, int):
                     await common.tell_if_unpublished(hub, model, _until(timeout))
                 with common.bytes_bar(f"fetching {model}", quiet) as bar:
@@ -77,9 +82,25 @@ def fetch(
     common.run(body)
 
 
+@contextlib.contextmanager
+def _telling_what_is_kept(target: FileTarget) -> Iterator[None]:
+    """Where it ends early: what has arrived is not lost, and takes room."""
+    try:
+        yield
+    except BaseException:
+        if (kept := target.close()) is not None:
+            text = f"what has arrived is kept in {kept}: the same command goes on from there, or remove it"
+            print(printable(text), file=sys.stderr, flush=True)
+        raise
+
+
+def _seconds(timeout: float | None) -> float:
+    return Options().op_timeout_s if timeout is None else timeout
+
+
 def _until(timeout: float | None) -> str:
     """How long a fetch waits, in words."""
-    seconds_ = Options().op_timeout_s if timeout is None else timeout
+    seconds_ = _seconds(timeout)
     return "until it is" if math.isinf(seconds_) else f"{seconds_:g} s at most"
 
 

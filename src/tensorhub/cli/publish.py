@@ -17,7 +17,7 @@ from tensorhub.cli import common
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.memory.files import FileMemory
 from tensorhub.tools import register_memory
-from tensorhub.types import VERSION_MAX, VersionInfo, check_name
+from tensorhub.types import VERSION_MAX, Options, VersionInfo, check_name
 
 POLL_S = 0.25  # how often the files are looked at
 
@@ -44,7 +44,7 @@ def publish(
     """
     with common.checking():
         check_name("model", model)
-    publisher = Publisher(path, model, version, common.connecting(address, token_file), as_json, quiet)
+    publisher = Publisher(path, model, version, common.connecting(address, token_file, Options()), as_json, quiet)
     logs = logging.ERROR if quiet else logging.WARNING
     common.run(publisher.run, logs=logs, sigterm_is_ordinary=lambda: publisher.is_visible)
 

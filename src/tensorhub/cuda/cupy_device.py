@@ -25,9 +25,9 @@ from typing import Any
 from tensorhub.cuda import driver
 from tensorhub.cuda.device import Allocation, DeviceBytes, Mark, Spread
 from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows, parts_of, straight_rows
-from tensorhub.errors import StateError, TensorHubError, text_of
+from tensorhub.errors import StateError, TensorHubError, install, text_of
 
-INSTALL = "pip install 'tensorhub[cuda]' (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
+INSTALL = f"{install('cuda')} (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
 INSTALL_NVRTC = "pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for cupy-cuda12x), or set CUDA_PATH to a CUDA toolkit"
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _TO_WHEREVER = 4  # cudaMemcpyDefault: both addresses say where they are

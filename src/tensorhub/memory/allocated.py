@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
-from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown
+from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, install, shown
 from tensorhub.layouts.whole import choose
 from tensorhub.manifest import Manifest, TensorSpec
 from tensorhub.memory.addresses import Bytes
@@ -162,7 +162,7 @@ def _import_torch() -> Any:
     try:
         return importlib.import_module("torch")
     except ImportError as error:
-        raise StateError("fetch makes torch tensors, and torch is not installed: pip install 'tensorhub[torch]'") from error
+        raise StateError(f"fetch makes torch tensors, and torch is not installed: {install('torch')}") from error
 
 
 def _first_line(error: BaseException) -> str:

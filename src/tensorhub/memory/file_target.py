@@ -1,7 +1,8 @@
 """Safetensors files that a fetch fills: planned when the version is known, filled in place, renamed when whole.
 
 Everything is made in a temporary directory beside the output, on the same filesystem. All blocks of the files are allocated
-before the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
+before the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping. After an
+interruption what has arrived stays there, and the next fetch to the same output goes on (`unfinished`).
 
 Responsible for what the files hold, for their place, and for leaving nothing else behind.
 """
@@ -11,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
+from tensorhub.digests import WIDTHS
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.layouts.whole import choose
 from tensorhub.manifest import Manifest, TensorSpec
@@ -25,6 +27,7 @@ from tensorhub.memory.allocated import patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
 from tensorhub.memory.safetensors import Entry, Header, make_header
+from tensorhub.memory.unfinished import Unfinished, stem_of
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
 
@@ -107,8 +110,9 @@ class FileTarget(FilledMemory):
     """The output of a fetch, as memory that is made when the version is known. See `Memory`; it is never published.
 
     `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes them. `force`: replace
-    what is there. Use as a context manager: what was not committed in it is removed at its end. Raises StateError, before
-    anything is fetched, if the output exists or cannot be made.
+    what is there. Use as a context manager: what was not committed in it is kept at its end for the next fetch to the same
+    output, or removed if nothing has arrived. Raises StateError, before anything is fetched, if the output exists or cannot
+    be made, or another fetch writes there.
     """
 
     def __init__(self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False) -> None:
@@ -116,15 +120,21 @@ class FileTarget(FilledMemory):
         self._out = Path(os.path.abspath(out) if self._is_file else os.path.realpath(out))
         self._force = force
         self.patterns = patterns(names)
-        self._temporary_name = f".{self._out.name[:50]}.{secrets.token_hex(4)}.tmp"
         self._check_free()
         self._in_place = self._is_kept()
-        place = self._out if self._in_place else self._out.parent
-        self._temporary = place / self._temporary_name
+        place, other = (self._out, self._out.parent) if self._in_place else (self._out.parent, self._out)
         self._plan = Plan({})
         self._mappings: dict[str, mmap.mmap] = {}
         with _explained(f"nothing can be written in {place}"):
-            self._temporary.mkdir()
+            self._unfinished = Unfinished(place, self._out.name)
+        self._temporary = self._unfinished.directory
+        try:
+            with _explained(f"{other} cannot be cleared"):
+                if Unfinished.is_in(other, self._out.name):  # left by a fetch that found the output otherwise
+                    Unfinished(other, self._out.name).remove()
+        except BaseException:
+            self._unfinished.keep()
+            raise
 
     def __repr__(self) -> str:
         return f"<FileTarget {self._out}, {len(self._mappings)} files>"
@@ -133,7 +143,7 @@ class FileTarget(FilledMemory):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.discard()
+        self.close()
 
     def _check_free(self) -> None:
         with _explained(f"{self._out} cannot be looked at"):
@@ -158,7 +168,8 @@ class FileTarget(FilledMemory):
         return self._holds_something() or self._out.is_mount() or self._out.samefile(".")
 
     def _holds_something(self) -> bool:
-        return any(path.name != self._temporary_name for path in self._out.iterdir())
+        stem = stem_of(self._out.name)
+        return any(not path.name.startswith(stem) for path in self._out.iterdir())
 
     # ------------------------------------------------------------------------------------------------- as memory
 
@@ -171,6 +182,10 @@ class FileTarget(FilledMemory):
         wanted = choose(self.patterns, manifest)
         self._plan = plan(manifest, wanted, self._out.name if self._is_file else None)
         self._mappings.clear()
+        with _explained(f"{self._temporary} cannot be cleared"):
+            for path in self._temporary.iterdir():  # of another version, perhaps
+                if path.name not in self._plan.headers:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         for name, header in self._plan.headers.items():
             self._mappings[name] = self._allocate(self._temporary / name, header)
         views = {
@@ -181,10 +196,12 @@ class FileTarget(FilledMemory):
         return _mapped(manifest, views)
 
     def _allocate(self, path: Path, header: Header) -> mmap.mmap:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        """The file, whose bytes stay where it was there: each is overwritten, or digested again."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags, 0o666)
             try:
+                os.ftruncate(descriptor, header.file_bytes)
                 os.posix_fallocate(descriptor, 0, header.file_bytes)
                 mapping = mmap.mmap(descriptor, header.file_bytes)
             finally:
@@ -196,6 +213,18 @@ class FileTarget(FilledMemory):
         begin = header.encode()
         mapping[: len(begin)] = begin
         return mapping
+
+    def recall(self, content_id: str, manifest: Manifest) -> Sequence[int | None] | None:
+        """See `FilledMemory`."""
+        if manifest.digest == "none":
+            return None
+        headers = [(name, header.encode()) for name, header in self._plan.headers.items()]
+        key = sha256(repr((content_id, manifest.grid_id, manifest.digest, headers)).encode()).digest()
+        return self._unfinished.recall(key, manifest.chunk_count, WIDTHS[manifest.digest])
+
+    def note(self, digests: Sequence[int | None]) -> None:
+        """See `FilledMemory`."""
+        self._unfinished.note(digests)
 
     # ----------------------------------------------------------------------------------------------------- ending
 
@@ -230,12 +259,12 @@ class FileTarget(FilledMemory):
             else:
                 os.rename(self._temporary, self._out)
                 sync_directory(self._out.parent)
+            self._unfinished.remove()
 
-    def discard(self) -> None:
-        """Leave nothing behind but what was committed."""
+    def close(self) -> Path | None:
+        """Leave nothing behind but what was committed, or what has arrived: then its place is returned."""
         self._mappings.clear()
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._temporary)
+        return self._temporary if self._unfinished.keep() else None
 
 
 def _view(mapping: mmap.mmap, header: Header, entry: Entry) -> memoryview:

@@ -118,6 +118,14 @@ class FilledMemory(Memory):
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """What is filled from elsewhere has come with its digests."""
 
+    def recall(self, content_id: str, manifest: Manifest) -> Sequence[int | None] | None:
+        """The chunks of this content that may have arrived before, in an earlier process: their digests, to be compared with
+        the bytes. Called after `map`.
+        """
+
+    def note(self, digests: Sequence[int | None]) -> None:
+        """The digests of the chunks that have arrived, for `recall`. Called while it is filled, now and then."""
+
 
 class CallersMemory(Memory, Protocol):
     """What a caller has registered, and may replace or write. These methods are called in the caller's own thread."""

@@ -11,6 +11,7 @@ Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing, or less t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
+from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError, shortage
 from tensorhub.messages import ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import Vocabulary
@@ -225,7 +226,7 @@ class BlockingConnection:
 
     def receive_descriptors(self, count: int) -> list[int]:
         """So many descriptors, with the one byte that they come with; close them. ConnectionLost, OperationTimeout,
-        ProtocolError (others came).
+        ProtocolError (others came), StateError (this process has no room for them).
         """
         try:
             data, descriptors, flags, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
@@ -234,6 +235,8 @@ class BlockingConnection:
         if not data or len(descriptors) != count or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
+            if len(descriptors) < count and flags & socket.MSG_CTRUNC:  # the kernel drops those that find no place here
+                raise shortage(OSError(errno.EMFILE, "")) or OSError
             raise ProtocolError(f"{count} descriptors are said to follow, and others came")
         return descriptors
 

@@ -77,7 +77,8 @@ def read_token_file(path: Path) -> tuple[Secret, ...]:
 
     Blank lines, and those that begin with "#", do not count. Raises AuthenticationFailed for a file that cannot be read,
     has no token or too much in it, or that others than its owner may read, or that belongs to another user than this one
-    or root.
+    or root. Its group may read it, and not write it, if this process is of that group: so a Secret of Kubernetes comes to
+    a pod that does not run as root.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -114,9 +115,11 @@ def _check_protection(path: Path, status: os.stat_result) -> None:
             f"the token file {path} belongs to user {status.st_uid}, who is neither this user ({os.geteuid()}) nor root, "
             f"and could change it: run chown {os.geteuid()} {path}, or make one of your own"
         )
-    if status.st_mode & 0o077:
+    is_own_group = status.st_gid in (os.getegid(), *os.getgroups())
+    if status.st_mode & (0o027 if is_own_group else 0o077):
         raise AuthenticationFailed(
             f"the token file {path} is open to others than its owner (mode {status.st_mode & 0o777:o}): run chmod 600 {path}"
+            "; of a Secret in Kubernetes, set defaultMode: 0400 (0440 with an fsGroup)"
         )
 
 

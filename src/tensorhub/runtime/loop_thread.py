@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import current_token
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, shortage
 from tensorhub.machine import InvariantBroken
 from tensorhub.runtime import ending
 from tensorhub.runtime.ending import CLOSE_S, Parting
@@ -278,6 +278,8 @@ class LoopThread:
         """Begin to end it: from now on no call comes through. The first parting counts. From any thread, also in a
         finalizer; returns at once.
         """
+        if os.getpid() != self._pid:  # forked; perhaps while another thread held the lock
+            return
         with self._lock:
             if self._parting is not None or self._ended:
                 return
@@ -412,7 +414,7 @@ class LoopThread:
         try:
             anyio.run(self._loop, backend=self._backend, backend_options=options)
         except BaseException as error:
-            self._error = _only(error)
+            self._error = _lack(error) or _only(error)
         finally:
             ending.ended(self)
             self._tell_ended()
@@ -454,6 +456,16 @@ class _Loop(asyncio.SelectorEventLoop):
     ) -> Any:
         look = partial(socket.getaddrinfo, host, port, family, type, proto, flags)
         return await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
+
+
+def _lack(error: BaseException) -> StateError | None:
+    """What this process or machine lacks, if that is what one of these errors is about."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((lack for each in error.exceptions if (lack := _lack(each)) is not None), None)
+    lack = shortage(error) if isinstance(error, OSError) else None
+    if lack is not None:
+        lack.__cause__ = error
+    return lack
 
 
 def _only(error: BaseException) -> BaseException:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
+from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, Unusable
 
@@ -108,7 +109,7 @@ class ParallelChannel:
                 cutter = self._next_cutter()
             try:
                 self._add_line(cutter)
-            except (ReadFailure, Unusable) as error:
+            except (ReadFailure, Unusable, StateError) as error:  # StateError: of descriptors
                 log.debug("connection_not_added", reason=str(error))
                 return None
 

@@ -18,8 +18,9 @@ import socket
 import sys
 import time
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, shortage
 from tensorhub.transport.base import Cutter, ReadFailure
+from tensorhub.transport.forks import close_in_children
 from tensorhub.types import format_address, parse_address
 
 BACKLOG = 4096  # or the kernel's somaxconn, if that is less: a flood must not fill it before it is thrown out
@@ -30,12 +31,22 @@ KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_PROBES = 3
 
 
+def make(family: int, kind: int = socket.SOCK_STREAM, proto: int = 0) -> socket.socket:
+    """A socket of this process alone (see `forks`). OSError; StateError: this process lacks something."""
+    try:
+        return close_in_children(socket.socket(family, kind, proto))
+    except OSError as error:
+        raise shortage(error) or error from None
+
+
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A non-blocking listening socket on `host`; port 0 takes a free one. OSError: the address is not this machine's."""
+    """A non-blocking listening socket on `host`; port 0 takes a free one. OSError: the address is not this machine's;
+    StateError: this process lacks something.
+    """
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )[0]
-    listener = socket.socket(family, kind, proto)
+    listener = make(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return listen_at(listener, address)
 
@@ -59,7 +70,8 @@ def address_of(listener: socket.socket) -> str:
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
-    """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if it is cut.
+    """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if it is cut; StateError:
+    this process lacks something, such as descriptors.
 
     The socket stays attached to the cutter; whoever closes it detaches it first.
     """
@@ -72,7 +84,7 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
     reason = "it has no address"
     for family, kind, proto, _, target in targets:
         try:
-            connection = _connect_one(socket.socket(family, kind, proto), target, deadline, cutter)
+            connection = _connect_one(make(family, kind, proto), target, deadline, cutter)
         except OSError as error:
             reason = str(error)
             continue

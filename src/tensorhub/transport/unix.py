@@ -13,15 +13,17 @@ import time
 from collections.abc import Collection
 
 from tensorhub.transport.base import Cutter, ReadFailure, Unusable
-from tensorhub.transport.sockets import listen_at, shutdown
+from tensorhub.transport.sockets import listen_at, make, shutdown
 from tensorhub.types import UNMAPPED_UID
 
 PREFIX = "unix:"
 
 
 def listen() -> socket.socket:
-    """A non-blocking listening socket with a name that nobody has. OSError: there are none here."""
-    return listen_at(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0tensorhub-" + secrets.token_hex(16))
+    """A non-blocking listening socket with a name that nobody has. OSError: there are none here; StateError: this process
+    lacks something.
+    """
+    return listen_at(make(socket.AF_UNIX), "\0tensorhub-" + secrets.token_hex(16))
 
 
 def address_of(listener: socket.socket) -> str:
@@ -71,8 +73,10 @@ def given_to() -> str:
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
-    """A blocking connection to "unix:name"; attached to the cutter, as by `tcp.connect`. Unusable: nobody listens there."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """A blocking connection to "unix:name"; attached to the cutter, as by `tcp.connect`. Unusable: nobody listens there.
+    StateError: this process lacks something.
+    """
+    connection = make(socket.AF_UNIX)
     try:
         cutter.attach(lambda: shutdown(connection))
         until = time.monotonic() + timeout_s

@@ -92,7 +92,7 @@ def test_what_cannot_be_used_leaves_the_last_good_tokens_and_is_said_once(
 
 
 def test_at_the_start_it_must_be_good(path: Path) -> None:
-    path.chmod(0o640)
+    path.chmod(0o644)
     with pytest.raises(AuthenticationFailed, match="run chmod 600"):
         open_keyring(path)
 

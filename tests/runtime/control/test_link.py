@@ -1,21 +1,31 @@
-"""Several addresses of a coordinator: the first that takes the connection, whatever the others do with it."""
+"""Several addresses of a coordinator: the first that takes the connection, whatever the others do with it; and one at which
+nobody listens yet.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import anyio.abc
+import anyio.to_thread
 import pytest
 
-from tensorhub.errors import CoordinatorUnavailable, ProtocolError
+import tensorhub
+from tensorhub import sync
+from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, ProtocolError, StateError, TensorHubError
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.types import Options
-from tests.rig import WAIT_S, cluster, connect, holds, tensors
+from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
+
+PATIENT = replace(OPTIONS, coordinator_wait_s=WAIT_S)
 
 
 @contextlib.contextmanager
@@ -52,19 +62,95 @@ async def test_an_address_that_closes_in_the_handshake_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "kind", "said"),
     [
-        ([errno.EMFILE], r"Too many open files\): this process .*raise its `ulimit -n`"),
-        ([errno.ECONNREFUSED], r"Connection refused\): is one running there\?"),
-        ([errno.ECONNREFUSED, errno.ECONNREFUSED, errno.EHOSTUNREACH], r"Connection refused; No route to host\): is one"),
+        ([errno.EMFILE], StateError, r"Too many open files: this process .*\(RLIMIT_NOFILE is \d+\): raise its `ulimit -n`"),
+        ([errno.ENFILE], StateError, r"this machine has too many files open: raise its sysctl fs.file-max"),
+        ([errno.ENOMEM], StateError, r"Cannot allocate memory: this machine has no memory left"),
+        ([errno.ECONNREFUSED], CoordinatorUnavailable, r"tcp://127.0.0.1:1: Connection refused\): is one running there\?"),
+        (
+            [errno.ECONNREFUSED, errno.EHOSTUNREACH],
+            CoordinatorUnavailable,
+            r"Connection refused; No route to host\): is one",
+        ),
     ],
 )
-async def test_why_no_connection_could_be_made_is_said(numbers: list[int], said: str) -> None:
+async def test_why_no_connection_could_be_made_is_said(numbers: list[int], kind: type[TensorHubError], said: str) -> None:
+    link, dialled = link_that_meets([numbers], Options(coordinator_wait_s=0))
+    with pytest.raises(kind, match=said):
+        await link.connect_first()
+    assert dialled == ["127.0.0.1"]
+
+
+async def test_until_the_deadline_it_is_tried_again_and_a_lack_of_descriptors_ends_that() -> None:
+    link, dialled = link_that_meets(itertools.repeat([errno.ECONNREFUSED]), Options(coordinator_wait_s=0.2))
+    with pytest.raises(CoordinatorUnavailable, match=r"tcp://127.0.0.1:1: Connection refused\): .*\(tensorhub serve\)"):
+        await link.connect_first()
+    assert len(dialled) > 1
+    link, dialled = link_that_meets([[errno.EHOSTUNREACH], [errno.EMFILE]], Options())
+    with pytest.raises(StateError, match="RLIMIT_NOFILE"):
+        await link.connect_first()
+    assert len(dialled) == 2
+
+
+def link_that_meets(faults: Iterable[list[int]], options: Options) -> tuple[CoordinatorLink, list[str]]:
+    """A link, and the hosts that it has dialled: each time it meets the next of these lists of errors."""
+    ahead, dialled = iter(faults), list[str]()
+
     async def dial(host: str, port: int) -> anyio.abc.ByteStream:
         """As anyio does it, for each address of a host."""
-        causes = [OSError(number, os.strerror(number)) for number in numbers]
+        dialled.append(host)
+        causes = [OSError(number, os.strerror(number)) for number in next(ahead)]
         raise OSError("All connection attempts failed") from (causes[0] if len(causes) == 1 else ExceptionGroup("", causes))
 
-    link = CoordinatorLink(["tcp://127.0.0.1:1"], (b"",), Options(), None, dial)  # type: ignore[arg-type]
-    with pytest.raises(CoordinatorUnavailable, match=said):
-        await link.connect()
+    return CoordinatorLink(["tcp://127.0.0.1:1"], (b"",), options, None, dial), dialled  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_worker_that_starts_before_its_coordinator_waits_for_it(
+    caplog: pytest.LogCaptureFixture, *, blocking: bool
+) -> None:
+    opened: list[tensorhub.Hub | sync.Hub] = []
+    with socket.socket() as reserved:  # refuses until it is closed
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        address = f"tcp://127.0.0.1:{port}"
+
+        async def join() -> None:
+            if blocking:
+                join_blocking = partial(sync.connect, address, token="", options=PATIENT)
+                opened.append(await anyio.to_thread.run_sync(join_blocking))
+            else:
+                opened.append(await tensorhub.connect(address, token="", options=PATIENT))
+
+        async with nothing_left():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(join)
+                await until(lambda: "coordinator_awaited" in caplog.text)
+                reserved.close()
+                coordinator = await tensorhub.serve(port=port, token="", options=OPTIONS)
+            hub = opened.pop()
+            if isinstance(hub, sync.Hub):
+                await anyio.to_thread.run_sync(hub.close)
+            else:
+                await hub.close()
+            await coordinator.close()
+    told = [record.getMessage() for record in caplog.records if "coordinator_awaited" in record.getMessage()]
+    assert len(told) == 1
+    assert address in told[0]
+
+
+async def test_who_waits_for_a_coordinator_can_be_cancelled() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        async with nothing_left():
+            with anyio.move_on_after(0.1) as scope:
+                await tensorhub.connect(f"tcp://127.0.0.1:{reserved.getsockname()[1]}", token="")
+            assert scope.cancelled_caught
+
+
+async def test_another_token_is_refused_at_once_though_a_coordinator_is_waited_for() -> None:
+    async with cluster(token="right") as c:
+        with pytest.raises(AuthenticationFailed):
+            await tensorhub.connect(c.address, token="wrong", options=Options(coordinator_wait_s=1e8))

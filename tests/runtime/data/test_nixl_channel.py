@@ -268,7 +268,7 @@ def test_what_a_machine_has(tmp_path: Path) -> None:
 async def test_who_names_it_and_lacks_it_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     async with cluster() as c:
-        with pytest.raises(tensorhub.TransportUnavailable, match=r"pip install 'tensorhub\[nixl\]'"):
+        with pytest.raises(tensorhub.TransportUnavailable, match=r"pip install '\.\[nixl\]'"):
             async with connect(c.address, transports=("nixl",)):
                 pass
 

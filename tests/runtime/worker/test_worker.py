@@ -28,7 +28,7 @@ from tests.runtime.data_rig import busy_threads
 from tests.runtime.wires import Wire, WireListener
 
 LEASE_S = 10.0
-OPTIONS = Options(op_timeout_s=60, lease_s=LEASE_S)
+OPTIONS = Options(op_timeout_s=60, lease_s=LEASE_S, coordinator_wait_s=0)
 
 
 def in_no_time(main: Callable[[], Awaitable[None]]) -> None:

@@ -17,11 +17,13 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+from tensorhub.errors import shortage
 from tensorhub.logs import Tally
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.pending_handshakes import PendingHandshakes, origin_of
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.transport import unix
+from tensorhub.transport.forks import close_in_children
 
 ACCEPTED_PER_TURN = 128  # connections; then everybody else in the loop has a turn
 MET_PER_TURN = 16
@@ -55,7 +57,8 @@ class Doorstep:
         may_meet: Callable[[], bool] = lambda: True,
     ) -> None:
         """`listener`: a non-blocking one, which stays the caller's. `meet` has a handshake begun, which calls `dismiss` when
-        it is over. `may_meet`: whether there is room for one more; call `look` when that has changed.
+        it is over. `may_meet`: whether there is room for one more; call `look` when that has changed. StateError: this
+        process lacks descriptors.
         """
         self._listener = listener
         self._strangers = strangers
@@ -65,7 +68,10 @@ class Doorstep:
         self._crowding = crowding
         self._shortages = shortages
         self._silent: dict[int, Stranger] = {}  # by descriptor: those that have said nothing yet
-        self._words = select.epoll()  # tells which of them has
+        try:
+            self._words = select.epoll()  # tells which of them has
+        except OSError as error:
+            raise shortage(error) or error from None
         self._wakeup = Wakeup()
 
     def __repr__(self) -> str:
@@ -127,7 +133,7 @@ class Doorstep:
                 return
             except (ConnectionAbortedError, InterruptedError):
                 continue
-            connection.setblocking(False)
+            close_in_children(connection).setblocking(False)
             stranger = Stranger(connection, _origin(connection, address))
             with self._lock:
                 gone = self._strangers.came(stranger, stranger.origin, clock.now())

@@ -18,7 +18,8 @@ import anyio
 import anyio.lowlevel
 
 from tensorhub.coordinator import Event, Received
-from tensorhub.messages import Describe, FromWorker, GetManifest, GetPublication, Join, Summarize
+from tensorhub.messages import Describe, FromWorker, GetManifest, GetPublication, Join, Register, Summarize
+from tensorhub.runtime.control.reach import Reach
 from tensorhub.runtime.control.session import Session, call_soon
 
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
@@ -34,6 +35,7 @@ class Hearing:
     def __init__(self, step: Callable[[Event], None], now: Callable[[], float]) -> None:
         self.now = now
         self._step = step
+        self._reach = Reach()
         self._call_soon = call_soon()
         self._queue: deque[Callable[[float], object]] = deque()  # turns, which are told until when they may last
         self._is_called = False  # the next ones will be given
@@ -67,8 +69,11 @@ class Hearing:
     def take(self, session: Session, message: FromWorker) -> None:
         """Pass on what this session has said."""
         if isinstance(message, Join) and not session.is_ending:
-            session.has_joined, session.scope.deadline = True, math.inf
+            session.has_joined, session.join, session.scope.deadline = True, message, math.inf
+            self._reach.joined(message)
             session.messages.limit_received(session.kind.frame_bytes_max, session.kind.pot)
+        elif isinstance(message, Register) and message.serves and session.join is not None:
+            self._reach.registered(session.join)
         self._step(Received(session.number, message))
 
     async def hear(self, session: Session) -> None:

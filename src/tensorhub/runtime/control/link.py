@@ -7,7 +7,6 @@ come, and is told when each session begins and ends.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +16,7 @@ import anyio
 import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, StateError, TensorHubError
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, ProtocolError, StateError, TensorHubError, shortage
 from tensorhub.logs import get_logger
 from tensorhub.messages import (
     NO_REQUEST,
@@ -34,6 +33,7 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control.addresses import check_address, locate
+from tensorhub.transport.forks import close_in_children
 from tensorhub.types import Incarnation, Options
 from tensorhub.worker.heartbeats import Heartbeats
 
@@ -68,7 +68,7 @@ class SessionHandler(Protocol):
 
 
 class CoordinatorLink:
-    """One worker's link. `connect`, then `keep` it until it is `close`d."""
+    """One worker's link. `connect_first`, then `keep` it until it is `close`d."""
 
     def __init__(
         self,
@@ -140,32 +140,54 @@ class CoordinatorLink:
 
     # --------------------------------------------------------------------------------------------- connecting
 
+    async def connect_first(self) -> Messages:
+        """As `connect`. A coordinator that cannot be reached yet is waited for, `Options.coordinator_wait_s` long."""
+        for_s, wait_s, reason = self._options.coordinator_wait_s, RECONNECT_S_FIRST, ""
+        deadline = anyio.current_time() + for_s
+        while True:
+            try:
+                return await self.connect()
+            except (CoordinatorUnavailable, ProtocolError) as error:
+                left_s = deadline - anyio.current_time()
+                if left_s <= 0 or not error.retryable:
+                    raise
+                if not reason:
+                    reason = str(error)
+                    log.warning("coordinator_awaited", coordinator=self.addresses, for_s=for_s, reason=reason)
+            await anyio.sleep(min(wait_s, left_s))
+            wait_s = min(wait_s * 2, RECONNECT_S_MAX)
+
     async def connect(self) -> Messages:
         """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable, AuthenticationFailed,
-        ProtocolError.
+        ProtocolError, StateError (this process lacks something).
         """
-        problems, refusal, advice = list[str](), list[TensorHubError](), "is one running there? (tensorhub serve)"
+        problems, refusal = list[str](), list[TensorHubError]()
         for address in self._addresses:
             try:
                 return await self._connect(address)
             except (OSError, ConnectionLost, OperationTimeout) as error:
                 causes = _causes(error)
+                for each in causes:
+                    if isinstance(each, OSError) and (lack := shortage(each)) is not None:
+                        raise lack from error
                 problems.append(f"{address}: {'; '.join(dict.fromkeys(map(_text, causes)))}")
-                if any(isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE) for each in causes):
-                    advice = "this process has too many files open, or may have too few: raise its `ulimit -n`"
             except TensorHubError as error:
                 if not error.retryable:
                     raise
                 refusal.append(error)  # a proxy before a coordinator that is gone closes: another address may do
         if refusal:
             raise refusal[0]
-        raise CoordinatorUnavailable(f"no coordinator can be reached ({'; '.join(problems)}): {advice}")
+        reasons = "; ".join(problems)
+        raise CoordinatorUnavailable(f"no coordinator can be reached ({reasons}): is one running there? (tensorhub serve)")
 
     async def _connect(self, address: str) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
             stream = await self._dial(*await locate(address))
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
+        connection = stream.extra(anyio.abc.SocketAttribute.raw_socket, None)
+        if connection is not None:  # else it is within this process
+            close_in_children(getattr(connection, "_sock", connection))  # asyncio wraps it
         self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address, ("127.0.0.1",))[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         try:

@@ -41,7 +41,7 @@ from tensorhub.coordinator import (
     Tick,
     WorkerLost,
 )
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import StateError, TensorHubError, shortage
 from tensorhub.logs import TALLY_S, Tally, get_logger
 from tensorhub.messages import FromCoordinator, FromWorker
 from tensorhub.protocol.codec import FROM_WORKER
@@ -60,6 +60,7 @@ from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, Session, Turn
 from tensorhub.runtime.control.store import Store
 from tensorhub.transport import sockets
+from tensorhub.transport.forks import close_in_children
 from tensorhub.types import Options, format_address
 
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
@@ -172,6 +173,8 @@ class CoordinatorServer:
             raise StateError(text, retryable=True) from error
         except OSError as error:
             cause: BaseException = error.__cause__ or error
+            if (lack := shortage(cause if isinstance(cause, OSError) else error)) is not None:
+                raise lack from error
             number = getattr(cause, "errno", None)
             if errno.EADDRINUSE in (number, error.errno):
                 advice = "is in use: stop whoever listens there, or choose another port (0 takes a free one)"
@@ -182,6 +185,7 @@ class CoordinatorServer:
             in_use = errno.EADDRINUSE in (number, error.errno)
             raise StateError(f"port {port} of {host} {advice}", retryable=in_use) from error
         first = multi.listeners[0]
+        close_in_children(first.extra(anyio.abc.SocketAttribute.raw_socket))
         for other in multi.listeners[1:]:
             await other.aclose()
         bound = first.extra(anyio.abc.SocketAttribute.local_address)

@@ -25,6 +25,7 @@ from tensorhub.messages import (
     ErrorInfo,
     FromCoordinator,
     FromWorker,
+    Join,
     ManifestReply,
     PublicationReply,
     Refused,
@@ -118,6 +119,7 @@ class Session:
         self.kind = kind
         self.scope = anyio.CancelScope()
         self.has_joined = False  # it has said Join before it had to end
+        self.join: Join | None = None  # what it said then
         self.is_ending = False  # its last words are being said
         self.unread = 0  # messages that the peer has not taken, those that are on their way included
         self._options = options

@@ -34,6 +34,7 @@ from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
 from tensorhub.manifest import ID_BYTES
 from tensorhub.protocol.forms import Violation, brief, record_of
+from tensorhub.transport.forks import close_in_children
 from tensorhub.types import OpKey
 
 PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones
@@ -134,13 +135,13 @@ class SqliteStore:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             _check_directory(path)
-            self._lock = _private(path / "lock")
+            self._lock = close_in_children(os.fdopen(_private(path / "lock"), "r+b", buffering=0))
         except OSError as error:
             raise StateError(f"the state_dir {path} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
+            self._lock.close()
             text = f"the state_dir {path} is in use by another coordinator: give each its own"
             raise StateError(text, retryable=True) from error
         try:
@@ -149,7 +150,7 @@ class SqliteStore:
                     os.close(_private(path / name))
             self._open(path)
         except (*_UNREADABLE, StateError, OSError) as error:
-            os.close(self._lock)
+            self._lock.close()
             raise StateError(f"the state_dir {path} cannot be used: {error}") from error
 
     def _open(self, path: Path) -> None:
@@ -322,10 +323,9 @@ class SqliteStore:
 
     def close(self) -> None:
         """Let go of the directory; a second call does nothing."""
-        if self._lock >= 0:
+        if not self._lock.closed:
             self._db.close()
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.close()
 
 
 def _key(key: OpKey) -> tuple[str, int, int]:

@@ -11,6 +11,7 @@ Responsible for which transports this worker has, as each of its incarnations. N
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Container, Mapping, Sequence
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import TensorHubError, TransportUnavailable
+from tensorhub.errors import TensorHubError, TransportUnavailable, shortage
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import FindGrid
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
+from tensorhub.protocol.secret import is_loopback
 from tensorhub.runtime.data.lanes import ChannelOpener
 from tensorhub.runtime.data.source_lane import Opened
 from tensorhub.scheduler.requests import patience_s
@@ -46,12 +48,26 @@ from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
-from tensorhub.types import BUNDLES_BY, ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
+from tensorhub.types import (
+    BUNDLES_BY,
+    ContentId,
+    Endpoint,
+    Incarnation,
+    LeaseId,
+    Location,
+    Options,
+    RegistrationId,
+    parse_address,
+)
 
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next transport is taken
 LEFT_S = 300.0  # for so long a transport is left, and twice as long each next time: what was in the way may be over
 LEFT_S_MAX = 86_400.0
+_LOOPBACK = (
+    "only the source's own host reaches that address, and this is another one: set Options.advertise or Options.listen_host "
+    "at the source, or have it connect to the coordinator by an address that is not loopback"
+)
 CONNECTION_CHUNKS = 32  # left to read for each further connection: the last chunks come by the slowest one
 
 K = TypeVar("K")
@@ -184,12 +200,16 @@ class Channels:
                     else:
                         channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
+                    if isinstance(lack := error.__cause__, OSError) and lack.errno in (errno.EMFILE, errno.ENFILE):
+                        raise shortage(lack) or error from error  # of this process: the source is not to blame
                     if cutter.is_cut:  # which looks like this, too
                         raise ReadFailure("lost", "the read was given up") from error
                     self._note_unusable(transport.name, grant, error)
                 except ReadFailure as failure:
                     if not cutter.is_cut:
                         self._ended(transport.name, grant, destination, failure)
+                    if failure.reason == "unreachable" and self._is_of_another_loopback(endpoint, grant):
+                        raise ReadFailure("unreachable", f"{failure.detail}; {_LOOPBACK}") from failure
                     raise
                 else:
                     self._note_chosen(transport.name, grant, destination)
@@ -222,6 +242,11 @@ class Channels:
             found = [each for each in found if (each[0].name, peer, grant.registration) not in self._not_shared]
             found.sort(key=lambda each: (left := self._left.get((each[0].name, peer))) is not None and left.until > now)
         return found
+
+    def _is_of_another_loopback(self, endpoint: Endpoint, grant: Grant) -> bool:
+        """Whether only the source's own host reaches that address, which is another host than this one."""
+        is_elsewhere = grant.location.host != self._location.host
+        return is_elsewhere and endpoint.address.startswith("tcp://") and is_loopback(parse_address(endpoint.address)[0])
 
     def _in_the_way(self, grant: Grant) -> list[str]:
         """Why transports are not used with this source, of those that could have been."""

@@ -140,12 +140,21 @@ class SharedOwner:
             self._set_word(registration, generation)
             self._changed.notify_all()
 
-    def keep_books(self, registration: RegistrationId, generation: int, content_id: ContentId, memory: ChunkMemory) -> None:
-        """Let nobody in, and remember what arrives there, until it is forgotten: of memory that serves nobody."""
+    def keep_books(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        memory: ChunkMemory,
+        digests: Sequence[int | None] | None = None,
+    ) -> None:
+        """Let nobody in, and remember what arrives there, until it is forgotten: of memory that serves nobody. `digests`: of
+        what may be there already; see `kept`.
+        """
         with self._changed:
             if self._owner.digests(registration, generation) is None:
                 what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
-                self._owner.open(*what, complete=False, serves=False, grid=grid)
+                self._owner.open(*what, complete=False, digests=digests, serves=False, grid=grid)
                 self._put(registration, memory)
 
     def _put(self, registration: RegistrationId, memory: ChunkMemory) -> None:

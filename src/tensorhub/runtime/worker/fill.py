@@ -21,7 +21,7 @@ from tensorhub.layouts.resharded import ReshardedManifest, bundles_of, counts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.memory.regions import MappedRegions, Memory
+from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory
 from tensorhub.messages import SelectionRoot
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
@@ -130,7 +130,10 @@ class Filler:
                 await self.stream_sync.done()
                 target, mapped, chunks = await self._mapped.destination(action)
                 if not self._member.shard.serves:
-                    self._owner.keep_books(target, action.generation, ContentId(action.version.content_id), chunks)
+                    content_id, recalled = ContentId(action.version.content_id), None
+                    if isinstance(self._memory, FilledMemory):
+                        recalled = self._memory.recall(content_id, chunks.manifest)
+                    self._owner.keep_books(target, action.generation, content_id, chunks, recalled)
                 kept = await self._verify_kept(target, action.generation)
                 with self._counted(staged=action.staged):
                     await self._pull_chunks(action, pull, target, chunks, kept)
@@ -264,20 +267,28 @@ class Filler:
                     runner.add_source(grant)
                 while pull.early:
                     self.change_source(pull.early.pop(0))
-                while isinstance(event := await self._next_event(runner), SourceFailed):
+                note = partial(self._note_arrived, target, action.generation)
+                while isinstance(event := await self._next_event(runner, note), SourceFailed):
                     self._source_failed(event, action.manifest)
                 report = runner.report()
                 if report.flows:
                     self._say_progress(report)
                 self._show_progress(report)
         finally:
+            self._note_arrived(target, action.generation)
             self.times.add_pull(runner.report(), clock.now(), again=action.again)
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if not mapped.is_in_place:
             await anyio.to_thread.run_sync(mapped.unpack)
 
-    async def _next_event(self, runner: PullRunner) -> PullEvent:
+    def _note_arrived(self, target: RegistrationId, generation: int) -> None:
+        """For a process that goes on after this one, of memory that outlives it."""
+        listed = self._owner.listed(target, generation) if isinstance(self._memory, FilledMemory) else None
+        if listed is not None and isinstance(self._memory, FilledMemory):
+            self._memory.note(listed[1])
+
+    async def _next_event(self, runner: PullRunner, note_arrived: Callable[[], None]) -> PullEvent:
         """What happens next; until then progress is told."""
         told = clock.now()
         while True:
@@ -287,6 +298,7 @@ class Filler:
             report = runner.report()
             self._say_progress(report)
             self._show_progress(report)
+            await anyio.to_thread.run_sync(note_arrived)
 
     def _source_failed(self, event: SourceFailed, manifest: Manifest) -> None:
         detail = event.detail

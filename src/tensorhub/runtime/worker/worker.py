@@ -32,6 +32,7 @@ from tensorhub.manifest import Manifest
 from tensorhub.memory.regions import Memory
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
+from tensorhub.runtime.control.doorstep import RETRY_S
 from tensorhub.runtime.control.link import CoordinatorLink, Dial
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
@@ -127,7 +128,7 @@ class Worker(CallersWorker):
     # --------------------------------------------------------------------------------------------- life
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
+        """Connect (raising if no coordinator comes in time), call `ready`, and stay connected until closed."""
         try:
             await self._run(ready)
         finally:
@@ -135,7 +136,7 @@ class Worker(CallersWorker):
             self.channels.close()
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        received = await self.link.connect()
+        received = await self.link.connect_first()
         try:
             listeners = self._listen()
         except BaseException:
@@ -191,14 +192,18 @@ class Worker(CallersWorker):
         check_open_access(self._secrets[0], host)
         if advertised is not None:  # whoever forwards to loopback takes it beyond
             check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
+        sides = self._owner.sides
+        local = unix.listen() if any(side.shares_memory for side in sides) else None
         try:
             listener = sockets.listen(host, port)
-        except OSError as error:
+        except BaseException as error:
+            if local is not None:
+                local.close()
+            if not isinstance(error, OSError):
+                raise
             where = f"{host!r}, port {port or 'any'}"
             text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
             raise StateError(text) from error
-        sides = self._owner.sides
-        local = unix.listen() if any(side.shares_memory for side in sides) else None
         there = f"tcp://{advertised}" if advertised else sockets.address_of(listener)
         here = unix.address_of(local) if local is not None else None
         offered = [(side, side.endpoint(there, here)) for side in sides]
@@ -223,10 +228,14 @@ class Worker(CallersWorker):
                 handshake_timeout_s=self.options.connect_timeout_s,
                 stall_timeout_s=self.options.stall_timeout_s,
             )
-            with anyio.CancelScope() as self._serving:
-                async with anyio.create_task_group() as tasks:
-                    for listener in listeners:
-                        tasks.start_soon(serve_readers, listener, self._owner, settings)
+            try:
+                with anyio.CancelScope() as self._serving:
+                    async with anyio.create_task_group() as tasks:
+                        for listener in listeners:
+                            tasks.start_soon(serve_readers, listener, self._owner, settings)
+            except* StateError as group:  # this process lacks descriptors now
+                log.warning("readers_not_served", reason=str(group.exceptions[0]))
+                await anyio.sleep(RETRY_S)
 
     async def _hand_over(self, parting: Parting) -> None:
         """Close every handle as its caller would: readers go elsewhere, and what is retained goes to other workers."""

@@ -27,14 +27,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorhub.errors import TransportUnavailable
+from tensorhub.errors import TransportUnavailable, install
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.nixl.messages import AGENT_BYTES_MAX, ON_HOST
 from tensorhub.types import RegistrationId
 
 PLACES_MAX = 4096  # of one agent, after those that touch were joined
 PROGRESS_US = 10_000  # at the least, an agent's own thread looks at its work so often; what comes wakes it
-INSTALL = "pip install 'tensorhub[nixl]'"
+INSTALL = install("nixl")
 
 GPU_ADVICE = (
     "its UCX must know CUDA (where UCX_TLS is set, it has to name `cuda`, and UCX_MODULES must not leave it out), and RDMA "

@@ -1,0 +1,143 @@
+"""The unfinished output of a fetch: a temporary directory that one process at a time fills, and a record of the digests of
+what has arrived in it. After an interruption the next fetch to the same output goes on there.
+
+The record is a hint, and not trusted: the bytes are digested again, and the digests of all chunks together are compared with
+the publisher's. So a record, or files, that anybody has changed cost a second read of some chunks.
+
+Responsible for who may fill it, for the record, and for what is left of both. Not responsible for the files in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorhub.errors import StateError
+
+KEY_BYTES = 32
+
+
+def stem_of(name: str) -> str:
+    """What the names of all that is made for the output `name` begin with; no other output's do."""
+    return f".{name[:50]}.{hashlib.blake2b(os.fsencode(name), digest_size=4).hexdigest()}"
+
+
+class Unfinished:
+    """`directory`, in `place`, for the output `name`. End it by `remove` or `keep`."""
+
+    def __init__(self, place: Path, name: str) -> None:
+        """StateError: another process fills it, or the names are taken by another user. OSError: it cannot be made."""
+        stem = stem_of(name)
+        self.record, self.directory = place / f"{stem}.part", place / f"{stem}.tmp"
+        self._width = 0  # of a digest; 0: nothing is recorded
+        self._recorded: list[int | None] = []
+        self._is_over = False
+        self._descriptor = _lock(self.record)
+        if self._descriptor < 0:  # a filesystem without locks: nothing can be shared with the next process
+            self.directory = place / f"{stem}{secrets.token_hex(4)}.tmp"
+        try:
+            with contextlib.suppress(FileExistsError):
+                self.directory.mkdir()
+            status = self.directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise StateError(f"{self.directory} is another user's, or no directory: remove it, or take another place")
+        except BaseException:
+            self._unlock()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Unfinished {self.directory}>"
+
+    @staticmethod
+    def is_in(place: Path, name: str) -> bool:
+        """Whether something of a fetch of that output is there."""
+        return any((place / (stem_of(name) + end)).exists() for end in (".part", ".tmp"))
+
+    def recall(self, key: bytes, chunks: int, width: int) -> Sequence[int | None]:
+        """The digests that were recorded under this key, one of `width` bytes for each chunk, as far as there are any. Under
+        another key nothing is: a new record begins.
+        """
+        self._width, self._recorded = width if self._descriptor >= 0 else 0, [None] * chunks
+        if not self._width:
+            return self._recorded
+        entry = 1 + width
+        found = os.pread(self._descriptor, KEY_BYTES + chunks * entry, 0)
+        if found[:KEY_BYTES] != key:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, key, 0)
+        else:
+            for chunk, at in enumerate(range(KEY_BYTES, len(found) - entry + 1, entry)):
+                if found[at]:
+                    self._recorded[chunk] = int.from_bytes(found[at + 1 : at + entry], "big")
+        return list(self._recorded)
+
+    def note(self, digests: Sequence[int | None]) -> None:
+        """Record those that are known now. A record that cannot be written is none: the fetch itself goes on."""
+        if not self._width or digests == self._recorded:
+            return
+        with contextlib.suppress(OSError):
+            for chunk, (digest, before) in enumerate(zip(digests, self._recorded, strict=True)):
+                if digest is not None and digest != before:
+                    entry = b"\1" + digest.to_bytes(self._width, "big")
+                    os.pwrite(self._descriptor, entry, KEY_BYTES + chunk * len(entry))
+                    self._recorded[chunk] = digest
+
+    def keep(self) -> bool:
+        """Leave what has arrived to the next process; False: nothing has, and nothing is left. A second call, or one after
+        `remove`, does nothing.
+        """
+        if self._descriptor >= 0 and os.fstat(self._descriptor).st_size > KEY_BYTES:
+            self._unlock()
+            return True
+        if not self._is_over:
+            self.remove()
+        return False
+
+    def remove(self) -> None:
+        """Leave nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.directory)
+        if self._descriptor >= 0:  # while it is locked: so nobody else's is removed
+            with contextlib.suppress(FileNotFoundError):
+                self.record.unlink()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        self._is_over = True
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _lock(path: Path) -> int:
+    """A descriptor of that file, which is made if it is not there, and which no other process has locked. -1: the filesystem
+    has no locks.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise StateError(f"{path} is another user's: remove it, or take another place")
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(status, path.lstat()):  # else its last owner has just removed it
+                    return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise StateError(f"another fetch writes there now ({path}): wait for its end", retryable=True) from None
+        except OSError:
+            os.close(descriptor)
+            path.unlink()
+            return -1
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
