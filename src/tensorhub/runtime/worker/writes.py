@@ -17,7 +17,7 @@ import anyio.to_thread
 from tensorhub.errors import StateError, some
 from tensorhub.manifest import Manifest
 from tensorhub.memory.files import FileMemory
-from tensorhub.memory.regions import Memory
+from tensorhub.memory.regions import Memory, is_packed
 from tensorhub.runtime.data.serving import BROKEN, SharedOwner
 from tensorhub.transport.owner import CannotServe
 from tensorhub.types import ContentId, RegistrationId
@@ -38,7 +38,8 @@ class Writes:
         self._versions: tuple[int, ...] | None = None
         self._numbers = {tensor.name: number for number, tensor in enumerate(memory.descriptions)}
         self._manifest: Manifest | None = None  # of what was opened last
-        self._of_regions: dict[int, tuple[int, ...]] = {}  # the numbers of its regions' tensors, as they are asked about
+        # The numbers of its regions' tensors, as they are asked about. Of a packed region readers read a copy: none.
+        self._of_regions: dict[int, tuple[int, ...]] = {}
         self._counting = threading.Lock()  # held while a write of the library's is counted
 
     def __repr__(self) -> str:
@@ -59,15 +60,20 @@ class Writes:
         return not self._memory.moved(tensors) and not self._written(tensors)
 
     def _tensors_of(self, regions: Iterable[int] | None) -> Sequence[int] | None:
-        if regions is None:
+        if self._manifest is None:
             return None
+        if regions is None:
+            regions = range(len(self._manifest.regions))
         return [number for region in regions for number in self._tensors_in(region)]
 
     def _tensors_in(self, region: int) -> tuple[int, ...]:
         assert self._manifest is not None
         if region not in self._of_regions:
             named = (self._numbers.get(tensor.name) for tensor in self._manifest.by_region[region])
-            self._of_regions[region] = tuple([number for number in named if number is not None])
+            numbers = [number for number in named if number is not None]
+            is_padded = any(self._memory.descriptions[number].strides for number in numbers)
+            is_copy = is_packed(self._manifest, region) and not is_padded
+            self._of_regions[region] = () if is_copy else tuple(numbers)
         return self._of_regions[region]
 
     def library_wrote(self) -> None:
@@ -94,8 +100,9 @@ class Writes:
 
     def broken(self) -> str:
         """How the owner's promise was seen to be broken since the memory was opened; "": it was not."""
-        moved = self._memory.moved()
-        found = {"written": [number for number in self._written(None) if number not in moved], "replaced or freed": moved}
+        tensors = self._tensors_of(None)
+        moved = self._memory.moved(tensors)
+        found = {"written": [number for number in self._written(tensors) if number not in moved], "replaced or freed": moved}
         names = self._memory.descriptions
         return "; ".join(
             f"{some([repr(names[number].name) for number in numbers], most=TENSORS_NAMED_MAX)} ({what})"
