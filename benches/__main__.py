@@ -2,13 +2,14 @@
 
 import sys
 
-from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny, wan
+from benches import busy, calls, capped, early_digests, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny, wan
 from benches.scale import core
 
 SUBJECTS = {
     "busy": busy.main,
     "calls": calls.main,
     "capped": capped.main,
+    "early_digests": early_digests.main,
     "files": files.main,
     "gpu": gpu.main,
     "one_sided": one_sided.main,

@@ -14,7 +14,7 @@ from tensorhub.errors import VersionUnavailable
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import PublishedTensors, digest_ahead, published_tensors
+from tensorhub.tools import PublishedTensors, published_tensors
 from tensorhub.types import RegistrationId
 from tests.rig import CHUNKS, OPTIONS, cluster, handle_of, holds, tensors, until, worker_of
 
@@ -58,7 +58,7 @@ def test_versions_that_are_published_alike_are_described_once(hub: sync.Hub, mon
 
 
 @pytest.mark.anyio
-async def test_digests_that_are_made_ahead_are_there_when_a_reader_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_digests_are_made_right_after_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
     digest = ChunkMemory.digest
 
@@ -68,10 +68,8 @@ async def test_digests_that_are_made_ahead_are_there_when_a_reader_comes(monkeyp
 
     async with cluster("trainer", "reader") as c:
         weights = await c.hubs[0].register("m", tensors(1))
-        digest_ahead(c.hubs[0], weights)  # nothing is published yet: nothing is made
-        await weights.publish(1)
         monkeypatch.setattr(ChunkMemory, "digest", noted)
-        digest_ahead(c.hubs[0], weights)
+        await weights.publish(1)
         member, owner = handle_of(weights).member, worker_of(c.hubs[0])._owner
         assert member.content is not None
         where = RegistrationId(member.shard.registration), member.content.generation
@@ -79,10 +77,6 @@ async def test_digests_that_are_made_ahead_are_there_when_a_reader_comes(monkeyp
         assert made == list(reversed(range(CHUNKS)))  # a reader begins with the others
         fetched = await c.hubs[1].fetch("m", 1)
         assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, 1)
-        await weights.unpublish()
-        digest_ahead(c.hubs[0], weights)
-        await weights.close()
-        digest_ahead(c.hubs[0], weights)
 
 
 @pytest.mark.anyio
@@ -91,5 +85,4 @@ async def test_without_digests_none_are_made_ahead(monkeypatch: pytest.MonkeyPat
     async with cluster("trainer", options=replace(OPTIONS, integrity=False)) as c:
         weights = await c.hubs[0].register("m", tensors(1))
         await weights.publish(1)
-        digest_ahead(c.hubs[0], weights)
         await weights.unpublish()

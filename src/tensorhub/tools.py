@@ -153,13 +153,6 @@ async def _publication(
     return reply, await worker.parts_of(reply.publication, deadline)
 
 
-def digest_ahead(hub: Joined, weights: Weights) -> None:
-    """Have the digests of what is published made from now on, in the background; internal, and may change. It is for memory
-    that is read soon and by whoever waits for it: a digest that nobody reads was made in vain.
-    """
-    hub._thread.post(partial(hub._worker.digest_ahead, weights._handle))
-
-
 async def changed_tensors(weights: Weights) -> tuple[str, ...]:
     """Names of the registered tensors whose bytes have not the published digests of the version that they hold; internal,
     and may change. All bytes are read, and nothing is written. Raises StateError: no version is held, or none with digests.

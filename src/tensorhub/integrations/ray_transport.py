@@ -44,7 +44,7 @@ from tensorhub.integrations.reused_memory import ReusedMemory
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import digest_ahead, fetch_into
+from tensorhub.tools import fetch_into
 
 NAME: Final = "TENSORHUB"
 FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS  # Ray gives up after all of it, and cannot say why
@@ -122,7 +122,6 @@ class TensorHubTransport(TensorTransportManager):
             except BaseException:
                 weights.close(abandon=True)
                 raise
-            digest_ahead(hub._hub, weights._weights)  # while its metadata travel
             shapes = [(each.shape, each.dtype) for each in tensors]
             published = PublishedTensors(shapes, tensors[0].device.type, model, version)
             self._published[obj_id] = weights, published

@@ -170,6 +170,12 @@ class ChunkMemory:
         """Where each region is in this process."""
         return self._addresses
 
+    def regions_of(self, chunks: Iterable[int]) -> set[int]:
+        """The regions that these chunks have bytes of."""
+        if self._strips is None:
+            return {self._chunks[chunk].region for chunk in chunks}
+        return {region for chunk in chunks for strip in self._strips[chunk] for region, _ in strip.cells()}
+
     @property
     def is_strided(self) -> bool:
         """Whether its chunks are of strips, and have neither `buffer` nor `address`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -130,10 +130,15 @@ class FileMemory:
         if (change := self.changed()) is not None:
             raise RegistrationError(f"{change}. Publish it again")
 
-    def versions(self) -> tuple[int, ...]:
+    def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
         """When each tensor's file was written last, in nanoseconds."""
         times = {file.path: _stamp(file.descriptor)[1] for file in self._files}
-        return tuple([times[file.path] for file, _ in self._places.values()])
+        counts = [times[file.path] for file, _ in self._places.values()]
+        return tuple(counts if tensors is None else [counts[number] for number in tensors])
+
+    def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
+        """None: a file stays open. Nothing but a system call reads it, which fails where it is gone."""
+        return []
 
     def check_current(self) -> None:
         """As `check_unreplaced`."""

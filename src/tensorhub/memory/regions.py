@@ -80,8 +80,15 @@ class Memory(Protocol):
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
 
-    def versions(self) -> tuple[int, ...]:
-        """Counts of writes. If they are equal before and after, no write was seen in between."""
+    def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Counts of writes, of each tensor or of those with these numbers. If they are equal before and after, no write was
+        seen in between.
+        """
+
+    def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
+        """The numbers of tensors (of all, or of these) whose memory was replaced, freed or resized since it was registered:
+        it must not be touched. Any thread may ask.
+        """
 
     def count_write(self) -> None:
         """Count a write of the library's as if the owner had written."""
@@ -109,8 +116,11 @@ class FilledMemory(Memory):
     def check_unreplaced(self) -> None:
         """Nobody else could have replaced it."""
 
-    def versions(self) -> tuple[int, ...]:
+    def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
         return ()
+
+    def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
+        return []
 
     def count_write(self) -> None:
         """Nobody looks at a count."""

@@ -12,7 +12,7 @@ torch and numpy are never imported here. Whoever hands over a tensor has importe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, starmap
 from math import prod
 from operator import attrgetter, eq, is_, methodcaller, not_
@@ -103,6 +103,8 @@ class RegisteredMemory:
         # Where torch has the bytes that were registered: a tensor may have others by now, and these may be freed.
         self._read_storage_addresses = [getattr(storage, "data_ptr", int) for storage in self._storages.values()]
         self._storage_addresses = [read() for read in self._read_storage_addresses]
+        self._held = list(zip(self._objects.values(), self._storages.values(), strict=True))
+        self._places = [_place(*each) for each in self._held]
         self._of_torch = [is_torch(tensor) for tensor in self._tensors.values()]
         with_counts = [is_torch(tensor) and not tensor.is_inference() for tensor in self._tensors.values()]
         self._with_counts = list(compress(self._objects.values(), with_counts))
@@ -192,18 +194,29 @@ class RegisteredMemory:
 
     # -- written?
 
-    def versions(self) -> tuple[int, ...]:
+    def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
         """torch's count of writes, per tensor: equal before and after, no torch operation has written.
 
         Writes through numpy, `.data` and views of bytes are not counted. 0: this tensor has no count (a numpy array, an
         inference tensor, or a part of a larger storage). -1: its bytes are gone (`untyped_storage().resize_(0)`).
         """
+        if tensors is not None:
+            return tuple([self._version(number) for number in tensors])
         counts = tuple(map(_count, self._counts))
         addresses = [read() for read in self._read_storage_addresses]
         if addresses == self._storage_addresses:
             return counts
         there = map(eq, addresses, self._storage_addresses)
         return tuple([count if is_there else -1 for count, is_there in zip(counts, there, strict=True)])
+
+    def _version(self, number: int) -> int:
+        is_there = self._read_storage_addresses[number]() == self._storage_addresses[number]
+        return _count(self._counts[number]) if is_there else -1
+
+    def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
+        """See `Memory.moved`. What torch frees and takes again at the same address is not noticed here."""
+        numbers = range(len(self._held)) if tensors is None else tensors
+        return [number for number in numbers if _place(*self._held[number]) != self._places[number]]
 
     def count_write(self) -> None:
         """Have torch count a write to each tensor, so that autograd refuses what it has kept of the bytes before.
@@ -286,6 +299,15 @@ class RegisteredMemory:
             sizes = f"{tensor.nbytes} bytes at the source and {mine.nbytes} here"
             raise mismatch(f"tensor {tensor.name!r} has {sizes}")
         return mine
+
+
+def _place(tensor: Any, storage: Any) -> tuple[int, int, int]:
+    """Where the tensor's bytes are, and where what was registered has its own, and how many; `storage`: see `_storage`."""
+    local = local_of(tensor)
+    if is_torch(local):
+        return local.data_ptr(), storage.data_ptr(), storage.nbytes()
+    address = local.__array_interface__["data"][0]
+    return address, address, local.nbytes
 
 
 def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:

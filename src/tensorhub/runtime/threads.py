@@ -1,14 +1,35 @@
-"""Runs what blocks in a thread, or in the loop where no thread can be had."""
+"""Runs what blocks in a thread, or in the loop where no thread can be had; and what can wait, aside."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
 import anyio.to_thread
 
 T = TypeVar("T")
+# Of 19, which gives way most. A thread that has hardly any time keeps the GIL, or a fence, for long when it is interrupted.
+NICENESS_ASIDE = 10
+
+
+def run_aside(function: Callable[[], object]) -> None:
+    """Call it in a thread of low priority, and wait for it. It must raise nothing. RuntimeError: there is no thread.
+
+    The thread is a new one each time: without privileges no priority can be raised again.
+    """
+
+    def run() -> None:
+        with suppress(OSError):  # a system may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS_ASIDE)
+        function()
+
+    thread = threading.Thread(target=run, name="tensorhub-aside", daemon=True)
+    thread.start()
+    thread.join()
 
 
 async def run_in_thread(function: Callable[..., T], *arguments: object, limiter: anyio.CapacityLimiter | None = None) -> T:

@@ -15,7 +15,7 @@ from tensorhub.accesses import Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
-from tensorhub.transport.owner import Lane
+from tensorhub.transport.owner import CannotServe, Lane
 from tensorhub.types import Endpoint, Incarnation, Location
 
 PATIENCE_S = 0.25
@@ -109,7 +109,10 @@ class _LoopbackChannel:
                     return Lacking(wanted, has)
                 case _:
                     access, memory = answer
-                    named = self._owner.digests_of(access, memory)
+                    try:
+                        named = self._owner.digests_of(access, memory)
+                    except CannotServe as error:
+                        raise ReadFailure("refused", str(error)) from error
                     for chunk in access.chunks:
                         _copy(memory, self._destination, chunk)
         self._asked.popleft()

@@ -143,10 +143,15 @@ class OwnedMemory(Protocol):
         """
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
-        """The access' chunks with their digests (0: the manifest wants none). Missing digests are made and kept."""
+        """The access' chunks with their digests (0: the manifest wants none). Missing digests are made and kept.
 
-    def keep_digest(self, access: Access, chunk: int, made: int) -> int:
-        """Keep this digest of a chunk of the access. Returns the one that counts, which is the first."""
+        CannotServe: the memory was written, replaced or freed meanwhile.
+        """
+
+    def keep_digest(self, access: Access, memory: ChunkMemory, chunk: int, made: int) -> int:
+        """Keep this digest of a chunk of the access. Returns the one that counts, which is the first. CannotServe: as
+        `digests_of`.
+        """
 
 
 class ServedReader(Protocol):
@@ -160,7 +165,7 @@ class ServedReader(Protocol):
         """See `OwnedMemory.find`. NotOpen."""
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> tuple[tuple[int, int], ...]:
-        """See `OwnedMemory.digests_of`. CannotServe: a GPU has failed."""
+        """See `OwnedMemory.digests_of`. CannotServe: also if a GPU has failed."""
 
     @property
     def is_contended(self) -> bool:
@@ -190,7 +195,9 @@ class OwnerSession(Protocol):
         """
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Give the chunks of this access to the reader. CannotServe may be raised only before anything is said of them."""
+        """Give the chunks of this access to the reader. CannotServe may be raised only before anything is said of them, or
+        where the digest of a chunk is to follow its bytes.
+        """
 
     def close(self) -> None:
         """Release what was set up for this reader."""

@@ -339,16 +339,16 @@ class Interpreter:
     # ------------------------------------------------------------------------------------------------- digests
 
     def digested_again(
-        self, question: DigestAgain, changed: bool | None, digest: bytes, owner: Origins, now: float
+        self, question: DigestAgain, changed: bool | None, digest: bytes, owner: Origins, now: float, broken: str = ""
     ) -> tuple[list[Action], MutabilityViolation]:
         """The answer to that question (R8), see `Member.digested_again`; and what is wrong with memory that has changed: the
-        next call is told.
+        next call is told. `broken`: see `MutationGuard.changed`.
         """
         content, generation = self.member.content, question.generation
         error = MutabilityViolation("the memory has changed")
         chunk, selection = self.asked_about(question)
         if changed and content is not None and content.generation == generation:
-            error = self.guard.changed(content, None if selection else chunk)
+            error = self.guard.changed(content, None if selection else chunk, broken)
         origin = None if selection else owner.origin(self._registration, generation, chunk)
         answer = self.member.digested_again
         return answer(question.inquiry, generation, changed, error, now, digest=digest, origin=origin), error

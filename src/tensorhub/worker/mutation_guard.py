@@ -41,19 +41,22 @@ class MutationGuard:
         """Nobody reads what was published any more: was it kept?"""
         self.violation = self._find_violation()
 
-    def changed(self, content: Content, chunk: int | None) -> MutabilityViolation:
-        """A second digest of this chunk was another one (R8). None: it is one that a reader of another layout has read."""
+    def changed(self, content: Content, chunk: int | None, broken: str = "") -> MutabilityViolation:
+        """A second digest of this chunk was another one (R8). None: it is one that a reader of another layout has read.
+        `broken`: which tensors were seen to be written, replaced or freed instead.
+        """
         title, number = self._member.shard.title, content.version.version
-        what = "a chunk as a reader of another layout reads it"
-        if chunk is not None:
-            what = f"{', '.join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))} (chunk {chunk}"
+        what = broken or "a chunk as a reader of another layout reads it does not have its digest any more"
+        if chunk is not None and not broken:
+            names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
+            what = f"{names} (chunk {chunk} does not have its digest any more)"
         if content.published:
             during, do = "published", "write in mutate(), and publish a new version"
         else:
             during, do = "held for others to read", "it was given up here, and can be replicated again"
         text = (
-            f"version {number} of {title} was written, or damaged, while it was {during}: {what} does not have its digest "
-            f"any more{')' if chunk is not None else ''}. Nobody reads it from here now: unpublish() before you write; {do}"
+            f"version {number} of {title} was written, or damaged, while it was {during}: {what}. "
+            f"No worker reads it from here now: unpublish() before you write; {do}"
         )
         if self._member.state is not HandleState.FILLING:
             self._spoiled = text
@@ -79,12 +82,10 @@ class MutationGuard:
             raise error
 
     def _find_violation(self) -> MutabilityViolation | None:
-        """What a second digest has shown, or (R15) who wrote has left to be seen."""
-        if self._spoiled is not None:
-            return MutabilityViolation(self._spoiled, memory="torn")
+        """What (R15) a write has left to be seen by now, or what was found while others could read."""
         names = [repr(name) for name in self._written()]
         if not names:
-            return None
+            return None if self._spoiled is None else MutabilityViolation(self._spoiled, memory="torn")
         return MutabilityViolation(
             f"version {self._member.version} of {self._member.shard.title} was written while it was published: "
             f"{some(names, most=TENSORS_NAMED_MAX)}. Readers may have got other bytes, or have failed: "

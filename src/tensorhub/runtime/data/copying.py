@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport.owner import CannotServe
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import LocalCopy
 from tensorhub.worker.local_copying import Arrived, Copier
@@ -50,7 +51,10 @@ def _copy_some(
 ) -> dict[int, int | None]:
     """Chunk by chunk, so that each is digested where it is still in the cache; on a GPU by one launch for all of them."""
     good: dict[int, int | None] = {}
-    chunks = owner.digests_of(access, memory)
+    try:
+        chunks = owner.digests_of(access, memory)
+    except CannotServe:  # its owner has written it
+        return good
     for group in [chunks] if memory.device or destination.device else [[each] for each in chunks]:
         check()
         named = [chunk for chunk, _ in group]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -33,7 +33,7 @@ from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
-from tensorhub.transport.owner import Lane, OpenMemory, OwnerSide
+from tensorhub.transport.owner import CannotServe, Lane, OpenMemory, OwnerSide
 from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.fencing import look
@@ -48,6 +48,17 @@ T = TypeVar("T")
 
 NOT_OPEN = Refusal("this memory is not open under that generation")
 SPOILT = Refusal("this memory has changed since it was verified")
+BROKEN = Refusal("this memory was written, replaced or freed since others may read it")
+
+
+class Promise(Protocol):
+    """What can be seen of an owner's promise that its memory stays as it is while others may read it. For any thread."""
+
+    def is_there(self, regions: Iterable[int] | None) -> bool:
+        """Whether the memory of these regions (None: of all) was neither replaced nor freed, so that it can be touched."""
+
+    def is_kept(self, regions: Iterable[int] | None) -> bool:
+        """Whether, besides, no write to it was seen."""
 
 
 def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[SharedOwner, P], T]:
@@ -91,6 +102,8 @@ class SharedOwner:
         ] = {}  # what is filled, in the chunks of another grid that it had before
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
         self._bundles: dict[RegistrationId, Mapping[str, Sequence[int]]] = {}  # see `Owner.open`
+        self._promises: dict[RegistrationId, Promise] = {}
+        self._broken: dict[RegistrationId, int] = {}  # under which generation a promise was found broken
         self._selections = Selections()
         self._lanes = ServedLanes(self._changed)
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
@@ -126,9 +139,10 @@ class SharedOwner:
         complete: bool,
         digests: Sequence[int | None] | None = None,
         tells: bool = False,
+        promise: Promise | None = None,
     ) -> None:
         """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on. `tells`: `on_made`
-        hears of digests that are made.
+        hears of digests that are made. `promise`: looked at before and after the memory is touched.
         """
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
         bundles = {} if complete else {each.bundle_id: each.chunks for each in bundles_of(memory.manifest)}
@@ -137,6 +151,10 @@ class SharedOwner:
             self._put(registration, memory)
             self._selected.pop(registration, None)
             self._bundles[registration] = bundles
+            self._broken.pop(registration, None)
+            self._promises.pop(registration, None)
+            if promise is not None:
+                self._promises[registration] = promise
             self._set_word(registration, generation)
             self._changed.notify_all()
 
@@ -205,28 +223,39 @@ class SharedOwner:
             return None if digests is None or memory is None else (memory.width, digests)
 
     def make_digests(
-        self, registration: RegistrationId, generation: int, content_id: ContentId, selection: str = ""
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        selection: str = "",
+        *,
+        bytes_max: int = DIGESTED_BYTES,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make those that are missing. Blocks; ends early where the memory is taken back.
+        """Make those that are missing. Blocks; ends early where the memory is taken back, has changed, or `is_over`.
+        `bytes_max`: of chunks that are digested before a fence gets its turn, if that is more than one chunk.
 
         From the last one on: readers begin with the first ones, and have them made.
         """
         digests = self.digests(registration, generation, selection) or ()
         missing = [chunk for chunk, digest in enumerate(digests) if digest is None]
-        while missing:
+        while missing and not is_over():
             window = missing[: -CHUNKS_PER_ACCESS_MAX - 1 : -1]
-            terms = (None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0, selection)
+            terms = (None, registration, generation, content_id, window, bytes_max, 0.0, selection)
             with self.access(*terms) as answer:
                 if not isinstance(answer, tuple):
                     return
                 access, memory = answer
-                self.digests_of(access, memory)
+                try:
+                    self.digests_of(access, memory)
+                except CannotServe:
+                    return
             del missing[-len(access.chunks) :]
 
     def digests_of_shares(self, registration: RegistrationId, generation: int, shares: Sequence[Share]) -> list[bytes]:
         """Of what this rank publishes and others do, too. Blocks. StateError: it was taken back."""
         with self.access(None, registration, generation, ContentId(""), [0], 1, 0.0) as answer:
-            if not isinstance(answer, tuple):
+            if not isinstance(answer, tuple) or not self._is_kept(registration, None):
                 raise StateError("the memory was taken back before what it shares with other ranks was digested")
             chunks = tuple([(strip,) for share in shares for strip in share.chunks])
             made = iter(answer[1].selected(Selection(chunks)).digests(range(len(chunks))))
@@ -286,6 +315,8 @@ class SharedOwner:
             self._former.pop(registration, None)
             self._selected.pop(registration, None)
             self._bundles.pop(registration, None)
+            self._promises.pop(registration, None)
+            self._broken.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
         for side in self.sides:
@@ -383,7 +414,10 @@ class SharedOwner:
             if self._words is None or not generation or self._words.get(registration) != generation:
                 return NOT_OPEN
             memory = self._memory.get(registration)
-            return NOT_OPEN if memory is None else OpenMemory(memory, (self._words.address(registration), WORD_BYTES))
+            if memory is None:
+                return NOT_OPEN
+            found = OpenMemory(memory, (self._words.address(registration), WORD_BYTES))
+        return found if self.look(registration, generation) else BROKEN  # a device must not be told of what was freed
 
     def holds(self, registration: RegistrationId, memory: ChunkMemory) -> bool:
         """Whether that memory was not let go meanwhile."""
@@ -421,35 +455,71 @@ class SharedOwner:
         bytes_max: int,
         patience_s: float,
         selection: str = "",
+        *,
+        also_written: bool = False,
     ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
         """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
         for one. Where digests of a selection will be made, and not by a publisher, what vouches for them is looked at first.
+
+        Memory that was seen to be written is refused (unless `also_written`), and so is what was replaced or freed.
         """
         until = time.monotonic() + patience_s
-        terms = (lane, registration, generation, content_id, wanted, bytes_max, selection)
+        terms = (lane, registration, generation, content_id, wanted, bytes_max, selection, also_written)
         with self._changed:
             answer = self._begin(*terms)
             while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
                 self._changed.wait(left_s)
                 answer = self._begin(*terms)
-            memory = self._in_chunks_of(registration, selection) if selection and isinstance(answer, Access) else None
-        if not isinstance(answer, Access):
+            memory = self._in_chunks_of(registration, selection) if isinstance(answer, Access) else None
+        if not isinstance(answer, Access) or memory is None:
+            assert not isinstance(answer, Access)
             yield answer
             return
         spoilt: int | None = None
+        is_kept = True
         try:
-            spoilt = self._first_spoilt(answer) if selection else None
-            yield SPOILT if spoilt is not None else (answer, memory or self._memory[registration])
+            is_kept = self._is_kept(registration, memory.regions_of(answer.chunks), also_written=also_written)
+            spoilt = self._first_spoilt(answer) if selection and is_kept else None
+            if is_kept and spoilt is None:
+                yield answer, memory
+            else:
+                yield SPOILT if is_kept else BROKEN
         finally:
             with self._changed:
                 self._owner.end(answer)
                 del self._inside[answer.number]
                 self._changed.notify_all()
-            if spoilt is not None:
+            if not is_kept:
+                self._break(registration, generation, 0 if selection else answer.chunks[0])
+            elif spoilt is not None:
                 self.on_suspicion(registration, generation, spoilt)
 
+    def look(self, registration: RegistrationId, generation: int) -> bool:
+        """Whether all of that memory is as promised, as far as can be seen. If not, no reader is let in any more."""
+        is_kept = self._is_kept(registration, None)
+        if not is_kept:
+            self._break(registration, generation, 0)
+        return is_kept
+
+    def _is_kept(self, registration: RegistrationId, regions: Iterable[int] | None, *, also_written: bool = False) -> bool:
+        promise = self._promises.get(registration)
+        if promise is None:
+            return True
+        return promise.is_there(regions) if also_written else promise.is_kept(regions)
+
+    def _break(self, registration: RegistrationId, generation: int, chunk: int) -> None:
+        """That promise was found broken: no reader is let in any more. Its owner hears of it, once."""
+        with self._changed:
+            is_news = self._broken.get(registration) != generation and registration in self._promises
+            if is_news:
+                self._broken[registration] = generation
+        if is_news:
+            self.on_suspicion(registration, generation, chunk)
+
     def _in_chunks_of(self, registration: RegistrationId, selection: str) -> ChunkMemory:
-        """That memory in the chunks of a selection, or of a bundle, which it is known by."""
+        """That memory in the chunks of a selection, or of a bundle, which it is known by; "": in its own."""
+        if not selection:
+            return self._memory[registration]
         selected = self._selected.setdefault(registration, {})
         if selection not in selected:
             selected[selection] = self._memory[registration].part(self._bundles[registration][selection])
@@ -470,23 +540,32 @@ class SharedOwner:
         wanted: Sequence[int],
         bytes_max: int,
         selection: str,
+        also_written: bool,
     ) -> Access | Wait | Refusal:
         if lane is not None and lane.is_stopped:
             return Refusal("this reader is served no more")
+        if self._broken.get(registration) == generation and not also_written:
+            return BROKEN
         answer = self._owner.begin(registration, generation, content_id, wanted, bytes_max, selection)
         if isinstance(answer, Access):
             self._inside[answer.number] = lane
         return answer
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
-        """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
+        """The access' chunks with their digests (0: there are none); missing ones are made and kept. CannotServe."""
         missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
-        kept = {chunk: self.keep_digest(access, chunk, made) for chunk, made in _made(memory, missing)}
+        kept = {chunk: self.keep_digest(access, memory, chunk, made) for chunk, made in _made(memory, missing)}
         known = zip(access.chunks, access.digests, strict=True)
         return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
 
-    def keep_digest(self, access: Access, chunk: int, made: int) -> int:
-        """This digest was made of a chunk of the access. Returns the one that counts: the first."""
+    def keep_digest(self, access: Access, memory: ChunkMemory, chunk: int, made: int) -> int:
+        """This digest was made of a chunk of the access. Returns the one that counts: the first.
+
+        CannotServe: the memory was written, replaced or freed meanwhile, so that this is the digest of other bytes.
+        """
+        if not self._is_kept(access.registration, memory.regions_of([chunk])):
+            self._break(access.registration, access.generation, 0 if access.selection else chunk)
+            raise CannotServe(BROKEN.reason)
         with self._changed:
             kept = self._owner.set_digest(access.registration, access.generation, chunk, made, access.selection)
             is_news = self._owner.is_news(access.registration, access.selection)

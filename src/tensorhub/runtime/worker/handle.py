@@ -7,6 +7,7 @@ worker runtime's loop.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
-from tensorhub.runtime.threads import run_in_thread
+from tensorhub.runtime.threads import run_aside, run_in_thread
 from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, ProgressListener, Report
 from tensorhub.runtime.worker.coordinator_client import MessageSink
 from tensorhub.runtime.worker.fill import Filler
@@ -88,6 +89,7 @@ class Handle(CallersHandle):
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
+        self.beside = anyio.CapacityLimiter(1)  # of early digests, which may all wait
         self.deadline_moved: Callable[[], None] = lambda: None
         self.first_fill_begins: Callable[[Handle, OpKind, float], None] = lambda handle, kind, timeout_s: None
 
@@ -99,7 +101,27 @@ class Handle(CallersHandle):
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         info = await super().publish(version, timeout_s)
         self._owner.on_made(self._registration)  # they may all have been made beforehand
+        self._digest_early()
         return info
+
+    def _digest_early(self) -> None:
+        """Have the digests of what was just published made in the background: what is written later has others."""
+        if not self.interpreter.is_given_up:
+            self._tasks.start_soon(self._make_digests_beside)
+
+    async def _make_digests_beside(self) -> None:
+        make = self._making(bytes_max=1, is_over=lambda: self.interpreter.is_given_up)
+        if make is None:
+            return
+
+        def makes() -> None:
+            try:
+                make()
+            except StateError as error:  # a GPU's
+                log.warning("digests_not_made_early", registration=self._registration, reason=str(error))
+
+        with contextlib.suppress(RuntimeError):  # no thread can be had: each is made when its chunk is sent
+            await anyio.to_thread.run_sync(run_aside, makes, limiter=self.beside)
 
     async def _before_publish(self, timeout_s: float) -> None:
         await self.stream_sync.done(timeout_s)
@@ -166,31 +188,50 @@ class Handle(CallersHandle):
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
         asked_about = self.interpreter.asked_about(question)
         changed, digest = await self._writes.look_again(question.generation, *asked_about, limiter)
-        actions, error = self.interpreter.digested_again(question, changed, digest, self._owner, clock.now())
+        broken = self._writes.broken() if changed else ""
+        actions, error = self.interpreter.digested_again(question, changed, digest, self._owner, clock.now(), broken)
         if changed:
             log.warning("held_memory_changed", registration=self._registration, reason=str(error))
         self.apply(actions)
 
     def tell_made(self, *, if_all: bool) -> bool:
-        """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say."""
+        """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say.
+
+        Nothing is said of memory that was written: torch counts a write once it is done, so that a digest may be of it.
+        """
+        if self._suspects_itself():
+            return True
         said, is_all = self.interpreter.tell_made(self._owner, if_all=if_all)
         for message in said:
             self._link.say(message)
         return is_all
 
+    def _suspects_itself(self) -> bool:
+        """Whether what is published was seen to be written, replaced or freed. Then it is looked at."""
+        content = self.member.content
+        return content is not None and content.published and not self._owner.look(self._registration, content.generation)
+
     async def make_digests(self, limiter: anyio.CapacityLimiter, selection: str = "") -> None:
         """Make those that what is published has not got yet."""
-        content = self.member.content
-        if content is not None and content.published and content.manifest.digest != "none":
-            content_id = ContentId(content.version.content_id)
-            make = partial(self._owner.make_digests, self._registration, content.generation, content_id, selection)
+        make = self._making(selection=selection)
+        if make is not None:
             await anyio.to_thread.run_sync(make, limiter=limiter)
+
+    def _making(self, **how: Any) -> Callable[[], None] | None:
+        """What makes the digests of what is published; None: nothing is, or it has none."""
+        content = self.member.content
+        if content is None or not content.published or content.manifest.digest == "none":
+            return None
+        content_id = ContentId(content.version.content_id)
+        return partial(self._owner.make_digests, self._registration, content.generation, content_id, **how)
 
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
         """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
         generation = question.generation
         if self.interpreter.must_make(question):
             await self.make_digests(limiter, question.selection)
+            if self._suspects_itself():  # see `tell_made`; the coordinator hears that it has changed
+                return
 
         def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
             return self._owner.listed(target, generation, selection)
@@ -374,7 +415,7 @@ class Handle(CallersHandle):
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
         if not action.complete:
             self.memory.count_write()  # before the first byte, for what autograd has kept of those that go
-        self._writes.made()
+        self._writes.made(action.manifest)
         self.interpreter.guard.made()
         # Behind `made`: what is written while it is packed breaks the promise, too. In another layout some bytes may be
         # nobody's, and stay as they are.
@@ -388,6 +429,7 @@ class Handle(CallersHandle):
             complete=action.complete,
             digests=digests,
             tells=action.complete and bool(chunks.width),
+            promise=self._writes,
         )
 
     async def _fence(self, action: calls.Fence) -> None:

@@ -77,10 +77,6 @@ class CallersWorker(ABC):
     def drop_handle(self, handle: CallersHandle) -> None:
         """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
 
-    def digest_ahead(self, handle: CallersHandle) -> None:
-        """Have the digests of what it has published made now, beside everything else, if there is memory to digest."""
-        return
-
     @abstractmethod
     def new_registration(self) -> str:
         """An id that no registration ever had."""

@@ -118,6 +118,7 @@ class Worker(CallersWorker):
         self._time_moved = anyio.Event()
         self._tasks: anyio.abc.TaskGroup
         self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
+        self._beside: anyio.CapacityLimiter  # of early digests
         self._serving = anyio.CancelScope()
 
     def __repr__(self) -> str:
@@ -143,7 +144,7 @@ class Worker(CallersWorker):
             with anyio.CancelScope(shield=True):
                 await received.aclose()
             raise
-        self._digesting = anyio.CapacityLimiter(1)
+        self._digesting, self._beside = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         try:
             async with anyio.create_task_group() as self._tasks:
                 self.pins.tasks = self.copies.tasks = self._tasks
@@ -392,11 +393,6 @@ class Worker(CallersWorker):
         if running is not None:
             running.give_up()
 
-    def digest_ahead(self, handle: CallersHandle) -> None:
-        running = self.router.handles.get(RegistrationId(handle.member.shard.registration))
-        if running is not None:
-            self._tasks.start_soon(running.make_digests, self._digesting)
-
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         member = Member(
             shard,
@@ -408,6 +404,7 @@ class Worker(CallersWorker):
         )
         page_bytes = messages.digests_bytes_max(self.options.frame_bytes_max)
         handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)
+        handle.beside = self._beside
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = self._first_fill_begins
         return handle

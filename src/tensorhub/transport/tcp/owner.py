@@ -116,7 +116,7 @@ class TcpSession:
         for call in memory.outgoing(chunk) if memory.is_strided else cut([memory.buffer(chunk)]):
             digest.go_on(call)
             self._connection.send_payload(call)
-        made = self._reader.memory.keep_digest(access, chunk, digest.made)
+        made = self._reader.memory.keep_digest(access, memory, chunk, digest.made)
         self._connection.send(ChunkDigest(request, made))
         self._reader.digested(memory.sizes[chunk], digest.seconds)
 
