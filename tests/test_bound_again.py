@@ -24,7 +24,7 @@ async def test_the_trainer_moves_on_in_mid_read(selector: str, number: int) -> N
                 weights, reports = await hub.register("m", mine), list[FetchReport]()
 
                 async def fill() -> None:
-                    reports.append(await weights.replicate(selector))  # type: ignore[arg-type]
+                    reports.append(await weights.replicate(selector))
 
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(fill)
