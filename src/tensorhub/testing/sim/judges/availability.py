@@ -15,8 +15,9 @@ from tensorhub.messages import Outcome, Start
 from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
+from tensorhub.testing.sim.judges.reference_model import Reading
 from tensorhub.testing.sim.layouts import is_of_other_layout
-from tensorhub.types import AVAILABLE, OpKey
+from tensorhub.types import AVAILABLE, HandleState, OpKey
 from tensorhub.worker.calls import FillCall
 
 
@@ -44,6 +45,10 @@ class AvailabilityJudge:
             h for h in (handle, *self._world.mates(handle)) if h.last_call is not None and h.last_call.key == message.key
         ]
         held = [n for rank in ranks if (n := self._held(rank)) is not None]
+        if isinstance(message, Outcome) and message.again and handle.member.state is HandleState.FILLING:
+            if isinstance(record.judged, Reading):
+                record.judged.holds = None  # it is overwritten already: any version is better
+            return
         if isinstance(message, Start):
             self._bound(handle, record, message, held)
             return
