@@ -30,6 +30,7 @@ from tensorhub.layouts.entries import Sources
 from tensorhub.memory.describing import local_of
 from tensorhub.memory.resolving import resolve
 from tensorhub.opening import Unpicklable
+from tensorhub.types import as_integer
 from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
@@ -132,11 +133,12 @@ async def registering(
     """See `register_converted`. `in_thread`: a CPU converts in a thread of its own, beside the caller's loop."""
     if not isinstance(group, str):
         raise InvalidType(f"group={shown(group)}: give a string, the same on all ranks")
-    if type(buffers) is not int or not 2 <= buffers <= BUFFERS_MAX:
-        raise InvalidValue(f"buffers={buffers!r}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers")
+    count = as_integer(buffers)
+    if count is None or not 2 <= count <= BUFFERS_MAX:
+        raise InvalidValue(f"buffers={shown(buffers)}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers")
     made: list[_Buffer] = []
     try:
-        for number in range(buffers):
+        for number in range(count):
             tensors = conversion.allocate()
             weights = await hub.register(
                 model, tensors, group=f"{group}/{number}", rank=rank, world_size=world_size, sources=conversion.sources

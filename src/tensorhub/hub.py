@@ -218,7 +218,7 @@ class Hub(Unpicklable):
         Raises RegistrationError, which names each tensor that cannot be registered and what to do.
         """
         check_flag("partial", partial)
-        check_ranks(rank, world_size)
+        rank, world_size = check_ranks(rank, world_size)
         memory = RegisteredMemory(tensors, checked_sources(sources))
         strides = {each.name: each.strides for each in memory.descriptions if each.strides}
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
@@ -250,7 +250,7 @@ class Hub(Unpicklable):
         Raises OperationTimeout, CoordinatorUnavailable, LeaseLost (as `newest`; also while it waits).
         """
         check_name("model", model)
-        check_version(at_least)
+        at_least = check_version(at_least)
         wait_for, timeout_s = self._worker.version_watches.wait_for, self._worker.timeout_s(timeout)
         return await self._thread.call(wait_for, model, at_least, timeout_s)
 
@@ -297,8 +297,8 @@ class Hub(Unpicklable):
         they hold and the reads that bring them bytes. `after` is a name, or a worker of the page before:
         `after=info.workers[-1]`. Raises VersionUnavailable for an unknown model or version.
         """
-        check_part(model, version, after, limit)
-        call = partial(self._worker.coordinator.describe, version=version, after=after, workers_max=limit or 0)
+        number, most = check_part(model, version, after, limit)
+        call = partial(self._worker.coordinator.describe, version=number, after=after, workers_max=most)
         found = await self._thread.call(call, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
@@ -346,8 +346,8 @@ class Hub(Unpicklable):
         OperationTimeout, CoordinatorUnavailable.
         """
         check_name("model", model)
-        check_selector(selector)
-        check_ranks(rank, world_size)
+        selector = check_selector(selector)
+        rank, world_size = check_ranks(rank, world_size)
         check_flag("partial", partial)
         if tensors is None and (sources is not None or (rank, world_size, partial) != (0, 1, False)):
             raise InvalidValue("rank=, world_size=, sources= and partial= are of a reader's tensors: give these, too")
@@ -373,8 +373,8 @@ class Hub(Unpicklable):
         """
         check_full(self._worker, "retain")
         check_name("model", model)
-        check_latest(latest)
-        await self._thread.call(self._worker.coordinator.retain, model, latest, self._worker.timeout_s(timeout))
+        kept = check_latest(latest)
+        await self._thread.call(self._worker.coordinator.retain, model, kept, self._worker.timeout_s(timeout))
 
     def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
@@ -391,7 +391,7 @@ class Hub(Unpicklable):
     async def _pin(self, model: str, version: int, timeout: float | None) -> AsyncIterator[None]:
         check_full(self._worker, "pin")
         check_name("model", model)
-        check_version(version)
+        version = check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
         ident = await self._thread.call(self._worker.pins.pin, model, version, timeout_s, undo=self._worker.pins.drop)
         try:
@@ -412,7 +412,7 @@ class Hub(Unpicklable):
         """
         check_full(self._worker, "rollback")
         check_name("model", model)
-        check_version(to)
+        to = check_version(to)
         await self._thread.call(self._worker.coordinator.rollback, model, to, self._worker.timeout_s(timeout))
 
     async def fetch(

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import anyio
 
-from tensorhub.arguments import check_ranks
-from tensorhub.errors import InvalidValue, read_only_refusal, shown
+from tensorhub.arguments import check_rank, check_ranks
+from tensorhub.errors import InvalidValue, read_only_refusal
 from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
 from tensorhub.layouts.published import Published
@@ -25,7 +25,7 @@ from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.calling import ProgressListener
 from tensorhub.runtime.worker.registering import CallersWorker
-from tensorhub.types import LATEST, FetchReport, Selector, VersionInfo, check_flag, check_name, check_selector, invalid
+from tensorhub.types import LATEST, FetchReport, Selector, VersionInfo, as_integer, check_flag, check_name, check_selector
 from tensorhub.weights import Weights
 
 
@@ -55,9 +55,9 @@ async def register_memory(
     check_name("model", model)
     if group is not None:
         check_name("group", group)
-    elif type(world_size) is int and world_size > 1:
+    elif (as_integer(world_size) or 1) > 1:
         raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-    check_ranks(rank, world_size)
+    rank, world_size = check_ranks(rank, world_size)
     check_flag("spot", spot)
     described = hub._worker.describe_memory(memory, declared or Declaration(rank, world_size))
     make = partial(
@@ -92,10 +92,8 @@ async def fetch_into(
     in the library's thread a few times a second and at the end; it must return at once.
     """
     check_name("model", model)
-    check_selector(selector)
-    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**20):
-        text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"
-        raise invalid(rank, int, text)
+    selector = check_selector(selector)
+    rank = None if rank is None else check_rank(rank)
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)

@@ -86,7 +86,7 @@ class Weights(Unpicklable):
         RegistrationError (a tensor was replaced or resized since it was registered), OperationTimeout, GroupAborted,
         CoordinatorUnavailable, LeaseLost (once, where the coordinator has come back without its state).
         """
-        check_version(version)
+        version = check_version(version)
         self._check_publishable()
         self._memory.check_current()
         return await self._publish(version, timeout)
@@ -135,7 +135,7 @@ class Weights(Unpicklable):
 
     @contextlib.asynccontextmanager
     async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
-        check_version(version)
+        version = check_version(version)
         self._check_publishable()
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
@@ -213,9 +213,9 @@ class Weights(Unpicklable):
         being read), both with it still published, MutabilityViolation (it was written; unpublish() first), and whatever
         `before_write` raises.
         """
-        check_selector(selector)
+        selector = check_selector(selector)
         if at_least is not None:
-            check_version(at_least)
+            at_least = check_version(at_least)
         if before_write is not None and not callable(before_write):
             raise InvalidType(f"before_write={shown(before_write)}: give a function that takes the VersionInfo, or None")
         check_flag("staged", staged)
@@ -258,7 +258,7 @@ class Weights(Unpicklable):
         GroupAborted), and as `replicate`; the tensors stay as they are.
         """
         prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
-        check_selector(selector)
+        selector = check_selector(selector)
         self._memory.check_current()
         return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
