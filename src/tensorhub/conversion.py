@@ -135,7 +135,9 @@ async def registering(
         raise InvalidType(f"group={shown(group)}: give a string, the same on all ranks")
     count = as_integer(buffers)
     if count is None or not 2 <= count <= BUFFERS_MAX:
-        raise InvalidValue(f"buffers={shown(buffers)}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers")
+        raise InvalidValue(
+            f"buffers={shown(buffers)}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers"
+        )
     made: list[_Buffer] = []
     try:
         for number in range(count):

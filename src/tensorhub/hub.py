@@ -213,13 +213,14 @@ class Hub(Unpicklable):
         `state_dict()`, whose tensors are aliases, does not show `p.data = ...` and `m.half()` either: register the module.
 
         `group`: one string for all ranks of a replica, unique per replica within the model; required if `world_size` > 1;
-        None makes a fresh one. Does not wait for other ranks.
+        None makes a fresh one. Does not wait for other ranks. A rank of several may have no tensors (`{}`), as a pipeline's
+        stage without an adapter: it makes the calls of its group all the same.
 
         Raises RegistrationError, which names each tensor that cannot be registered and what to do.
         """
         check_flag("partial", partial)
         rank, world_size = check_ranks(rank, world_size)
-        memory = RegisteredMemory(tensors, checked_sources(sources))
+        memory = RegisteredMemory(tensors, checked_sources(sources), world_size)
         strides = {each.name: each.strides for each in memory.descriptions if each.strides}
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
         return await register_memory(

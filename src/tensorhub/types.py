@@ -315,7 +315,9 @@ class Options:
         if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
             self._refuse("rdma_ports", str, "give DEVICE[:PORT[:GID_INDEX]], several with commas between them")
         uids: object = self.shared_memory_uids
-        if not isinstance(uids, tuple) or any((uid := as_integer(each)) is None or not 0 <= uid < 2**32 - 1 for each in uids):
+        if not isinstance(uids, tuple) or any(
+            (uid := as_integer(each)) is None or not 0 <= uid < 2**32 - 1 for each in uids
+        ):
             self._refuse("shared_memory_uids", tuple, "give a tuple of user ids, such as (1000,)")
         object.__setattr__(self, "shared_memory_uids", tuple(map(as_integer, uids)))
         if UNMAPPED_UID in self.shared_memory_uids:
@@ -325,9 +327,10 @@ class Options:
             self._refuse("stale_weights", str, "give 'warn', 'error' or 'ignore'")
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
-        if not isinstance(self.guest_share, Real) or not 0 < self.guest_share < 1:
+        share: object = self.guest_share
+        if not isinstance(share, Real) or not 0 < share < 1:
             self._refuse("guest_share", float, "give a number between 0.0 and 1.0")
-        object.__setattr__(self, "guest_share", float(self.guest_share))
+        object.__setattr__(self, "guest_share", float(share))
 
     def _refuse(self, name: str, kinds: type, advice: str) -> NoReturn:
         value = getattr(self, name)
@@ -524,7 +527,9 @@ def parse_address(address: object) -> tuple[str, int]:
     """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; else raise InvalidValue or InvalidType."""
     match = _ADDRESS.match(address) if isinstance(address, str) else None
     if match is None or int(match["port"]) > 65_535:
-        raise invalid(address, str, f'{shown(address)} is not a TensorHub address: give "tcp://HOST:PORT"{_brackets(address)}')
+        raise invalid(
+            address, str, f'{shown(address)} is not a TensorHub address: give "tcp://HOST:PORT"{_brackets(address)}'
+        )
     return match["host"].strip("[]"), int(match["port"])
 
 

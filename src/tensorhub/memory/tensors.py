@@ -27,6 +27,7 @@ from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, bytes_at
 from tensorhub.memory.describing import (
+    check_any,
     describe,
     device_of,
     dtype_of,
@@ -84,10 +85,9 @@ class RegisteredMemory:
     metadata = b""
     digests_first = False
 
-    def __init__(self, given: Any, sources: Sources | None = None) -> None:
+    def __init__(self, given: Any, sources: Sources | None = None, world_size: int = 1) -> None:
         self._objects = resolve(given)
-        if not self._objects:
-            raise RegistrationError("tensors: there are none; give at least one")
+        check_any(self._objects, world_size)
         self._given = given  # the caller's own, to see when it has other tensors
         self._is_module = is_module(given)
         self._is_flat = not self._is_module and all(map(self._objects.__contains__, self._given))
@@ -216,10 +216,11 @@ class RegisteredMemory:
     def watch(self) -> Callable[[], bool] | None:
         """See `CallersMemory.watch`: no count has moved, and sampled bytes are equal.
 
-        None if a tensor has no count of its own, since a write may be anywhere in it; or if its bytes are gone.
+        None if a tensor has no count of its own, since a write may be anywhere in it; if its bytes are gone; or if there is
+        nothing to write.
         """
         versions = self.versions()
-        if -1 in versions or not all(self._counted):
+        if not versions or -1 in versions or not all(self._counted):
             return None
         sample = self._sample = self._sample or Sample(list(self._tensors.values()))
         taken = sample.take()
