@@ -95,6 +95,7 @@ async def fetch_into(
     selector = check_selector(selector)
     rank = None if rank is None else check_rank(rank)
     timeout_s = hub._worker.timeout_s(timeout)
+    memory.check_writable()
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
 

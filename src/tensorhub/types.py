@@ -328,7 +328,7 @@ class Options:
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
         share: object = self.guest_share
-        if not isinstance(share, Real) or not 0 < share < 1:
+        if not isinstance(share, Real) or not 0 < float(share) < 1:
             self._refuse("guest_share", float, "give a number between 0.0 and 1.0")
         object.__setattr__(self, "guest_share", float(share))
 

@@ -47,7 +47,8 @@ class Weights(Unpicklable):
     """One rank's registered memory. Made by `Hub.register`.
 
     `publish`, `mutate`, `replicate`, `update` and `prefetch` raise RegistrationError, before they do anything, if the module
-    or mapping has other tensors by now: see `Hub.register`.
+    or mapping has other tensors by now: see `Hub.register`. So do `replicate`, `update` and `prefetch` if a tensor is in
+    memory that cannot be written, such as a read-only mapping of a file: that can be published only.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class Weights(Unpicklable):
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         self._memory.check_current()
+        self._memory.check_writable()
         self._handle.stream_sync.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
@@ -227,6 +229,7 @@ class Weights(Unpicklable):
             job.ask_caller(partial(self._run_hook, before_write, info))
 
         self._memory.check_current()
+        self._memory.check_writable()
         self._handle.stream_sync.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)
@@ -260,6 +263,7 @@ class Weights(Unpicklable):
         prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
         selector = check_selector(selector)
         self._memory.check_current()
+        self._memory.check_writable()
         return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
     async def close(self, abandon: bool = False) -> None:

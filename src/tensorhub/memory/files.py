@@ -139,6 +139,9 @@ class FileMemory:
         """As `check_unreplaced`."""
         self.check_unreplaced()
 
+    def check_writable(self, *, again: bool = False) -> None:
+        """It is never filled."""
+
     def count_write(self) -> None:
         """It is never filled."""
 

@@ -80,6 +80,11 @@ class Memory(Protocol):
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
 
+    def check_writable(self, *, again: bool = False) -> None:
+        """RegistrationError, naming each tensor that is to be filled and cannot be written. What was found writable once is
+        looked at only `again`.
+        """
+
     def versions(self) -> tuple[int, ...]:
         """Counts of writes. If they are equal before and after, no write was seen in between."""
 
@@ -108,6 +113,9 @@ class FilledMemory(Memory):
 
     def check_unreplaced(self) -> None:
         """Nobody else could have replaced it."""
+
+    def check_writable(self, *, again: bool = False) -> None:
+        """It was made to be written."""
 
     def versions(self) -> tuple[int, ...]:
         return ()

@@ -21,7 +21,7 @@ from typing import Any
 
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.dtypes import ITEMSIZE, Quantization
-from tensorhub.errors import RegistrationError
+from tensorhub.errors import RegistrationError, some
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
@@ -38,6 +38,7 @@ from tensorhub.memory.describing import (
     quantization_of,
     shardings_of,
 )
+from tensorhub.memory.pages import read_only
 from tensorhub.memory.regions import MappedRegions, Pieces, alias_classes, check_padding, is_packed, mismatch
 from tensorhub.memory.resolving import is_module, resolve
 from tensorhub.memory.sampling import Sample
@@ -118,6 +119,7 @@ class RegisteredMemory:
             tensor if own else _NO_COUNT for tensor, own in zip(self._objects.values(), self._counted, strict=True)
         ]
         self._sample: Sample | None = None  # made when it is first needed
+        self._is_writable = False  # as far as it was looked at
 
     def __repr__(self) -> str:
         nbytes = sum(description.nbytes for description in self.descriptions)
@@ -189,6 +191,23 @@ class RegisteredMemory:
                     break
         if self._is_module:
             yield from (f"{name!r}: the module did not have it" for name in now if name not in self._tensors)
+
+    # -- may be written?
+
+    def check_writable(self, *, again: bool = False) -> None:
+        """See `Memory.check_writable`. Read-only memory may be registered, since it may be published."""
+        if self.device is not None or (self._is_writable and not again):
+            return
+        filled = [each for each in self.descriptions if self.entries.get(each.name) != ()]  # `[]`: it is left alone
+        found = read_only([(each.address, each.extent) for each in filled])
+        if found:
+            each = [f"{filled[index].name!r}{f' (a mapping of {path})' * bool(path)}" for index, path in found.items()]
+            raise RegistrationError(
+                f"{len(found)} tensor(s) are in memory of this process that cannot be written, so that they can be "
+                f"published and not filled: {some(each)}. Register copies (`.clone()`), or map the file with copy-on-write "
+                "(numpy.memmap: mode='c'; mmap: ACCESS_COPY)"
+            )
+        self._is_writable = True
 
     # -- written?
 

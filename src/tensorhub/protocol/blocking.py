@@ -11,6 +11,7 @@ Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing, or less t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -225,7 +226,7 @@ class BlockingConnection:
 
     def receive_descriptors(self, count: int) -> list[int]:
         """So many descriptors, with the one byte that they come with; close them. ConnectionLost, OperationTimeout,
-        ProtocolError (others came).
+        ProtocolError (others came), OSError (this process can open no more).
         """
         try:
             data, descriptors, flags, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
@@ -234,6 +235,8 @@ class BlockingConnection:
         if not data or len(descriptors) != count or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:
                 os.close(descriptor)
+            if data and len(descriptors) < count and flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, "this process can open no more files")
             raise ProtocolError(f"{count} descriptors are said to follow, and others came")
         return descriptors
 

@@ -108,7 +108,7 @@ class ParallelChannel:
                 cutter = self._next_cutter()
             try:
                 self._add_line(cutter)
-            except (ReadFailure, Unusable) as error:
+            except (ReadFailure, Unusable, OSError) as error:
                 log.debug("connection_not_added", reason=str(error))
                 return None
 

@@ -59,7 +59,8 @@ def address_of(listener: socket.socket) -> str:
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
-    """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if it is cut.
+    """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if it is cut;
+    OSError: this process can open no socket.
 
     The socket stays attached to the cutter; whoever closes it detaches it first.
     """
@@ -74,6 +75,8 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
         try:
             connection = _connect_one(socket.socket(family, kind, proto), target, deadline, cutter)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # of this process
             reason = str(error)
             continue
         tune(connection)

@@ -21,6 +21,7 @@ sources there are (the coordinator), nor for whether what arrived may be used (t
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -34,8 +35,10 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.layouts.reading import Part
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.memory.pages import read_only
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
 from tensorhub.runtime.data.numbered import NumberedChannel
 from tensorhub.runtime.data.serving import SharedOwner
@@ -48,6 +51,7 @@ from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 LANES_MAX = 64
+OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 ChannelOpener = Callable[[Grant, Destination, Cutter, int], Opened]
@@ -250,8 +254,8 @@ class PullRunner:
                     self._wakeup.set()
             self._finish_if_done()
             self._read(lane, channel)
-        except ReadFailure as error:
-            failure = error.alone()
+        except (ReadFailure, OSError) as error:
+            failure = self._of_source(error)
         finally:
             self._leave(lane, failure)
 
@@ -265,11 +269,29 @@ class PullRunner:
         is_retired = False
         try:
             is_retired = self._read(lane, channel, None if lane.waits else CoreShare())
-        except ReadFailure as error:
-            failure = error.alone()
+        except (ReadFailure, OSError) as error:
+            failure = self._of_source(error)
         finally:
             if not is_retired:
                 self._leave(lane, failure)
+
+    def _of_source(self, error: ReadFailure | OSError) -> ReadFailure:
+        """The failure, if its source may be to blame. StateError: it is this process' own, which ends the pull."""
+        if isinstance(error, TensorHubError):  # some are OSErrors, too
+            raise error
+        numbers = set[int | None]()
+        cause: BaseException | None = error
+        while cause is not None:
+            numbers.add(getattr(cause, "errno", None))
+            cause = cause.__cause__
+        if errno.EFAULT in numbers and self._memory.device is None and read_only(self._memory.places):
+            raise StateError("this process cannot write its own memory, into which it reads") from error
+        if numbers & OWN_LIMITS:
+            text = "this process, or this machine, can open no more files and connections, so that nothing can be read"
+            raise StateError(f"{text}: raise `ulimit -n`, or close some", retryable=True) from error
+        if isinstance(error, OSError):
+            raise StateError(f"this process cannot read: {error}") from error
+        return error.alone()
 
     def _retire(self, lane: SourceLane) -> bool:
         """This thread helps no more, and others go on. False: there are none."""

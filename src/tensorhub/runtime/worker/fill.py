@@ -16,7 +16,7 @@ import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import RegistrationError, StateError, TensorHubError
 from tensorhub.layouts.resharded import ReshardedManifest, bundles_of, counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
@@ -137,7 +137,7 @@ class Filler:
                     await self._unpack(mapped)
                 root, its_roots = await self._roots(action.manifest, target, action.generation)
         except* TensorHubError as group:
-            error = _first_of(group)
+            error = self._named(_first_of(group))
             log.warning("fill_failed", registration=self._registration, reason=str(error))
             self._apply(self._member.pull_failed(error, clock.now()))
         else:
@@ -147,6 +147,15 @@ class Filler:
         finally:
             pull.runner = None  # it keeps the memory alive
             pull.ended.set()
+
+    def _named(self, error: TensorHubError) -> TensorHubError:
+        """The same error, or which tensors cannot be written (any more), which is why."""
+        if isinstance(error, StateError):
+            try:
+                self._memory.check_writable(again=True)
+            except RegistrationError as found:
+                return found
+        return error
 
     async def _roots(
         self, manifest: Manifest, target: RegistrationId, generation: int
