@@ -37,7 +37,7 @@ from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.tools import check_full, fetch_into, plan_group, register_memory
+from tensorhub.tools import check_full, claim_of, fetch_into, plan_group, register_memory
 from tensorhub.types import (
     LATEST,
     Location,
@@ -216,6 +216,10 @@ class Hub(Unpicklable):
         None makes a fresh one. Does not wait for other ranks. A rank of several may have no tensors (`{}`), as a pipeline's
         stage without an adapter: it makes the calls of its group all the same.
 
+        Memory may be registered more than once in a process, as a part that two models share. A fill of it (`replicate`,
+        `update`) raises StateError if another registration of it holds a version, or is just filled or published, when the
+        fill is called or is to write; so does a `publish` while another registration is filled.
+
         Raises RegistrationError, which names each tensor that cannot be registered and what to do.
         """
         check_flag("partial", partial)
@@ -223,9 +227,11 @@ class Hub(Unpicklable):
         memory = RegisteredMemory(tensors, checked_sources(sources), world_size)
         strides = {each.name: each.strides for each in memory.descriptions if each.strides}
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
-        return await register_memory(
+        weights = await register_memory(
             self, model, memory, group=group, rank=rank, world_size=world_size, spot=spot, declared=declared
         )
+        memory.claim = claim_of(weights, memory.filled)
+        return weights
 
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.

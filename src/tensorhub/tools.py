@@ -5,7 +5,8 @@ Internal, and may change. Not responsible for callers' tensors, nor for what is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -18,14 +19,26 @@ from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
+from tensorhub.manifest import TensorDescription
+from tensorhub.memory.claims import Claim
 from tensorhub.memory.regions import CallersMemory, Memory
 from tensorhub.memory.unallocated import Described
 from tensorhub.messages import PublicationReply
 from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports
-from tensorhub.runtime.worker.calling import ProgressListener
+from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.registering import CallersWorker
-from tensorhub.types import LATEST, FetchReport, Selector, VersionInfo, as_integer, check_flag, check_name, check_selector
+from tensorhub.types import (
+    LATEST,
+    FetchReport,
+    HandleState,
+    Selector,
+    VersionInfo,
+    as_integer,
+    check_flag,
+    check_name,
+    check_selector,
+)
 from tensorhub.weights import Weights
 
 
@@ -73,6 +86,23 @@ async def register_memory(
     )
     handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
     return Weights(handle, memory, hub._worker, hub._thread, keeps=hub)
+
+
+def claim_of(weights: Weights, tensors: Iterable[TensorDescription]) -> Claim:
+    """On the caller's tensors, for the registration behind these weights."""
+    held = partial(_held, weakref.ref(weights._worker), weakref.ref(weights._handle))
+    return Claim(weights._handle.member.shard.title, tensors, held)
+
+
+def _held(worker: weakref.ref[CallersWorker], handle: weakref.ref[CallersHandle]) -> str:
+    """What that registration's memory holds, for `Claim`. Any thread may ask."""
+    its, there = worker(), handle()
+    if its is None or there is None or there.member.shard.registration not in its.router.handles:
+        return ""
+    state, version = there.member.state, there.member.version
+    if state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
+        return ""
+    return f"is {state.value}" if version is None else f"holds version {version}"
 
 
 async def fetch_into(

@@ -109,7 +109,8 @@ class Weights(Unpicklable):
 
     async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
         self._handle.stream_sync.note()
-        return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
+        with self._memory.claim.publishing():
+            return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
 
     async def unpublish(self, timeout: float | None = None) -> None:
         """Take the promise back; returns when the memory may be overwritten.
@@ -192,6 +193,7 @@ class Weights(Unpicklable):
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         self._memory.check_current()
         self._memory.check_writable()
+        self._memory.claim.check_fill()
         self._handle.stream_sync.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
@@ -230,6 +232,8 @@ class Weights(Unpicklable):
 
         self._memory.check_current()
         self._memory.check_writable()
+        if selector != self.version:  # else nothing is written
+            self._memory.claim.check_fill()
         self._handle.stream_sync.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)

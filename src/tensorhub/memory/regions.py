@@ -14,6 +14,7 @@ from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, copy_bytes
+from tensorhub.memory.claims import NO_CLAIM, Claim
 
 PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 
@@ -76,6 +77,7 @@ class Memory(Protocol):
     metadata: bytes  # see `Manifest.metadata`
     digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
     device: Device | None  # whose memory it is; None: the CPU can address it
+    claim: Claim  # on the caller's tensors, which may be registered more than once
 
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
@@ -109,6 +111,7 @@ class FilledMemory(Memory):
     metadata = b""
     digests_first = False
     device: Device | None = None
+    claim = NO_CLAIM
     patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
 
     def check_unreplaced(self) -> None:

@@ -26,6 +26,7 @@ from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, bytes_at
+from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.describing import (
     check_any,
     describe,
@@ -119,6 +120,7 @@ class RegisteredMemory:
             tensor if own else _NO_COUNT for tensor, own in zip(self._objects.values(), self._counted, strict=True)
         ]
         self._sample: Sample | None = None  # made when it is first needed
+        self.claim = NO_CLAIM  # until it is registered
         self._is_writable = False  # as far as it was looked at
 
     def __repr__(self) -> str:
@@ -194,11 +196,16 @@ class RegisteredMemory:
 
     # -- may be written?
 
+    @property
+    def filled(self) -> list[TensorDescription]:
+        """Those that are not left alone (`[]` in `sources`)."""
+        return [each for each in self.descriptions if self.entries.get(each.name) != ()]
+
     def check_writable(self, *, again: bool = False) -> None:
         """See `Memory.check_writable`. Read-only memory may be registered, since it may be published."""
         if self.device is not None or (self._is_writable and not again):
             return
-        filled = [each for each in self.descriptions if self.entries.get(each.name) != ()]  # `[]`: it is left alone
+        filled = self.filled
         found = read_only([(each.address, each.extent) for each in filled])
         if found:
             each = [f"{filled[index].name!r}{f' (a mapping of {path})' * bool(path)}" for index, path in found.items()]

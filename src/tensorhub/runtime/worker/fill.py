@@ -132,7 +132,7 @@ class Filler:
                 if not self._member.shard.serves:
                     self._owner.keep_books(target, action.generation, ContentId(action.version.content_id), chunks)
                 kept = await self._verify_kept(target, action.generation)
-                with self._counted(staged=action.staged):
+                with self._writing(staged=action.staged):
                     await self._pull_chunks(action, pull, target, chunks, kept)
                     await self._unpack(mapped)
                 root, its_roots = await self._roots(action.manifest, target, action.generation)
@@ -209,7 +209,7 @@ class Filler:
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
                 work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
-                with self._counted(staged=action.staged):
+                with self._writing(staged=action.staged):
                     copied = await anyio.to_thread.run_sync(work)
                     if action.last:
                         await self._unpack(mapped)
@@ -226,12 +226,17 @@ class Filler:
             pull.ended.set()
 
     @contextlib.contextmanager
-    def _counted(self, *, staged: bool) -> Iterator[None]:
-        """The block writes the caller's tensors, if not what is staged for them; autograd may have read them meanwhile."""
-        try:
+    def _writing(self, *, staged: bool) -> Iterator[None]:
+        """The block writes the caller's tensors, if not what is staged for them; autograd may have read them meanwhile.
+        StateError: another registration has promised what is in them.
+        """
+        if staged:
             yield
-        finally:
-            if not staged:
+            return
+        with self._memory.claim.filling():
+            try:
+                yield
+            finally:
                 self._writes.library_wrote()
 
     def _note_copying(self, seconds: float) -> None:
