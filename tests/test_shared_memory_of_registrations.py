@@ -146,7 +146,7 @@ def test_claims_end_with_their_memory_and_with_a_fork() -> None:
     alone = Claim("alone", other.descriptions, lambda: "holds version 1")
     first, second = Claim("a", memory.descriptions, lambda: "holds version 1"), Claim("b", memory.descriptions, str)
     with pytest.raises(
-        StateError, match="'[abc]' of b shares memory with '[abc]' of a, and that registration holds version 1: "
+        StateError, match=r"'[abc]' of b shares memory with '[abc]' of a, and that registration holds version 1: "
     ):
         second.check_fill()
     first.check_fill()

@@ -37,7 +37,7 @@ from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.tools import check_full, claim_of, fetch_into, plan_group, register_memory
+from tensorhub.tools import check_full, claim_of, fetch_into, plan_group, register_memory, tell_left_out
 from tensorhub.types import (
     LATEST,
     Location,
@@ -187,8 +187,9 @@ class Hub(Unpicklable):
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
         dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
         is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
-        A DTensor is this rank's local part of it, in place: nothing is gathered (FSDP2: while the module is sharded, as it
-        is after each backward, or after `reshard()`).
+        A tensor that `get_extra_state`, or a class' own way of saving, returns in place is carried as a buffer is. Other
+        state of the module is named by a LeftOutStateWarning. A DTensor is this rank's local part of it, in place: nothing
+        is gathered (FSDP2: while the module is sharded, as it is after each backward, or after `reshard()`).
 
         `sources`: what tensors are made of, where names or parts differ from what is published. It has an entry for a name,
         or is a function of a name that returns one (None: no entry). Whoever publishes says the shapes:
@@ -220,11 +221,13 @@ class Hub(Unpicklable):
         `update`) raises StateError if another registration of it holds a version, or is just filled or published, when the
         fill is called or is to write; so does a `publish` while another registration is filled.
 
-        Raises RegistrationError, which names each tensor that cannot be registered and what to do.
+        Raises RegistrationError, which names each tensor that cannot be registered and what to do, or (with
+        `Options.left_out_state="error"`) the module's state that is not carried.
         """
         check_flag("partial", partial)
         rank, world_size = check_ranks(rank, world_size)
         memory = RegisteredMemory(tensors, checked_sources(sources), world_size)
+        tell_left_out(memory.left_out, model, self._worker.options)
         strides = {each.name: each.strides for each in memory.descriptions if each.strides}
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
         weights = await register_memory(

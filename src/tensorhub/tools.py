@@ -5,6 +5,7 @@ Internal, and may change. Not responsible for callers' tensors, nor for what is 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Protocol
 import anyio
 
 from tensorhub.arguments import check_rank, check_ranks
-from tensorhub.errors import InvalidValue, read_only_refusal
+from tensorhub.errors import InvalidValue, LeftOutStateWarning, RegistrationError, read_only_refusal, some
 from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
 from tensorhub.layouts.published import Published
@@ -32,6 +33,7 @@ from tensorhub.types import (
     LATEST,
     FetchReport,
     HandleState,
+    Options,
     Selector,
     VersionInfo,
     as_integer,
@@ -39,7 +41,7 @@ from tensorhub.types import (
     check_name,
     check_selector,
 )
-from tensorhub.weights import Weights
+from tensorhub.weights import Weights, callers_level
 
 
 class Joined(Protocol):
@@ -86,6 +88,21 @@ async def register_memory(
     )
     handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
     return Weights(handle, memory, hub._worker, hub._thread, keeps=hub)
+
+
+def tell_left_out(left_out: Mapping[str, str], model: str, options: Options) -> None:
+    """Warn of state of a module that readers do not get, as the options say. RegistrationError: as an error."""
+    if not left_out or options.left_out_state == "ignore":
+        return
+    names = some([f"{name!r} ({what})" for name, what in left_out.items()])
+    text = (
+        f"register {model!r}: {len(left_out)} part(s) of the module's state are not carried, and readers keep their own: "
+        f"{names}. Make each a buffer (register_buffer), or bring it to readers in another way. Options.left_out_state "
+        "turns this off, or into an error"
+    )
+    if options.left_out_state == "error":
+        raise RegistrationError(text)
+    warnings.warn(text, LeftOutStateWarning, stacklevel=callers_level())
 
 
 def claim_of(weights: Weights, tensors: Iterable[TensorDescription]) -> Claim:

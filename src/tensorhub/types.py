@@ -272,6 +272,7 @@ class Options:
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
     advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
     stale_weights: Literal["warn", "error", "ignore"] = "warn"  # caller's: of a `mutate` that writes nothing
+    left_out_state: Literal["warn", "error", "ignore"] = "warn"  # caller's: a module's state that `register` does not carry
     rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
     shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
@@ -323,8 +324,9 @@ class Options:
         if UNMAPPED_UID in self.shared_memory_uids:
             text = "that id stands for every user whom a user namespace does not know; give the process a user of its own"
             self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
-        if self.stale_weights not in ("warn", "error", "ignore"):
-            self._refuse("stale_weights", str, "give 'warn', 'error' or 'ignore'")
+        for name in ("stale_weights", "left_out_state"):
+            if getattr(self, name) not in ("warn", "error", "ignore"):
+                self._refuse(name, str, "give 'warn', 'error' or 'ignore'")
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
         share: object = self.guest_share

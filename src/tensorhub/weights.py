@@ -175,7 +175,7 @@ class Weights(Unpicklable):
         )
         if self._worker.options.stale_weights == "error":
             raise StateError(text)
-        warnings.warn(text, StaleWeightsWarning, stacklevel=_callers_level())
+        warnings.warn(text, StaleWeightsWarning, stacklevel=callers_level())
 
     async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill the memory, which must hold no version, with a version.
@@ -284,7 +284,7 @@ class Weights(Unpicklable):
         await self._thread.call(close, self._handle, self._worker.timeout_s(None))
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """How far up the stack, from whoever called this, the caller's own code is: for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("tensorhub", "contextlib"):

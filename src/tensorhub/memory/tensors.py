@@ -41,7 +41,7 @@ from tensorhub.memory.describing import (
 )
 from tensorhub.memory.pages import read_only
 from tensorhub.memory.regions import MappedRegions, Pieces, alias_classes, check_padding, is_packed, mismatch
-from tensorhub.memory.resolving import is_module, resolve
+from tensorhub.memory.resolving import is_module, resolve, resolve_all
 from tensorhub.memory.sampling import Sample
 
 CHANGES_NAMED_MAX = 20  # tensors, in an error
@@ -88,7 +88,8 @@ class RegisteredMemory:
     digests_first = False
 
     def __init__(self, given: Any, sources: Sources | None = None, world_size: int = 1) -> None:
-        self._objects = resolve(given)
+        resolved = resolve_all(given)
+        self._objects, self._carried, self.left_out = resolved.tensors, resolved.carried, resolved.left_out
         check_any(self._objects, world_size)
         self._given = given  # the caller's own, to see when it has other tensors
         self._is_module = is_module(given)
@@ -139,7 +140,7 @@ class RegisteredMemory:
         A module's tensors must be those that were registered, no more and no less. A mapping may lose and gain entries: the
         caller may let go of it.
         """
-        self._compare(self._given if self._is_flat else resolve(self._given))
+        self._compare(self._given if self._is_flat else resolve(self._given, self._carried))
 
     def _compare(self, now: Mapping[str, Any]) -> None:
         same_objects = all(starmap(is_, zip(map(now.get, self._objects), self._objects.values(), strict=True)))

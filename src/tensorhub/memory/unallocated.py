@@ -21,7 +21,7 @@ from tensorhub.memory.describing import (
     shardings_of,
     stride_fault,
 )
-from tensorhub.memory.resolving import resolve
+from tensorhub.memory.resolving import resolve_all
 
 Described = tuple[tuple[TensorDescription, ...], Declaration]
 FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
@@ -29,7 +29,7 @@ FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
 
 def described(given: Any, rank: int, world_size: int, sources: Sources | None, partial: bool) -> Described:
     """What `Hub.register` would be told of these. RegistrationError as there, but for a lack of memory."""
-    tensors = resolve(given)
+    tensors = resolve_all(given).tensors
     check_any(tensors, world_size)
     entries, wrong_entries = entries_of(tensors, sources)
     shardings, wrong_shardings = shardings_of(tensors, entries)
