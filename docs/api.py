@@ -159,9 +159,10 @@ def _errors() -> Iterator[str]:
 
 def _warnings() -> Iterator[str]:
     yield "## Warnings\n"
-    yield "### `StaleWeightsWarning`\n"
-    yield (inspect.getdoc(errors.StaleWeightsWarning) or "") + "\n"
-    yield f"```python\n{_code(EXAMPLES['StaleWeightsWarning'])}```\n"
+    for kind in (errors.StaleWeightsWarning, errors.LeftOutStateWarning):
+        yield f"### `{kind.__name__}`\n"
+        yield (inspect.getdoc(kind) or "") + "\n"
+        yield f"```python\n{_code(EXAMPLES[kind.__name__])}```\n"
 
 
 def _sync() -> Iterator[str]:

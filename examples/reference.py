@@ -147,6 +147,17 @@ async def stale_weights(trainer: tensorhub.Hub) -> None:
     assert told[0].category is tensorhub.StaleWeightsWarning
 
 
+@shows("LeftOutStateWarning")
+async def left_out_state(trainer: tensorhub.Hub) -> None:
+    layer = torch.nn.Linear(8, 4)
+    layer.scale = torch.tensor(2.0)  # layer.register_buffer("scale", torch.tensor(2.0)) would be carried
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        await trainer.register("actor", layer)
+    assert told[0].category is tensorhub.LeftOutStateWarning
+    assert "'scale'" in str(told[0].message)
+
+
 @shows("Weights.replicate", "FetchReport", "SourceReport")
 async def replicate(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     await (await trainer.register("actor", {"w": torch.ones(1024)})).publish(1)

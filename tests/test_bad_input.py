@@ -7,12 +7,15 @@ import http.server
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
+import torch
 
 import tensorhub
 from tensorhub.errors import (
@@ -245,6 +248,10 @@ async def test_arguments_that_no_message_can_carry() -> None:
             lambda: weights.replicate(2**63),
             lambda: weights.publish(2**63),
             lambda: weights.publish(1.0),  # type: ignore[arg-type]
+            lambda: weights.publish(1.5),  # type: ignore[arg-type]
+            lambda: weights.publish(True),
+            lambda: weights.publish(np.bool_(True)),  # type: ignore[arg-type]
+            lambda: weights.publish(torch.tensor(True)),  # type: ignore[arg-type]
             lambda: weights.publish(1, timeout=-1),
             lambda: weights.publish(1, timeout=1e10),
             lambda: hub.register("", tensors()),
@@ -277,6 +284,57 @@ async def test_arguments_that_no_message_can_carry() -> None:
         await weights.unpublish(timeout=np.float32(WAIT_S))  # type: ignore[arg-type]
         await weights.publish(2, timeout=int(WAIT_S))
         assert weights.state == "ready"
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor, IntEnum("Numbers", {f"n{n}": n for n in range(64)})])
+async def test_an_integer_may_be_of_any_library(kind: Callable[[int], Any]) -> None:
+    """Each public argument that is a number of something; on the wire there are plain ones only."""
+    options = Options(readers_max=kind(8), chunk_bytes=np.int64(CHUNK_BYTES), shared_memory_uids=(kind(3),))  # type: ignore[arg-type]
+    plain = (options.readers_max, options.chunk_bytes, *options.shared_memory_uids)
+    assert [type(each) for each in plain] == [int, int, int]
+    async with cluster("trainer", "rollout", options=replace(options, op_timeout_s=WAIT_S)) as c:
+        trainer, rollout = c.hubs
+        weights = await trainer.register("m", tensors(1), group="g", rank=kind(0), world_size=kind(1))
+        reader = await rollout.register("m", tensors())
+        await weights.publish(kind(3))
+        assert (await rollout.wait_for("m", at_least=kind(3))).version == 3
+        assert (await reader.replicate(kind(3))).version == 3
+        async with rollout.pin("m", kind(3)):
+            await trainer.retain("m", latest=kind(1))
+        fetched = await rollout.fetch("m", kind(3), rank=kind(0))
+        assert fetched.info.version == 3
+        assert [v.version for v in (await rollout.describe("m", version=kind(3), limit=kind(5))).versions] == [3]
+        assert (await rollout.plan("m", tensors(), kind(3), rank=kind(0), world_size=kind(1))).version.version == 3
+        async with weights.mutate(kind(4)):
+            pass
+        assert (await reader.update(at_least=kind(4))).version == 4
+        await trainer.rollback("m", to=kind(3))
+        assert {type(each.version) for each in (await rollout.describe("m")).versions} <= {int}
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32])
+async def test_a_port_may_be_of_any_library(kind: Callable[[int], Any]) -> None:
+    async with nothing_left(), tensorhub.serve(port=kind(0)) as coordinator:
+        assert coordinator.address.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("tcp://::1:41337", r"in brackets: \[::1\]:41337"),
+        ("tcp://fe80::2:41337", r"in brackets: \[fe80::2\]:41337"),
+        ("tcp://::1", r"in brackets: \[::1\]:PORT"),
+        ("::1:41337", r"in brackets: \[::1\]:41337"),
+    ],
+)
+async def test_an_ipv6_host_without_brackets(address: str, advice: str) -> None:
+    with pytest.raises(StateError, match=advice):
+        tensorhub.connect(address)
+    with pytest.raises(StateError, match=advice):
+        Options(advertise=address.removeprefix("tcp://"))
+    with pytest.raises(StateError) as caught:
+        tensorhub.connect("tcp://some:where:1")
+    assert "brackets" not in str(caught.value)
 
 
 async def test_options_may_be_any_numbers() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from tensorhub.errors import InvalidType, InvalidValue, shown
 from tensorhub.layouts.entries import Sources
-from tensorhub.types import VERSION_MAX, Options, WorkerView, check_name, check_version, invalid
+from tensorhub.types import VERSION_MAX, Options, WorkerView, as_integer, check_name, check_version, invalid
 
+RANKS_MAX = 2**20
 WORKERS_OF_PAGE_MAX = 65_536
 
 
@@ -25,12 +26,22 @@ def checked_options(options: Options | None) -> Options:
     return options or Options()
 
 
-def check_ranks(rank: int, world_size: int) -> None:
-    """Raise StateError unless there can be such a rank."""
-    strange = [each for each in (rank, world_size) if type(each) is not int]
-    if strange or not 0 <= rank < world_size <= 2**20:
+def check_ranks(rank: object, world_size: object) -> tuple[int, int]:
+    """Both as ints. StateError: there can be no such rank."""
+    number, size = as_integer(rank), as_integer(world_size)
+    if number is None or size is None or not 0 <= number < size <= RANKS_MAX:
         text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
-        raise invalid(next(iter(strange), rank), int, text)
+        raise invalid(world_size if number is not None and size is None else rank, int, text)
+    return number, size
+
+
+def check_rank(rank: object) -> int:
+    """A rank of a version, as an int, whose world size is not known here. StateError: there can be no such rank."""
+    number = as_integer(rank)
+    if number is None or not 0 <= number < RANKS_MAX:
+        text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"
+        raise invalid(rank, int, text)
+    return number
 
 
 def checked_sources(sources: Sources | None) -> Sources | None:
@@ -39,22 +50,24 @@ def checked_sources(sources: Sources | None) -> Sources | None:
     raise InvalidType(f"sources={shown(sources)}: give a mapping of names to views, or a function of a name")
 
 
-def check_part(model: object, version: object, after: object, limit: object) -> None:
+def check_part(model: object, version: object, after: object, limit: object) -> tuple[int | None, int]:
+    """The version, if one is chosen, and the most workers of the answer (0: all)."""
     if model is not None:
         check_name("model", model)
     elif (version, after, limit) != (None, None, None):
         raise InvalidValue("version=, after= and limit= choose a part of one model: give the model, too")
-    if version is not None:
-        check_version(version)
+    chosen = None if version is None else check_version(version)
     if after is not None:
         check_name("worker", after.name if isinstance(after, WorkerView) else after)
-    if limit is not None and (
-        not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= WORKERS_OF_PAGE_MAX
-    ):
+    most = 0 if limit is None else as_integer(limit)
+    if most is None or (limit is not None and not 1 <= most <= WORKERS_OF_PAGE_MAX):
         text = f"limit={shown(limit)}: give the number of workers on a page, 1 to {WORKERS_OF_PAGE_MAX}"
         raise invalid(limit, int, text)
+    return chosen, most
 
 
-def check_latest(latest: object) -> None:
-    if not isinstance(latest, int) or isinstance(latest, bool) or not 0 <= latest <= VERSION_MAX:
+def check_latest(latest: object) -> int:
+    number = as_integer(latest)
+    if number is None or not 0 <= number <= VERSION_MAX:
         raise invalid(latest, int, f"latest={shown(latest)}: give the number of versions to keep, 0 or more")
+    return number

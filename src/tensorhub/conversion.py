@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
@@ -28,8 +28,11 @@ from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, Tenso
 from tensorhub.hub import Hub
 from tensorhub.layouts.entries import Sources
 from tensorhub.memory.describing import local_of
-from tensorhub.memory.resolving import resolve
+from tensorhub.memory.module_state import PLAIN
+from tensorhub.memory.resolving import resolve, resolve_all
 from tensorhub.opening import Unpicklable
+from tensorhub.tools import tell_left_out
+from tensorhub.types import as_integer
 from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class Conversion:
     allocate: Callable[[], Tensors]
     convert: Callable[[Tensors], object]
     sources: Sources | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)  # state of the module that is no tensor of it, with what it is
 
 
 def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources | None = None) -> Conversion:
@@ -91,7 +95,9 @@ def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources |
             for copy, tensor in into.values():
                 copy.copy_(tensor)
 
-    return Conversion(allocate, convert, sources)
+    resolved = resolve_all(tensors)
+    left_out = resolved.left_out | dict.fromkeys(resolved.carried, PLAIN)
+    return Conversion(allocate, convert, sources, left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +138,15 @@ async def registering(
     """See `register_converted`. `in_thread`: a CPU converts in a thread of its own, beside the caller's loop."""
     if not isinstance(group, str):
         raise InvalidType(f"group={shown(group)}: give a string, the same on all ranks")
-    if type(buffers) is not int or not 2 <= buffers <= BUFFERS_MAX:
-        raise InvalidValue(f"buffers={buffers!r}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers")
+    count = as_integer(buffers)
+    if count is None or not 2 <= count <= BUFFERS_MAX:
+        raise InvalidValue(
+            f"buffers={shown(buffers)}: give 2 to {BUFFERS_MAX}; with one, each publication waits for its readers"
+        )
+    tell_left_out(conversion.left_out, model, hub._worker.options)
     made: list[_Buffer] = []
     try:
-        for number in range(buffers):
+        for number in range(count):
             tensors = conversion.allocate()
             weights = await hub.register(
                 model, tensors, group=f"{group}/{number}", rank=rank, world_size=world_size, sources=conversion.sources

@@ -20,7 +20,7 @@ from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
-from tensorhub.types import Options, invalid
+from tensorhub.types import Options, as_integer, invalid
 
 
 class Coordinator(Unpicklable):
@@ -78,8 +78,10 @@ def serving(
     """What `serve` is, for either kind of caller, with its arguments checked."""
     if not isinstance(host, str):
         raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
-    if type(port) is not int or not 0 <= port <= 65_535:
+    number = as_integer(port)
+    if number is None or not 0 <= number <= 65_535:
         raise invalid(port, int, f"port={shown(port)}: give a port, 0 (any free one) to 65535")
+    port = number
     if not isinstance(state_dir, str | os.PathLike | None):
         raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
     if isinstance(state_dir, str) and (not state_dir or "\0" in state_dir):

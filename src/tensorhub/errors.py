@@ -20,7 +20,8 @@
     ├── CoordinatorUnavailable  the coordinator cannot be reached
     └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
 
-A Python warning, no error: StaleWeightsWarning (a `mutate` that has written nothing).
+Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written nothing), LeftOutStateWarning (a module has
+state that `register` does not carry).
 
 Each error carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
 state of the caller's tensors: "intact" (what they were before the call), "torn" (no version as it was published: parts
@@ -188,6 +189,17 @@ class StaleWeightsWarning(UserWarning):
     registration with a tensor that has no count of its own (a numpy array, a view of a larger storage, an inference
     tensor) never gives it. The version is published all the same. `Options.stale_weights`: "error" raises a StateError
     instead, and "ignore" does not look. Where an error is raised, also by a filter of Python's, nothing is published.
+    """
+
+
+class LeftOutStateWarning(UserWarning):
+    """A registered module has state that is no parameter or persistent buffer and is not carried: readers keep their own.
+
+    That is what `get_extra_state`, or a class' own way of saving, makes anew each time (a tensor that is saved in place is
+    carried); a quantization state at a packed parameter; and a tensor that is a plain attribute, unless it looks like a
+    cache (its name begins with `_`, or has `cache` in it) or follows from parameters or buffers. The warning names each.
+    Buffers that are not persistent are no state. `Options.left_out_state`: "error" raises a RegistrationError instead, and
+    "ignore" says nothing.
     """
 
 

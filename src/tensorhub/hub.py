@@ -37,7 +37,7 @@ from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.tools import check_full, fetch_into, plan_group, register_memory
+from tensorhub.tools import check_full, claim_of, fetch_into, plan_group, register_memory, tell_left_out
 from tensorhub.types import (
     LATEST,
     Location,
@@ -189,8 +189,9 @@ class Hub(Unpicklable):
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
         dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
         is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
-        A DTensor is this rank's local part of it, in place: nothing is gathered (FSDP2: while the module is sharded, as it
-        is after each backward, or after `reshard()`).
+        A tensor that `get_extra_state`, or a class' own way of saving, returns in place is carried as a buffer is. Other
+        state of the module is named by a LeftOutStateWarning. A DTensor is this rank's local part of it, in place: nothing
+        is gathered (FSDP2: while the module is sharded, as it is after each backward, or after `reshard()`).
 
         `sources`: what tensors are made of, where names or parts differ from what is published. It has an entry for a name,
         or is a function of a name that returns one (None: no entry). Whoever publishes says the shapes:
@@ -215,18 +216,27 @@ class Hub(Unpicklable):
         `state_dict()`, whose tensors are aliases, does not show `p.data = ...` and `m.half()` either: register the module.
 
         `group`: one string for all ranks of a replica, unique per replica within the model; required if `world_size` > 1;
-        None makes a fresh one. Does not wait for other ranks.
+        None makes a fresh one. Does not wait for other ranks. A rank of several may have no tensors (`{}`), as a pipeline's
+        stage without an adapter: it makes the calls of its group all the same.
 
-        Raises RegistrationError, which names each tensor that cannot be registered and what to do.
+        Memory may be registered more than once in a process, as a part that two models share. A fill of it (`replicate`,
+        `update`) raises StateError if another registration of it holds a version, or is just filled or published, when the
+        fill is called or is to write; so does a `publish` while another registration is filled.
+
+        Raises RegistrationError, which names each tensor that cannot be registered and what to do, or (with
+        `Options.left_out_state="error"`) the module's state that is not carried.
         """
         check_flag("partial", partial)
-        check_ranks(rank, world_size)
-        memory = RegisteredMemory(tensors, checked_sources(sources))
+        rank, world_size = check_ranks(rank, world_size)
+        memory = RegisteredMemory(tensors, checked_sources(sources), world_size)
+        tell_left_out(memory.left_out, model, self._worker.options)
         strides = {each.name: each.strides for each in memory.descriptions if each.strides}
         declared = Declaration(rank, world_size, memory.shardings, memory.entries, partial, strides)
-        return await register_memory(
+        weights = await register_memory(
             self, model, memory, group=group, rank=rank, world_size=world_size, spot=spot, declared=declared
         )
+        memory.claim = claim_of(weights, memory.filled)
+        return weights
 
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
@@ -252,7 +262,7 @@ class Hub(Unpicklable):
         Raises OperationTimeout, CoordinatorUnavailable, LeaseLost (as `newest`; also while it waits).
         """
         check_name("model", model)
-        check_version(at_least)
+        at_least = check_version(at_least)
         wait_for, timeout_s = self._worker.version_watches.wait_for, self._worker.timeout_s(timeout)
         return await self._thread.call(wait_for, model, at_least, timeout_s)
 
@@ -299,8 +309,8 @@ class Hub(Unpicklable):
         they hold and the reads that bring them bytes. `after` is a name, or a worker of the page before:
         `after=info.workers[-1]`. Raises VersionUnavailable for an unknown model or version.
         """
-        check_part(model, version, after, limit)
-        call = partial(self._worker.coordinator.describe, version=version, after=after, workers_max=limit or 0)
+        number, most = check_part(model, version, after, limit)
+        call = partial(self._worker.coordinator.describe, version=number, after=after, workers_max=most)
         found = await self._thread.call(call, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
@@ -348,8 +358,8 @@ class Hub(Unpicklable):
         OperationTimeout, CoordinatorUnavailable.
         """
         check_name("model", model)
-        check_selector(selector)
-        check_ranks(rank, world_size)
+        selector = check_selector(selector)
+        rank, world_size = check_ranks(rank, world_size)
         check_flag("partial", partial)
         if tensors is None and (sources is not None or (rank, world_size, partial) != (0, 1, False)):
             raise InvalidValue("rank=, world_size=, sources= and partial= are of a reader's tensors: give these, too")
@@ -375,8 +385,8 @@ class Hub(Unpicklable):
         """
         check_full(self._worker, "retain")
         check_name("model", model)
-        check_latest(latest)
-        await self._thread.call(self._worker.coordinator.retain, model, latest, self._worker.timeout_s(timeout))
+        kept = check_latest(latest)
+        await self._thread.call(self._worker.coordinator.retain, model, kept, self._worker.timeout_s(timeout))
 
     def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
@@ -393,7 +403,7 @@ class Hub(Unpicklable):
     async def _pin(self, model: str, version: int, timeout: float | None) -> AsyncIterator[None]:
         check_full(self._worker, "pin")
         check_name("model", model)
-        check_version(version)
+        version = check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
         ident = await self._thread.call(self._worker.pins.pin, model, version, timeout_s, undo=self._worker.pins.drop)
         try:
@@ -414,7 +424,7 @@ class Hub(Unpicklable):
         """
         check_full(self._worker, "rollback")
         check_name("model", model)
-        check_version(to)
+        to = check_version(to)
         await self._thread.call(self._worker.coordinator.rollback, model, to, self._worker.timeout_s(timeout))
 
     async def fetch(

@@ -5,28 +5,43 @@ Internal, and may change. Not responsible for callers' tensors, nor for what is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import anyio
 
-from tensorhub.arguments import check_ranks
-from tensorhub.errors import InvalidValue, read_only_refusal, shown
+from tensorhub.arguments import check_rank, check_ranks
+from tensorhub.errors import InvalidValue, LeftOutStateWarning, RegistrationError, read_only_refusal, some
 from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
+from tensorhub.manifest import TensorDescription
+from tensorhub.memory.claims import Claim
 from tensorhub.memory.regions import CallersMemory, Memory
 from tensorhub.memory.unallocated import Described
 from tensorhub.messages import PublicationReply
 from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports
-from tensorhub.runtime.worker.calling import ProgressListener
+from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.registering import CallersWorker
-from tensorhub.types import LATEST, FetchReport, Selector, VersionInfo, check_flag, check_name, check_selector, invalid
-from tensorhub.weights import Weights
+from tensorhub.types import (
+    LATEST,
+    FetchReport,
+    HandleState,
+    Options,
+    Selector,
+    VersionInfo,
+    as_integer,
+    check_flag,
+    check_name,
+    check_selector,
+)
+from tensorhub.weights import Weights, callers_level
 
 
 class Joined(Protocol):
@@ -55,9 +70,9 @@ async def register_memory(
     check_name("model", model)
     if group is not None:
         check_name("group", group)
-    elif type(world_size) is int and world_size > 1:
+    elif (as_integer(world_size) or 1) > 1:
         raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-    check_ranks(rank, world_size)
+    rank, world_size = check_ranks(rank, world_size)
     check_flag("spot", spot)
     described = hub._worker.describe_memory(memory, declared or Declaration(rank, world_size))
     make = partial(
@@ -73,6 +88,38 @@ async def register_memory(
     )
     handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
     return Weights(handle, memory, hub._worker, hub._thread, keeps=hub)
+
+
+def tell_left_out(left_out: Mapping[str, str], model: str, options: Options) -> None:
+    """Warn of state of a module that readers do not get, as the options say. RegistrationError: as an error."""
+    if not left_out or options.left_out_state == "ignore":
+        return
+    names = some([f"{name!r} ({what})" for name, what in left_out.items()])
+    text = (
+        f"register {model!r}: {len(left_out)} part(s) of the module's state are not carried, and readers keep their own: "
+        f"{names}. Make each a buffer (register_buffer), or bring it to readers in another way. Options.left_out_state "
+        "turns this off, or into an error"
+    )
+    if options.left_out_state == "error":
+        raise RegistrationError(text)
+    warnings.warn(text, LeftOutStateWarning, stacklevel=callers_level())
+
+
+def claim_of(weights: Weights, tensors: Iterable[TensorDescription]) -> Claim:
+    """On the caller's tensors, for the registration behind these weights."""
+    held = partial(_held, weakref.ref(weights._worker), weakref.ref(weights._handle))
+    return Claim(weights._handle.member.shard.title, tensors, held)
+
+
+def _held(worker: weakref.ref[CallersWorker], handle: weakref.ref[CallersHandle]) -> str:
+    """What that registration's memory holds, for `Claim`. Any thread may ask."""
+    its, there = worker(), handle()
+    if its is None or there is None or there.member.shard.registration not in its.router.handles:
+        return ""
+    state, version = there.member.state, there.member.version
+    if state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
+        return ""
+    return f"is {state.value}" if version is None else f"holds version {version}"
 
 
 async def fetch_into(
@@ -92,11 +139,10 @@ async def fetch_into(
     in the library's thread a few times a second and at the end; it must return at once.
     """
     check_name("model", model)
-    check_selector(selector)
-    if rank is not None and (type(rank) is not int or not 0 <= rank < 2**20):
-        text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"
-        raise invalid(rank, int, text)
+    selector = check_selector(selector)
+    rank = None if rank is None else check_rank(rank)
     timeout_s = hub._worker.timeout_s(timeout)
+    memory.check_writable()
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
 

@@ -6,7 +6,9 @@ They are plain, immutable and comparable with `==`. Nothing here does I/O, knows
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import math
+import operator
 import re
 import socket
 from collections.abc import Mapping
@@ -62,8 +64,22 @@ VERSION_MAX = 2**63 - 1
 
 def invalid(value: object, kinds: type | tuple[type, ...], text: str) -> InvalidType | InvalidValue:
     """The error for an argument that is of another kind than these, or out of range."""
-    fits = isinstance(value, kinds) and not _is_bool(value)
+    fits = (isinstance(value, kinds) and not _is_bool(value)) or (kinds is int and as_integer(value) is not None)
     return InvalidValue(text) if fits else InvalidType(text)
+
+
+def as_integer(value: object) -> int | None:
+    """Any integer (numpy's and torch's as well, for which the wire has no form) as an int; None for what is none: True is
+    none, as 1.5 is.
+    """
+    if type(value) is int:
+        return value
+    if _is_bool(value) or str(getattr(value, "dtype", "")).endswith("bool"):  # torch's True says that it is 1
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except Exception:  # each library refuses in its own way
+        return None
 
 
 def check_selector(selector: object) -> Selector:
@@ -71,20 +87,23 @@ def check_selector(selector: object) -> Selector:
 
     Raises InvalidValue or InvalidType for anything else.
     """
-    if isinstance(selector, int) and not isinstance(selector, bool) and 0 <= selector <= VERSION_MAX:
-        return selector
+    number = as_integer(selector)
+    if number is not None and 0 <= number <= VERSION_MAX:
+        return number
     if isinstance(selector, str) and selector in (LATEST, PREVIOUS, AVAILABLE):
         return selector
     text = f"{shown(selector)} is not a version selector: give a number from 0, 'latest', 'latest-1' or 'available'"
     if isinstance(selector, str) and selector.isdecimal():
         text += "; a number is an integer here, not text"
-    raise invalid(selector, (int, str), text)
+    raise invalid(selector, str if number is None else int, text)
 
 
-def check_version(version: object) -> None:
-    """Raise InvalidValue or InvalidType unless `version` is a version number (0 to 2**63-1)."""
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
+def check_version(version: object) -> int:
+    """Return `version` as an int if it is a version number (0 to 2**63-1); else raise InvalidValue or InvalidType."""
+    number = as_integer(version)
+    if number is None or not 0 <= number <= VERSION_MAX:
         raise invalid(version, int, f"{shown(version)} is not a version: give an integer from 0 to 2**63 - 1")
+    return number
 
 
 def check_flag(name: str, value: object) -> None:
@@ -253,6 +272,7 @@ class Options:
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
     advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
     stale_weights: Literal["warn", "error", "ignore"] = "warn"  # caller's: of a `mutate` that writes nothing
+    left_out_state: Literal["warn", "error", "ignore"] = "warn"  # caller's: a module's state that `register` does not carry
     rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
     shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
@@ -283,29 +303,38 @@ class Options:
             ("sessions_max", 1, math.inf, "give 1 or more"),
             ("frame_bytes_max", 65_536, 2**31, "give 65536 to 2**31 bytes"),
         ):
-            if type(getattr(self, name)) is not int:
+            number = as_integer(getattr(self, name))
+            if number is None:
                 self._refuse(name, int, f"give an integer: {advice.removeprefix('give ')}")
-            if not least <= getattr(self, name) <= most:
+            if not least <= number <= most:
                 self._refuse(name, int, advice)
+            object.__setattr__(self, name, number)
         check_flag("Options.integrity", self.integrity)
         if not isinstance(self.listen_host, str | None):
             self._refuse("listen_host", str, "give the address of the data listener, as text, or None")
         if self.advertise is not None and not _can_be_reached(self.advertise):
-            self._refuse("advertise", str, "give HOST:PORT, as readers reach the data listener, in at most 512 characters")
+            advice = "give HOST:PORT, as readers reach the data listener, in at most 512 characters"
+            self._refuse("advertise", str, advice + _brackets(self.advertise))
         if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
             self._refuse("rdma_ports", str, "give DEVICE[:PORT[:GID_INDEX]], several with commas between them")
         uids: object = self.shared_memory_uids
-        if not isinstance(uids, tuple) or any(type(uid) is not int or not 0 <= uid < 2**32 - 1 for uid in uids):
+        if not isinstance(uids, tuple) or any(
+            (uid := as_integer(each)) is None or not 0 <= uid < 2**32 - 1 for each in uids
+        ):
             self._refuse("shared_memory_uids", tuple, "give a tuple of user ids, such as (1000,)")
-        if UNMAPPED_UID in uids:
+        object.__setattr__(self, "shared_memory_uids", tuple(map(as_integer, uids)))
+        if UNMAPPED_UID in self.shared_memory_uids:
             text = "that id stands for every user whom a user namespace does not know; give the process a user of its own"
             self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
-        if self.stale_weights not in ("warn", "error", "ignore"):
-            self._refuse("stale_weights", str, "give 'warn', 'error' or 'ignore'")
+        for name in ("stale_weights", "left_out_state"):
+            if getattr(self, name) not in ("warn", "error", "ignore"):
+                self._refuse(name, str, "give 'warn', 'error' or 'ignore'")
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
-        if type(self.guest_share) is not float or not 0 < self.guest_share < 1:
+        share: object = self.guest_share
+        if not isinstance(share, Real) or not 0 < float(share) < 1:
             self._refuse("guest_share", float, "give a number between 0.0 and 1.0")
+        object.__setattr__(self, "guest_share", float(share))
 
     def _refuse(self, name: str, kinds: type, advice: str) -> NoReturn:
         value = getattr(self, name)
@@ -503,8 +532,22 @@ def parse_address(address: object) -> tuple[str, int]:
     """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; else raise InvalidValue or InvalidType."""
     match = _ADDRESS.match(address) if isinstance(address, str) else None
     if match is None or int(match["port"]) > 65_535:
-        raise invalid(address, str, f'{shown(address)} is not a TensorHub address: give "tcp://HOST:PORT"')
+        raise invalid(
+            address, str, f'{shown(address)} is not a TensorHub address: give "tcp://HOST:PORT"{_brackets(address)}'
+        )
     return match["host"].strip("[]"), int(match["port"])
+
+
+def _brackets(address: object) -> str:
+    """What to write instead of an address whose IPv6 host is not in brackets, if it is one."""
+    place = address.removeprefix("tcp://") if isinstance(address, str) else ""
+    host, _, port = place.rpartition(":")
+    for each, its_port in ((host, port), (place, "PORT")):
+        try:
+            return f"; an IPv6 host is written in brackets: [{ipaddress.IPv6Address(each)}]:{its_port}"
+        except ValueError:
+            continue
+    return ""
 
 
 def _can_be_reached(advertised: object) -> bool:

@@ -47,7 +47,8 @@ class Weights(Unpicklable):
     """One rank's registered memory. Made by `Hub.register`.
 
     `publish`, `mutate`, `replicate`, `update` and `prefetch` raise RegistrationError, before they do anything, if the module
-    or mapping has other tensors by now: see `Hub.register`.
+    or mapping has other tensors by now: see `Hub.register`. So do `replicate`, `update` and `prefetch` if a tensor is in
+    memory that cannot be written, such as a read-only mapping of a file: that can be published only.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Weights(Unpicklable):
         RegistrationError (a tensor was replaced or resized since it was registered), OperationTimeout, GroupAborted,
         CoordinatorUnavailable, LeaseLost (once, where the coordinator has come back without its state).
         """
-        check_version(version)
+        version = check_version(version)
         self._check_publishable()
         self._memory.check_current()
         return await self._publish(version, timeout)
@@ -108,7 +109,8 @@ class Weights(Unpicklable):
 
     async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
         self._handle.stream_sync.note()
-        return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
+        with self._memory.claim.publishing():
+            return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
 
     async def unpublish(self, timeout: float | None = None) -> None:
         """Take the promise back; returns when the memory may be overwritten.
@@ -138,7 +140,7 @@ class Weights(Unpicklable):
 
     @contextlib.asynccontextmanager
     async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
-        check_version(version)
+        version = check_version(version)
         self._check_publishable()
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
@@ -176,7 +178,7 @@ class Weights(Unpicklable):
         )
         if self._worker.options.stale_weights == "error":
             raise StateError(text)
-        warnings.warn(text, StaleWeightsWarning, stacklevel=_callers_level())
+        warnings.warn(text, StaleWeightsWarning, stacklevel=callers_level())
 
     async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill the memory, which must hold no version, with a version.
@@ -196,6 +198,8 @@ class Weights(Unpicklable):
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         self._memory.check_current()
+        self._memory.check_writable()
+        self._memory.claim.check_fill()
         self._handle.stream_sync.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
@@ -220,9 +224,9 @@ class Weights(Unpicklable):
         being read), both with it still published, MutabilityViolation (it was written; unpublish() first), and whatever
         `before_write` raises.
         """
-        check_selector(selector)
+        selector = check_selector(selector)
         if at_least is not None:
-            check_version(at_least)
+            at_least = check_version(at_least)
         if before_write is not None and not callable(before_write):
             raise InvalidType(f"before_write={shown(before_write)}: give a function that takes the VersionInfo, or None")
         check_flag("staged", staged)
@@ -234,6 +238,9 @@ class Weights(Unpicklable):
             job.ask_caller(partial(self._run_hook, before_write, info))
 
         self._memory.check_current()
+        self._memory.check_writable()
+        if selector != self.version:  # else nothing is written
+            self._memory.claim.check_fill()
         self._handle.stream_sync.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)
@@ -265,8 +272,9 @@ class Weights(Unpicklable):
         GroupAborted), and as `replicate`; the tensors stay as they are.
         """
         prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
-        check_selector(selector)
+        selector = check_selector(selector)
         self._memory.check_current()
+        self._memory.check_writable()
         return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
     async def close(self, abandon: bool = False) -> None:
@@ -283,7 +291,7 @@ class Weights(Unpicklable):
         await self._thread.call(close, self._handle, self._worker.timeout_s(None))
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """How far up the stack, from whoever called this, the caller's own code is: for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("tensorhub", "contextlib"):

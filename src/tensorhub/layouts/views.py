@@ -17,7 +17,6 @@ Responsible for what can be written, and for saying what is wrong with it. Not r
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
@@ -28,6 +27,7 @@ from tensorhub.dtypes import INT_MAX
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.boxes import Box, Span, span, whole
 from tensorhub.manifest import DIMENSIONS_MAX, name_fault
+from tensorhub.types import as_integer
 
 _SLICES = "take integers, slices with a positive step (`[0:2048, ::2]`) and `...`"
 
@@ -91,7 +91,7 @@ class View:
 
     def permute(self, *dimensions: int) -> View:
         """Its dimensions in another order, as torch's `permute`."""
-        given = tuple([_integer(each) for each in dimensions])
+        given = tuple([as_integer(each) for each in dimensions])
         if any(each is None for each in given):
             raise RegistrationError(f"{self}.permute: give the numbers of dimensions, e.g. `.permute(1, 0)`")
         return self._then(_Permutation(tuple([each for each in given if each is not None])))
@@ -140,7 +140,7 @@ def source(name: str, shape: Sequence[int] | None = None) -> View:
     if shape is None:
         return View(name)
     try:
-        sizes = tuple([operator.index(size) for size in shape])
+        sizes = tuple([-1 if (found := as_integer(size)) is None else found for size in shape])
     except TypeError:
         sizes = (-1,)
     if len(sizes) > DIMENSIONS_MAX or any(not 0 <= size <= INT_MAX for size in sizes):
@@ -205,16 +205,6 @@ def parts(name: str, given: object) -> tuple[tuple[tuple[Place, View], ...], tup
 # ---------------------------------------------------------------------------------------------------- indexing
 
 
-def _integer(value: object) -> int | None:
-    """None if it is no integer; a bool would be a mask."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
 def _refused(what: object, given: object) -> str:
     """An index that cannot be taken, as it was written."""
 
@@ -231,7 +221,7 @@ def _index(given: object, what: object) -> _Index:
     items: list[int | _Slice | EllipsisType] = []
     for item in given if isinstance(given, tuple) else (given,):
         if isinstance(item, slice):
-            start, stop, step = (None if each is None else _integer(each) for each in (item.start, item.stop, item.step))
+            start, stop, step = (None if each is None else as_integer(each) for each in (item.start, item.stop, item.step))
             if (start is None) != (item.start is None) or (stop is None) != (item.stop is None):
                 raise RegistrationError(f"{_refused(what, given)}: a slice is of integers; {_SLICES}")
             if item.step is not None and (step is None or step < 1):
@@ -239,7 +229,7 @@ def _index(given: object, what: object) -> _Index:
             items.append(_Slice(start, stop, step or 1))
         elif item is ...:
             items.append(item)
-        elif (number := _integer(item)) is not None:
+        elif (number := as_integer(item)) is not None:
             items.append(number)
         else:
             raise RegistrationError(f"{_refused(what, given)}: {errors.shown(item)} is no index here; {_SLICES}")

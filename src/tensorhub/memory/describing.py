@@ -57,6 +57,14 @@ def describe(tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()) -> t
     return tuple(found)
 
 
+def check_any(tensors: Collection[object], world_size: int) -> None:
+    """RegistrationError: there are none, and no other rank either. (A rank of several may have none: a pipeline's stage
+    without an adapter.)
+    """
+    if not tensors and world_size == 1:
+        raise RegistrationError("tensors: there are none; give at least one (only a rank of several may have none)")
+
+
 def local_of(tensor: Any) -> Any:
     """What this process has of it, in place: of a DTensor its local part, of any other tensor all of it."""
     # Not `to_local()`: of a parameter that is a new object each time.

@@ -22,6 +22,7 @@ from tensorhub.digests import hasher
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import Chunk, Manifest, TensorDescription
 from tensorhub.memory.checkpoint import Checkpoint, find_files
+from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.regions import MappedRegions
 from tensorhub.memory.safetensors import Entry, Header, open_file, read_from
 
@@ -70,6 +71,7 @@ class FileMemory:
 
     digests_first = True
     device: Device | None = None
+    claim = NO_CLAIM
 
     def __init__(self, path: Path) -> None:
         self.progress: Progress = lambda done, total: None  # told of the digests, by the thread that makes them
@@ -143,6 +145,9 @@ class FileMemory:
     def check_current(self) -> None:
         """As `check_unreplaced`."""
         self.check_unreplaced()
+
+    def check_writable(self, *, again: bool = False) -> None:
+        """It is never filled."""
 
     def count_write(self) -> None:
         """It is never filled."""

@@ -14,6 +14,7 @@ from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, copy_bytes
+from tensorhub.memory.claims import NO_CLAIM, Claim
 
 PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 
@@ -76,9 +77,15 @@ class Memory(Protocol):
     metadata: bytes  # see `Manifest.metadata`
     digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
     device: Device | None  # whose memory it is; None: the CPU can address it
+    claim: Claim  # on the caller's tensors, which may be registered more than once
 
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
+
+    def check_writable(self, *, again: bool = False) -> None:
+        """RegistrationError, naming each tensor that is to be filled and cannot be written. What was found writable once is
+        looked at only `again`.
+        """
 
     def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
         """Counts of writes, of each tensor or of those with these numbers. If they are equal before and after, no write was
@@ -111,10 +118,14 @@ class FilledMemory(Memory):
     metadata = b""
     digests_first = False
     device: Device | None = None
+    claim = NO_CLAIM
     patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
 
     def check_unreplaced(self) -> None:
         """Nobody else could have replaced it."""
+
+    def check_writable(self, *, again: bool = False) -> None:
+        """It was made to be written."""
 
     def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
         return ()

@@ -1,8 +1,9 @@
 """Finds the tensors, by name, of the nn.Module or the (nested) mapping that a caller has registered. Looks anew each time.
 
-The tensors of a module are its named parameters and its persistent buffers, in the order of its `state_dict()`. Tied tensors
-appear under each of their names. `state_dict()` itself is never called: it runs hooks, and FSDP's hooks gather. The prefixes
-of torch's own wrappers are left out. Not responsible for whether a tensor can be registered (`describing`).
+The tensors of a module are its named parameters, its persistent buffers and what else it saves in place (`module_state`),
+in the order of its `state_dict()`. Tied tensors appear under each of their names. `state_dict()` itself is never called: it
+runs hooks, and FSDP's hooks gather. The prefixes of torch's own wrappers are left out. Not responsible for whether a tensor
+can be registered (`describing`).
 
 torch is never imported here. Whoever hands over a module has imported it already.
 """
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tensorhub.errors import RegistrationError, some
+from tensorhub.memory.describing import is_torch
+from tensorhub.memory.module_state import PLAIN, kept_at_parameters, plain_tensors, saved_beside, saves_more
 
 # Where torch defines a wrapper, its class, and the name under which it keeps the module that it wraps.
 _WRAPPERS = (
@@ -34,12 +38,34 @@ def is_module(value: object) -> bool:
     return isinstance(value, getattr(nn, "Module", ()))
 
 
-def resolve(given: object) -> dict[str, Any]:
-    """The present tensors of a module or of a mapping; what is in a mapping within it gets a dotted name.
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The tensors of a module or of a mapping, by name. `carried`: those of them that are no parameters or buffers, which a
+    later look must find again. `left_out`: other state of the module, by name, with what it is.
+    """
+
+    tensors: dict[str, Any]
+    carried: frozenset[str]
+    left_out: dict[str, str]
+
+
+def resolve(given: object, carried: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """The present tensors of a module or of a mapping; what is in a mapping within it gets a dotted name. `carried`: see
+    `Resolved`.
 
     RegistrationError: it is neither, two entries have one name, or a module is flattened, or gathered now, by FSDP.
     """
-    found = _Found()
+    return _resolve(given, _Found(carried)).tensors
+
+
+def resolve_all(given: object) -> Resolved:
+    """The same, at a first look, with what a module's state is besides. RegistrationError as of `resolve`."""
+    found = _resolve(given, _Found(None))
+    found.look_at_all()
+    return Resolved(found.tensors, frozenset(found.carried), found.left_out)
+
+
+def _resolve(given: object, found: _Found) -> _Found:
     try:
         if is_module(given):
             found.enter_module(given, "")
@@ -61,13 +87,21 @@ def resolve(given: object) -> dict[str, Any]:
         raise RegistrationError(
             f"tensors: two entries have one name ({names}), since nested names are joined by dots: rename one"
         )
-    return found.tensors
+    return found
 
 
 class _Found:
-    """What has been found so far."""
+    """What has been found so far. `wanted`: names of state that is carried besides parameters and buffers; None: all that
+    can be.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: frozenset[str] | None) -> None:
+        self._wanted = wanted
+        self.carried: list[str] = []
+        self.left_out: dict[str, str] = {}
+        self._saves_more: dict[type, bool] = {}
+        self._plain: list[tuple[str, Any]] = []  # tensors that are plain attributes
+        self._places: set[int] = set()  # of storages that are known
         self.tensors: dict[str, Any] = {}
         self.twice: dict[str, None] = {}  # names of more than one entry
         defined = [(_defined(where, kind), inner) for where, kind, inner in _WRAPPERS]
@@ -105,10 +139,41 @@ class _Found:
         kind = type(module)
         if kind not in self._inner:
             self._inner[kind] = self._inner_of(module, prefix)
+        if self._wanted is None or self._wanted:
+            self._enter_state(module, prefix)
         inner = self._inner[kind]
         for name, child in module._modules.items():
             if child is not None:
                 self.enter_module(child, prefix if name == inner else f"{prefix}{name}.")
+
+    def _enter_state(self, module: Any, prefix: str) -> None:
+        """What is state of this one module besides. (`state_dict()` would run hooks.)"""
+        kind = type(module)
+        if kind not in self._saves_more:
+            self._saves_more[kind] = saves_more(kind)
+        if self._saves_more[kind] and (self._wanted is None or any(name.startswith(prefix) for name in self._wanted)):
+            carried, left_out = saved_beside(module)
+            for name, tensor in carried.items():
+                if self._wanted is None or prefix + name in self._wanted:
+                    self._enter_tensor(prefix + name, tensor)
+                    self.carried.append(prefix + name)
+            self.left_out |= {prefix + name: why for name, why in left_out.items()}
+        if self._wanted is None:
+            if not self._saves_more[kind]:
+                self.left_out |= {prefix + name: why for name, why in kept_at_parameters(module)}
+            self._plain += [(prefix + name, tensor) for name, tensor in plain_tensors(module)]
+            self._places.update(_storages(module._buffers.values()))
+
+    def look_at_all(self) -> None:
+        """Sort out what can only be told once all is found."""
+        at = {str(tensor.device) for name, tensor in self.tensors.items() if name not in self.carried and is_torch(tensor)}
+        for name in [name for name in self.carried if at and str(self.tensors[name].device) not in at]:
+            self.carried.remove(name)
+            self.left_out[name] = f"it is on {self.tensors.pop(name).device}, where no parameter is"
+        self._places.update(_storages(self.tensors.values()))
+        for name, tensor in self._plain:
+            if not self._places.issuperset(_storages([tensor])):
+                self.left_out[name] = PLAIN
 
     def _inner_of(self, module: Any, prefix: str) -> str | None:
         if self._fsdp is not None and isinstance(module, self._fsdp):
@@ -129,6 +194,13 @@ def _stand_ins(module: Any) -> Iterator[Any]:
             for each in group.fsdp_params:
                 if each.sharded_state.name != "SHARDED":
                     yield getattr(each._module_info.module, each._module_info.param_name)
+
+
+def _storages(tensors: Iterable[Any]) -> Iterator[int]:
+    """Where their bytes are, of those that can tell."""
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+            yield tensor.untyped_storage().data_ptr()
 
 
 def _defined(where: str, name: str) -> type | None:

@@ -21,12 +21,14 @@ from typing import Any
 
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.dtypes import ITEMSIZE, Quantization
-from tensorhub.errors import RegistrationError
+from tensorhub.errors import RegistrationError, some
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, bytes_at
+from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.describing import (
+    check_any,
     describe,
     device_of,
     dtype_of,
@@ -37,8 +39,9 @@ from tensorhub.memory.describing import (
     quantization_of,
     shardings_of,
 )
+from tensorhub.memory.pages import read_only
 from tensorhub.memory.regions import MappedRegions, Pieces, alias_classes, check_padding, is_packed, mismatch
-from tensorhub.memory.resolving import is_module, resolve
+from tensorhub.memory.resolving import is_module, resolve, resolve_all
 from tensorhub.memory.sampling import Sample
 
 CHANGES_NAMED_MAX = 20  # tensors, in an error
@@ -84,10 +87,10 @@ class RegisteredMemory:
     metadata = b""
     digests_first = False
 
-    def __init__(self, given: Any, sources: Sources | None = None) -> None:
-        self._objects = resolve(given)
-        if not self._objects:
-            raise RegistrationError("tensors: there are none; give at least one")
+    def __init__(self, given: Any, sources: Sources | None = None, world_size: int = 1) -> None:
+        resolved = resolve_all(given)
+        self._objects, self._carried, self.left_out = resolved.tensors, resolved.carried, resolved.left_out
+        check_any(self._objects, world_size)
         self._given = given  # the caller's own, to see when it has other tensors
         self._is_module = is_module(given)
         self._is_flat = not self._is_module and all(map(self._objects.__contains__, self._given))
@@ -120,6 +123,8 @@ class RegisteredMemory:
             tensor if own else _NO_COUNT for tensor, own in zip(self._objects.values(), self._counted, strict=True)
         ]
         self._sample: Sample | None = None  # made when it is first needed
+        self.claim = NO_CLAIM  # until it is registered
+        self._is_writable = False  # as far as it was looked at
 
     def __repr__(self) -> str:
         nbytes = sum(description.nbytes for description in self.descriptions)
@@ -137,7 +142,7 @@ class RegisteredMemory:
         A module's tensors must be those that were registered, no more and no less. A mapping may lose and gain entries: the
         caller may let go of it.
         """
-        self._compare(self._given if self._is_flat else resolve(self._given))
+        self._compare(self._given if self._is_flat else resolve(self._given, self._carried))
 
     def _compare(self, now: Mapping[str, Any]) -> None:
         same_objects = all(starmap(is_, zip(map(now.get, self._objects), self._objects.values(), strict=True)))
@@ -192,6 +197,28 @@ class RegisteredMemory:
         if self._is_module:
             yield from (f"{name!r}: the module did not have it" for name in now if name not in self._tensors)
 
+    # -- may be written?
+
+    @property
+    def filled(self) -> list[TensorDescription]:
+        """Those that are not left alone (`[]` in `sources`)."""
+        return [each for each in self.descriptions if self.entries.get(each.name) != ()]
+
+    def check_writable(self, *, again: bool = False) -> None:
+        """See `Memory.check_writable`. Read-only memory may be registered, since it may be published."""
+        if self.device is not None or (self._is_writable and not again):
+            return
+        filled = self.filled
+        found = read_only([(each.address, each.extent) for each in filled])
+        if found:
+            each = [f"{filled[index].name!r}{f' (a mapping of {path})' * bool(path)}" for index, path in found.items()]
+            raise RegistrationError(
+                f"{len(found)} tensor(s) are in memory of this process that cannot be written, so that they can be "
+                f"published and not filled: {some(each)}. Register copies (`.clone()`), or map the file with copy-on-write "
+                "(numpy.memmap: mode='c'; mmap: ACCESS_COPY)"
+            )
+        self._is_writable = True
+
     # -- written?
 
     def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -229,10 +256,11 @@ class RegisteredMemory:
     def watch(self) -> Callable[[], bool] | None:
         """See `CallersMemory.watch`: no count has moved, and sampled bytes are equal.
 
-        None if a tensor has no count of its own, since a write may be anywhere in it; or if its bytes are gone.
+        None if a tensor has no count of its own, since a write may be anywhere in it; if its bytes are gone; or if there is
+        nothing to write.
         """
         versions = self.versions()
-        if -1 in versions or not all(self._counted):
+        if not versions or -1 in versions or not all(self._counted):
             return None
         sample = self._sample = self._sample or Sample(list(self._tensors.values()))
         taken = sample.take()

@@ -8,12 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 from tensorhub.dtypes import ITEMSIZE
-from tensorhub.errors import RegistrationError
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.joining import Declaration
 from tensorhub.manifest import TensorDescription
-from tensorhub.memory.describing import describe, description_of, dtype_of, is_torch, local_of, shardings_of, stride_fault
-from tensorhub.memory.resolving import resolve
+from tensorhub.memory.describing import (
+    check_any,
+    describe,
+    description_of,
+    dtype_of,
+    is_torch,
+    local_of,
+    shardings_of,
+    stride_fault,
+)
+from tensorhub.memory.resolving import resolve_all
 
 Described = tuple[tuple[TensorDescription, ...], Declaration]
 FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
@@ -21,9 +29,8 @@ FIRST_ADDRESS = 2**62  # of what has none: where no process has memory
 
 def described(given: Any, rank: int, world_size: int, sources: Sources | None, partial: bool) -> Described:
     """What `Hub.register` would be told of these. RegistrationError as there, but for a lack of memory."""
-    tensors = resolve(given)
-    if not tensors:
-        raise RegistrationError("tensors: there are none; give at least one")
+    tensors = resolve_all(given).tensors
+    check_any(tensors, world_size)
     entries, wrong_entries = entries_of(tensors, sources)
     shardings, wrong_shardings = shardings_of(tensors, entries)
     there = {name: tensor for name, tensor in tensors.items() if not _is_meta(tensor)}

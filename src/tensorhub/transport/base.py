@@ -18,7 +18,9 @@ Every transport keeps these rules:
    word has changed (R3).
 3. The digest that `receive` gives is the publisher's, carried by the source. The lane checks it, not the channel. A channel
    that copies in small pieces may also make the digests of what has arrived.
-4. Every failure is a `ReadFailure`, raised by the call that meets it. After that, the channel may only be closed.
+4. Every failure of the source, or on the way to it, is a `ReadFailure`, raised by the call that meets it. After that, the
+   channel may only be closed. A TensorHubError (a GPU has failed) or an OSError is this process' own failure: it ends the
+   reader's call, and no source is blamed.
 5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, even while the channel is connecting.
 6. No call blocks for more than `stall_timeout_s` unless the source shows that it is alive.
 7. A source that lacks submitted chunks says so within a second or so (`Lacking`). These chunks no longer count as submitted,

@@ -21,6 +21,7 @@ sources there are (the coordinator), nor for whether what arrived may be used (t
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -34,8 +35,10 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from tensorhub.errors import StateError, TensorHubError, shortage
 from tensorhub.layouts.reading import Part
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.memory.pages import read_only
 from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
 from tensorhub.runtime.data.numbered import NumberedChannel
 from tensorhub.runtime.data.serving import SharedOwner
@@ -250,8 +253,8 @@ class PullRunner:
                     self._wakeup.set()
             self._finish_if_done()
             self._read(lane, channel)
-        except ReadFailure as error:
-            failure = error.alone()
+        except (ReadFailure, OSError) as error:
+            failure = self._of_source(error)
         finally:
             self._leave(lane, failure)
 
@@ -265,11 +268,27 @@ class PullRunner:
         is_retired = False
         try:
             is_retired = self._read(lane, channel, None if lane.waits else CoreShare())
-        except ReadFailure as error:
-            failure = error.alone()
+        except (ReadFailure, OSError) as error:
+            failure = self._of_source(error)
         finally:
             if not is_retired:
                 self._leave(lane, failure)
+
+    def _of_source(self, error: ReadFailure | OSError) -> ReadFailure:
+        """The failure, if its source may be to blame. StateError: it is this process' own, which ends the pull."""
+        if isinstance(error, TensorHubError):  # some are OSErrors, too
+            raise error
+        cause: BaseException | None = error
+        while cause is not None:
+            number = getattr(cause, "errno", None)
+            if number == errno.EFAULT and self._memory.device is None and read_only(self._memory.places):
+                raise StateError("this process cannot write its own memory, into which it reads") from error
+            if isinstance(cause, OSError) and (lacks := shortage(cause)) is not None:
+                raise lacks from error
+            cause = cause.__cause__
+        if isinstance(error, OSError):
+            raise StateError(f"this process cannot read: {error}") from error
+        return error.alone()
 
     def _retire(self, lane: SourceLane) -> bool:
         """This thread helps no more, and others go on. False: there are none."""

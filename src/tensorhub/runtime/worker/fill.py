@@ -16,7 +16,7 @@ import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import RegistrationError, StateError, TensorHubError
 from tensorhub.layouts.resharded import ReshardedManifest, bundles_of, counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
@@ -135,12 +135,12 @@ class Filler:
                         recalled = self._memory.recall(content_id, chunks.manifest)
                     self._owner.keep_books(target, action.generation, content_id, chunks, recalled)
                 kept = await self._verify_kept(target, action.generation)
-                with self._counted(staged=action.staged):
+                with self._writing(staged=action.staged):
                     await self._pull_chunks(action, pull, target, chunks, kept)
                     await self._unpack(mapped)
                 root, its_roots = await self._roots(action.manifest, target, action.generation)
         except* TensorHubError as group:
-            error = _first_of(group)
+            error = self._named(_first_of(group))
             log.warning("fill_failed", registration=self._registration, reason=str(error))
             self._apply(self._member.pull_failed(error, clock.now()))
         else:
@@ -150,6 +150,15 @@ class Filler:
         finally:
             pull.runner = None  # it keeps the memory alive
             pull.ended.set()
+
+    def _named(self, error: TensorHubError) -> TensorHubError:
+        """The same error, or which tensors cannot be written (any more), which is why."""
+        if isinstance(error, StateError):
+            try:
+                self._memory.check_writable(again=True)
+            except RegistrationError as found:
+                return found
+        return error
 
     async def _roots(
         self, manifest: Manifest, target: RegistrationId, generation: int
@@ -203,7 +212,7 @@ class Filler:
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
                 work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
-                with self._counted(staged=action.staged):
+                with self._writing(staged=action.staged):
                     copied = await anyio.to_thread.run_sync(work)
                     if action.last:
                         await self._unpack(mapped)
@@ -220,12 +229,17 @@ class Filler:
             pull.ended.set()
 
     @contextlib.contextmanager
-    def _counted(self, *, staged: bool) -> Iterator[None]:
-        """The block writes the caller's tensors, if not what is staged for them; autograd may have read them meanwhile."""
-        try:
+    def _writing(self, *, staged: bool) -> Iterator[None]:
+        """The block writes the caller's tensors, if not what is staged for them; autograd may have read them meanwhile.
+        StateError: another registration has promised what is in them.
+        """
+        if staged:
             yield
-        finally:
-            if not staged:
+            return
+        with self._memory.claim.filling():
+            try:
+                yield
+            finally:
                 self._writes.library_wrote()
 
     def _note_copying(self, seconds: float) -> None:

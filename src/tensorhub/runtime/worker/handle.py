@@ -408,6 +408,8 @@ class Handle(CallersHandle):
 
     async def _open(self, action: calls.OpenGeneration) -> None:
         try:
+            if not action.complete:
+                self.memory.claim.check_fill()  # another registration may have promised it since the call began
             chunks = await self._mapped.prepare(action.manifest)
         except TensorHubError as error:
             self.interpreter.not_opened(error)

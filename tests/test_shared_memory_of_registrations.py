@@ -1,0 +1,165 @@
+"""The same memory in two registrations of a process: each may publish it, and no fill overwrites what the other holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub.errors import StateError
+from tensorhub.memory.claims import Claim
+from tensorhub.memory.tensors import RegisteredMemory
+from tests.rig import all_of, cluster, equal, gated, holds, tensors, until
+
+BOTH = r"^tensor '[abc]' of 'm' \(group 'rollout', rank 0\) shares memory with '[abc]' of 'm' \(group 'trainer', rank 0\)"
+
+
+def torch_tensors(content: int) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(each) for name, each in tensors(content).items()}
+
+
+@pytest.mark.parametrize("hubs", [1, 2])
+async def test_a_trainer_and_a_rollout_on_the_same_tensors(hubs: int) -> None:
+    """The rollout's fill is refused, the trainer's promise stands, and nobody is said to have written."""
+    async with cluster("worker", "other", "far") as c:
+        mine = torch_tensors(1)
+        trainer = await c.hubs[0].register("m", mine, group="trainer")
+        rollout = await c.hubs[hubs - 1].register("m", mine, group="rollout")
+        far = await c.hubs[2].register("m", tensors())
+        await trainer.publish(1)
+        for fill in (rollout.replicate, rollout.update):
+            with pytest.raises(StateError, match=BOTH + ", and that registration holds version 1") as caught:
+                await fill(1)
+            assert (caught.value.memory, rollout.state, trainer.state) == ("intact", "empty", "ready")
+        await far.replicate(1)
+        async with trainer.mutate(2):  # no MutabilityViolation
+            mine["a"].add_(1)
+        assert trainer.version == 2
+        await far.update(2)
+        await trainer.unpublish()
+        report = await rollout.replicate(2)  # from `far`, now that it overwrites nothing
+        assert (report.version, rollout.state) == (2, "ready")
+        with pytest.raises(
+            StateError, match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares memory with .*holds version 2"
+        ):
+            await trainer.replicate(2)
+        await rollout.close()
+        assert (await trainer.replicate(2)).version == 2
+
+
+async def test_a_fill_that_waited_while_the_trainer_published_writes_nothing() -> None:
+    """What is allowed when the call is made may be no longer when it is to write."""
+    async with cluster("worker", "far") as c:
+        mine = torch_tensors(1)
+        trainer = await c.hubs[0].register("m", mine, group="trainer")
+        rollout = await c.hubs[0].register("m", mine, group="rollout")
+        far = await c.hubs[1].register("m", tensors(7), group="far")
+        failed: list[StateError] = []
+
+        async def wait() -> None:
+            with pytest.raises(StateError, match=BOTH + ", and that registration holds version 1") as caught:
+                await rollout.update(at_least=2)
+            failed.append(caught.value)
+
+        async def publish() -> None:
+            await until(lambda: rollout._handle.interpreter.is_busy)
+            await trainer.publish(1)
+            await far.publish(2)
+
+        await all_of(wait(), publish())
+        assert failed
+        assert equal({name: each.numpy() for name, each in mine.items()}, tensors(1))
+        assert rollout.version is None
+        await trainer.unpublish()  # no MutabilityViolation
+        assert trainer.state == "empty"
+        assert (await rollout.update()).version == 2
+        assert equal({name: each.numpy() for name, each in mine.items()}, tensors(7))
+
+
+async def test_memory_that_is_filled_is_not_published() -> None:
+    with gated(0) as gate:
+        async with cluster("worker", "far") as c:
+            mine = torch_tensors(1)
+            trainer = await c.hubs[0].register("m", mine, group="trainer")
+            rollout = await c.hubs[0].register("m", mine, group="rollout")
+            await (await c.hubs[1].register("m", tensors(7))).publish(1)
+
+            async def publish() -> None:
+                await until(lambda: gate.holds)
+                with pytest.raises(
+                    StateError, match=r"'[abc]' of 'm' \(group 'trainer', rank 0\) shares .* is being filled"
+                ):
+                    await trainer.publish(2)
+                gate.open()
+
+            await all_of(rollout.replicate(1), publish())
+            assert holds({name: each.numpy() for name, each in mine.items()}, 7)
+            assert trainer.state == "empty"
+
+
+async def test_two_models_publish_what_they_share() -> None:
+    """A trunk with two heads: each step both are taken back, written and published."""
+    async with cluster("trainer", "reader") as c:
+        trunk, heads = torch.zeros(1000), [torch.zeros(4), torch.zeros(5)]
+        actor = await c.hubs[0].register("actor", {"trunk": trunk, "head": heads[0]})
+        critic = await c.hubs[0].register("critic", {"trunk": trunk, "head": heads[1]})
+        for step in range(1, 4):
+            async with actor.mutate(step), critic.mutate(step):
+                trunk.fill_(step)
+                heads[0].fill_(step)
+                heads[1].fill_(-step)
+            for model, head in (("actor", step), ("critic", -step)):
+                fetched: Any = await c.hubs[1].fetch(model, step)
+                assert (fetched["trunk"] == step).all()
+                assert (fetched["head"] == head).all()
+        assert (await actor.update(3)).changed is False  # a barrier, which writes nothing
+
+
+async def test_overlapping_views_and_tied_tensors() -> None:
+    async with cluster("worker", "far") as c:
+        whole = torch.zeros(100)
+        trainer = await c.hubs[0].register("t", {"whole": whole, "tied": whole})
+        apart = await c.hubs[0].register("u", {"x": torch.zeros(10)})
+        views = ((whole[10:20], True), (whole[:1], True), (whole[99:], True), (whole[:0], False))
+        for number, (view, shares) in enumerate(views):
+            await trainer.publish(number)
+            reader = await c.hubs[0].register("u", {"x": view}, group=f"g{len(view)}{view.storage_offset()}")
+            if shares:
+                with pytest.raises(StateError, match=r"'x' of 'u' .* shares memory with '(whole|tied)' of 't'"):
+                    await reader.replicate(1)
+            await trainer.unpublish()
+            await reader.close()
+        await (await c.hubs[1].register("u", {"x": torch.ones(10)})).publish(1)
+        await trainer.publish(50)
+        await apart.replicate(1)
+        await trainer.unpublish()
+        await (await c.hubs[1].register("t", {"whole": (one := torch.ones(100)), "tied": one})).publish(100)
+        await trainer.replicate(100)
+        assert whole.eq(1).all()
+
+
+def test_claims_end_with_their_memory_and_with_a_fork() -> None:
+    memory, other = RegisteredMemory(tensors(1)), RegisteredMemory(tensors(1))
+    alone = Claim("alone", other.descriptions, lambda: "holds version 1")
+    first, second = Claim("a", memory.descriptions, lambda: "holds version 1"), Claim("b", memory.descriptions, str)
+    with pytest.raises(
+        StateError, match=r"'[abc]' of b shares memory with '[abc]' of a, and that registration holds version 1: "
+    ):
+        second.check_fill()
+    first.check_fill()
+    alone.check_fill()
+    pid = os.fork()
+    if not pid:
+        try:
+            third = Claim("c", memory.descriptions, str)  # of the child's own hub
+            third.check_fill()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    del first
+    gc.collect()
+    second.check_fill()
