@@ -2,7 +2,7 @@
 
 import sys
 
-from benches import busy, calls, capped, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny, wan
+from benches import busy, calls, capped, files, gpu, imports, one_sided, one_to_n, plan, resharded, strided, tiny, wan
 from benches.scale import core
 
 SUBJECTS = {
@@ -11,6 +11,7 @@ SUBJECTS = {
     "capped": capped.main,
     "files": files.main,
     "gpu": gpu.main,
+    "imports": imports.main,
     "one_sided": one_sided.main,
     "one_to_n": one_to_n.main,
     "plan": plan.main,

@@ -2,6 +2,8 @@
 
 Exit codes: 0 it worked; 1 the operation failed; 2 the arguments or files cannot be used; 128 + n signal n ended it (130 is
 Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`. Only results go to stdout.
+
+`tensorhub --help` imports this module, so the module imports little.
 """
 
 from __future__ import annotations
@@ -20,28 +22,19 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
-import anyio
 import typer
-from anyio.abc import TaskStatus
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 
 import tensorhub
 from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError, VersionUnavailable
-from tensorhub.hub import Hub
-from tensorhub.protocol.secret import read_token_file
-from tensorhub.types import parse_address, printable
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
+    from tensorhub.hub import Hub
 
 FAILED = 1
 USAGE = 2
@@ -69,7 +62,7 @@ TokenFileOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-Connect = Callable[..., AbstractAsyncContextManager[Hub]]
+Connect: TypeAlias = "Callable[..., AbstractAsyncContextManager[Hub]]"
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 
 
@@ -144,6 +137,8 @@ def check_address(address: str | None) -> str:
     """The address that a command was given; a usage error if there is none or it is not one."""
     if address is None:
         raise usage("no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS")
+    from tensorhub.types import parse_address
+
     with checking():
         parse_address(address)
     return address
@@ -176,6 +171,8 @@ def format_bytes(nbytes: int) -> str:
 def check_token_file(path: Path | None) -> Path | None:
     """The token file that a command was given; a usage error if it cannot be used now."""
     if path is not None:
+        from tensorhub.protocol.secret import read_token_file
+
         with checking():
             read_token_file(path)
     return path
@@ -220,6 +217,8 @@ def run(
 
     `sigterm_is_ordinary`: asked when SIGTERM has come; True makes the exit code 0.
     """
+    import anyio
+
     logs_to_stderr(logs)
     try:
         code = anyio.run(_until_signal, body)
@@ -249,6 +248,8 @@ def checking_output() -> Iterator[None]:
 
 def report(error: BaseException) -> int:
     """Print an expected error as one line and return its exit code; raise anything else, a bug, again."""
+    from tensorhub.types import printable
+
     leaf = leaf_of(error)
     match leaf:
         case CommandError():
@@ -271,6 +272,8 @@ def leaf_of(error: BaseException) -> BaseException:
 
 def print_table(table: Table) -> None:
     """A table on stdout. In a file or a pipe: plain text, and each row whole, on one line."""
+    from rich.console import Console
+
     console = Console()
     if console.is_terminal:
         console.print(table)
@@ -283,6 +286,9 @@ def print_table(table: Table) -> None:
 
 def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
     """Bars on stderr; disabled if that is no terminal or nobody wants them."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
@@ -290,6 +296,8 @@ def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
 @contextlib.contextmanager
 def bytes_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr. It is told (bytes done, bytes in all), from any thread."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with progress_bars(*columns, TimeRemainingColumn(), quiet=quiet) as progress:
         task = progress.add_task(title, total=None)
@@ -313,6 +321,8 @@ def import_shipped(name: str) -> Any:
 
 async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:
     """The code of `body`, or 128 + n if signal n cancelled it. A second signal ends the process without waiting."""
+    import anyio
+
     code = 0
     failure: Exception | None = None
     scope = anyio.CancelScope()

@@ -228,8 +228,8 @@ async def _wait_until_ready(child: AsyncChildProcess) -> None:
         with anyio.fail_after(START_S_MAX):
             await child.hear()
     except (TimeoutError, ChildEnded) as error:
-        text = f"a process for seeds did not start: {error or f'it was not ready within {START_S_MAX:g} s'}"
-        raise common.CommandError("NotStarted", text) from error
+        reason = str(error) or f"it was not ready within {START_S_MAX:g} s"
+        raise common.CommandError("NotStarted", f"a process for seeds did not start: {reason}") from error
 
 
 async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[SeedResult, bool]:
