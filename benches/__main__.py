@@ -2,7 +2,22 @@
 
 import sys
 
-from benches import busy, calls, capped, early_digests, files, gpu, one_sided, one_to_n, plan, resharded, strided, tiny, wan
+from benches import (
+    busy,
+    calls,
+    capped,
+    early_digests,
+    files,
+    gpu,
+    imports,
+    one_sided,
+    one_to_n,
+    plan,
+    resharded,
+    strided,
+    tiny,
+    wan,
+)
 from benches.scale import core
 
 SUBJECTS = {
@@ -12,6 +27,7 @@ SUBJECTS = {
     "early_digests": early_digests.main,
     "files": files.main,
     "gpu": gpu.main,
+    "imports": imports.main,
     "one_sided": one_sided.main,
     "one_to_n": one_to_n.main,
     "plan": plan.main,

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import settings
 
 from benches.prepared import popen
+from tensorhub.cli.app import COMMANDS
 from tensorhub.logs import repeats
 
 MODULES = (  # of prepared children
     "tests.processes.actor",
     "tensorhub.sync",
-    "tensorhub.cli.app",
+    "tensorhub.embedded",
+    *(f"tensorhub.cli.{command}" for command in COMMANDS),
     "anyio._backends._asyncio",
     "anyio._backends._trio",
 )

@@ -47,6 +47,19 @@ def test_it_can_be_killed_and_is_collected() -> None:
     assert children(os.getpid()) == before
 
 
+def test_after_a_start_that_was_broken_off_the_next_child_is_the_one_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def late(channel: object, length: int) -> bytes:
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("benches.prepared._exactly", late)
+        with pytest.raises(TimeoutError):
+            subprocess.run([sys.executable, "-c", "raise SystemExit(1)"], timeout=60)
+    assert subprocess.run([sys.executable, "-c", "raise SystemExit(2)"], timeout=60).returncode == 2
+
+
 def test_what_is_left_is_collected_at_its_end() -> None:
     assert subprocess.run([sys.executable, "-c", KEEPS], stdout=-1, text=True, timeout=60).stdout == "gone\n"
 

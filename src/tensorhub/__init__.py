@@ -1,42 +1,45 @@
 """TensorHub: the weights of any live model version, fetched from the memory of the workers that hold them.
 
-This module holds the public names and no logic. Importing it imports no torch.
+This module holds the public names and no logic. Importing it imports nothing: a name's module is imported when the name is
+first used.
 """
 
-from tensorhub.embedded import Coordinator, serve
-from tensorhub.errors import (
-    AuthenticationFailed,
-    CoordinatorUnavailable,
-    DrainTimeout,
-    GroupAborted,
-    IntegrityError,
-    InvalidType,
-    InvalidValue,
-    LeaseLost,
-    LeftOutStateWarning,
-    ManifestMismatch,
-    MutabilityViolation,
-    OperationTimeout,
-    ProtocolError,
-    RegistrationError,
-    RetentionError,
-    StaleWeightsWarning,
-    StateError,
-    TensorHubError,
-    TransportUnavailable,
-    VersionConflict,
-    VersionUnavailable,
-)
-from tensorhub.fetched import Fetched
-from tensorhub.hub import Hub, connect
-from tensorhub.layouts.views import at, source
-from tensorhub.model_summary import ModelSummary
-from tensorhub.protocol.secret import read_only_token
-from tensorhub.read_plan import PlannedSource, ReadPlan
-from tensorhub.runtime.sigterm import leave_on_sigterm
-from tensorhub.transport.shm.segments import shared_empty_like
-from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
-from tensorhub.weights import Weights
+TYPE_CHECKING = False  # a type checker takes it for typing's own, whose import would cost more than all of this module
+if TYPE_CHECKING:
+    from tensorhub.embedded import Coordinator, serve
+    from tensorhub.errors import (
+        AuthenticationFailed,
+        CoordinatorUnavailable,
+        DrainTimeout,
+        GroupAborted,
+        IntegrityError,
+        InvalidType,
+        InvalidValue,
+        LeaseLost,
+        LeftOutStateWarning,
+        ManifestMismatch,
+        MutabilityViolation,
+        OperationTimeout,
+        ProtocolError,
+        RegistrationError,
+        RetentionError,
+        StaleWeightsWarning,
+        StateError,
+        TensorHubError,
+        TransportUnavailable,
+        VersionConflict,
+        VersionUnavailable,
+    )
+    from tensorhub.fetched import Fetched
+    from tensorhub.hub import Hub, connect
+    from tensorhub.layouts.views import at, source
+    from tensorhub.model_summary import ModelSummary
+    from tensorhub.protocol.secret import read_only_token
+    from tensorhub.read_plan import PlannedSource, ReadPlan
+    from tensorhub.runtime.sigterm import leave_on_sigterm
+    from tensorhub.transport.shm.segments import shared_empty_like
+    from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
+    from tensorhub.weights import Weights
 
 __version__ = "0.1.0"
 
@@ -83,3 +86,43 @@ __all__ = [
     "shared_empty_like",
     "source",
 ]
+
+_MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")  # that need no import of their own
+_MODULE_OF = dict.fromkeys(__all__, "errors") | {
+    "Coordinator": "embedded",
+    "FetchReport": "types",
+    "Fetched": "fetched",
+    "Hub": "hub",
+    "Location": "types",
+    "ModelInfo": "types",
+    "ModelSummary": "model_summary",
+    "Options": "types",
+    "PlannedSource": "read_plan",
+    "ReadPlan": "read_plan",
+    "SourceReport": "types",
+    "VersionInfo": "types",
+    "Weights": "weights",
+    "at": "layouts.views",
+    "connect": "hub",
+    "leave_on_sigterm": "runtime.sigterm",
+    "read_only_token": "protocol.secret",
+    "serve": "embedded",
+    "shared_empty_like": "transport.shm.segments",
+    "source": "layouts.views",
+}
+
+if not TYPE_CHECKING:  # else every name would be taken for one of this module's
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value  # the next use comes straight to it
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_MODULES})

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tensorhub
-from tensorhub.cli.app import app
+from tensorhub.cli.app import COMMANDS, app
 
 
 def test_version() -> None:
@@ -34,9 +34,6 @@ def test_what_cannot_be_printed_is_an_error_in_one_line(unbuffered: str) -> None
     assert done.returncode == 1
 
 
-COMMANDS = ("serve", "demo", "status", "publish", "fetch", "plan", "seed", "simulate", "doctor", "bench", "token")
-
-
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("token", "new"), ("token", "read-only")])
 def test_help(command: tuple[str, ...]) -> None:
     """At 80 columns: whole words, paragraphs that fill their lines, nothing cut, and no ranges of 64 bits."""
@@ -53,7 +50,7 @@ def test_help(command: tuple[str, ...]) -> None:
         assert not after or not line or len(line) + 1 + len(after.split()[0]) > 78, line
 
 
-def test_every_command_is_known_here() -> None:
-    assert {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} | {
-        group.name for group in app.registered_groups
-    } == set(COMMANDS)
+def test_a_wrong_command_is_told_a_right_one_and_imports_none() -> None:
+    program = "import sys; from tensorhub.cli.app import app; app(['stauts'], standalone_mode=False)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "No such command 'stauts'. Did you mean 'status'?" in done.stderr

@@ -19,11 +19,9 @@ from tests.cli.processes import alive, children, eventually, run_here
 from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, THIN, WAVERS
 
 ROOT = Path(__file__).parents[2]
-SEED_S_MAX = 6.0
-PROGRAM = f"""
+PROGRAM = """
 import tensorhub.cli.simulate
 tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
-tensorhub.cli.simulate.SEED_S_MAX = {SEED_S_MAX}
 from tensorhub.cli import main
 main()
 """
@@ -31,11 +29,10 @@ PATH = os.pathsep.join(str(place) for place in (ROOT, *filter(None, [os.environ.
 ENVIRONMENT = os.environ | {"PYTHONPATH": PATH, "COLUMNS": "200"}
 
 
-def simulate(*arguments: object) -> subprocess.CompletedProcess[str]:
+def simulate(*arguments: object, search: str = "tests.testing.standin") -> subprocess.CompletedProcess[str]:
     """The command in this process; those that run the seeds are its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tensorhub.cli.simulate.SEARCH", "tests.testing.standin")
-        patch.setattr("tensorhub.cli.simulate.SEED_S_MAX", SEED_S_MAX)
+        patch.setattr("tensorhub.cli.simulate.SEARCH", search)
         for name in ("PYTHONPATH", "COLUMNS"):
             patch.setenv(name, ENVIRONMENT[name])
         return run_here("simulate", *map(str, arguments))
@@ -116,10 +113,25 @@ def test_a_process_that_ends_costs_its_seed_only() -> None:
     assert found["seeds"] == 22
 
 
-def test_a_seed_that_does_not_end_fails() -> None:
+def test_a_seed_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub.cli.simulate.SEED_S_MAX", 6.0)
     code, found = simulate_json("--seeds", 2, "--start", SLEEPS, "--jobs", 1, "--failures-max", 2)
     assert (code, found["seeds"]) == (1, 1)
     assert found["failures"][0]["failure"] == "it did not end within 6 s"
+
+
+def test_the_imports_of_a_process_are_not_the_time_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub.cli.simulate.SEED_S_MAX", 3.0)
+    monkeypatch.setenv("START_S", "3")
+    done = simulate("--seed", 60, "--events", 10, search="tests.testing.slow_start")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_process_that_does_not_start_is_an_error_and_no_failed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("START_S", "never")
+    done = simulate("--seed", 60, "--events", 10, search="tests.testing.slow_start")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: NotStarted: a process for seeds did not start: its process ended with exit code 1\n"
 
 
 def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import xxhash
 
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
 from tensorhub.digests import pack
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Selection
@@ -391,15 +392,15 @@ def _serve(
         with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
             _check_listed(read, hears.receive(codec.FROM_OWNER), memory, held)
         return True
-    wanted = [chunk for first, count in read.runs for chunk in range(first, first + count)]
+    # Of a longer run nothing is expected: where it is not refused, the read itself is, and its runs are not looked at.
+    wanted = [chunk for first, count in read.runs for chunk in range(first, first + min(count, CHUNKS_PER_ACCESS_MAX))]
     right = (read.registration, read.generation, read.content_id)
     chunk_of = _selected_chunk if read.selection else _chunk
     count, of = (len(OF), OF) if read.selection else (CHUNKS, [(chunk,) for chunk in range(CHUNKS)])
     is_away = isinstance(read, Locate) and not (lane.is_local and read.transport in NAMES[:3])
     expected: list[int] = []
     last: type | None = ReadRefused
-    strides = not isinstance(read, Locate) or read.transport in ("cma", "shm")
-    if isinstance(read, Locate) and (read.transport not in NAMES or (read.selection and not is_away and not strides)):
+    if isinstance(read, Locate) and read.transport not in NAMES:
         last = NotThisWay
     elif (
         held is not None

@@ -1,26 +1,39 @@
-"""The typer application: its options and the registration of its commands."""
+"""The typer application: its options and the names of its commands.
 
-from collections.abc import Callable
-from typing import Annotated
+A command's module is imported when the command is called: help and a usage error need none of them.
+"""
+
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import tensorhub
-from tensorhub.cli.bench import bench
 from tensorhub.cli.common import EXIT_CODES, HELP, reporting
-from tensorhub.cli.demo import demo
-from tensorhub.cli.doctor import doctor
-from tensorhub.cli.fetch import fetch
-from tensorhub.cli.plan import plan
-from tensorhub.cli.publish import publish
-from tensorhub.cli.seed import seed
-from tensorhub.cli.serve import serve
-from tensorhub.cli.simulate import simulate
-from tensorhub.cli.status import status
-from tensorhub.cli.token import token
+
+
+class _Commands(TyperGroup):
+    """A group that knows the names and short helps of its commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load(name), rest
+
+
+def _load(name: str | None) -> Any:
+    """The command of this name."""
+    command = getattr(import_module(f"tensorhub.cli.{name}"), str(name))
+    if not isinstance(command, typer.Typer):
+        one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        one.command(epilog=EXIT_CODES, context_settings=HELP)(reporting(command))
+        command = one
+    return typer.main.get_command(command)
+
 
 app = typer.Typer(
     name="tensorhub",
+    cls=_Commands,
     help="Fetch model weights from the memory of the workers that hold them.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -47,18 +60,18 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-_COMMANDS: dict[Callable[..., None], str] = {
-    serve: "Run a coordinator.",
-    demo: "Train a small model here, with rollouts that follow.",
-    status: "Show versions, replicas, running reads and workers.",
-    publish: "Publish safetensors files, and serve them.",
-    fetch: "Fetch a version into safetensors files.",
-    plan: "Show what a reader would read from whom.",
-    seed: "Hold the newest version in memory, for a site.",
-    simulate: "Search for broken guarantees in a simulated cluster.",
-    doctor: "Say which transports work on this machine.",
-    bench: "Compare with this machine's ceilings and with peers.",
+COMMANDS = {
+    "serve": "Run a coordinator.",
+    "demo": "Train a small model here, with rollouts that follow.",
+    "status": "Show versions, replicas, running reads and workers.",
+    "publish": "Publish safetensors files, and serve them.",
+    "fetch": "Fetch a version into safetensors files.",
+    "plan": "Show what a reader would read from whom.",
+    "seed": "Hold the newest version in memory, for a site.",
+    "simulate": "Search for broken guarantees in a simulated cluster.",
+    "doctor": "Say which transports work on this machine.",
+    "bench": "Compare with this machine's ceilings and with peers.",
+    "token": "Make tokens, also read-only ones.",
 }
-for _command, _short in _COMMANDS.items():
-    app.command(short_help=_short, epilog=EXIT_CODES, context_settings=HELP)(reporting(_command))
-app.add_typer(token, name="token", short_help="Make tokens, also read-only ones.")
+for _name, _short in COMMANDS.items():
+    app.command(_name, short_help=_short)(lambda: None)  # `_load` has the command itself

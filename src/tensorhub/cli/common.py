@@ -2,6 +2,8 @@
 
 Exit codes: 0 it worked; 1 the operation failed; 2 the arguments or files cannot be used; 128 + n signal n ended it (130 is
 Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`. Only results go to stdout.
+
+`tensorhub --help` imports this module, so the module imports little.
 """
 
 from __future__ import annotations
@@ -19,29 +21,20 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
-import anyio
 import typer
-from anyio.abc import TaskStatus
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 
 import tensorhub
 from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
-from tensorhub.hub import Hub
-from tensorhub.opening import Opening
-from tensorhub.protocol.secret import read_token_file
-from tensorhub.types import Options, parse_address, printable
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskStatus
+    from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
+
+    from tensorhub.hub import Hub
+    from tensorhub.opening import Opening
 
 FAILED = 1
 USAGE = 2
@@ -69,7 +62,7 @@ TokenFileOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
-Connect = Callable[..., Opening[Hub]]
+Connect: TypeAlias = "Callable[..., Opening[Hub]]"
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 
 
@@ -144,6 +137,8 @@ def check_address(address: str | None) -> str:
     """The address that a command was given; a usage error if there is none or it is not one."""
     if address is None:
         raise usage("no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS")
+    from tensorhub.types import parse_address
+
     with checking():
         parse_address(address)
     return address
@@ -162,11 +157,11 @@ def checking(option: str = "", *, instead: str = "", kind: str = "usage") -> Ite
         raise CommandError(kind, text, USAGE) from error
 
 
-def connecting(address: str | None, token_file: Path | None, options: Options | None = None) -> Connect:
+def connecting(address: str | None, token_file: Path | None, options: tensorhub.Options | None = None) -> Connect:
     """What connects to the coordinator that a command was given; a usage error if it cannot be used. It fails at once if no
     coordinator is there, unless `options` say that it waits for one.
     """
-    at_once = Options(coordinator_wait_s=0)
+    at_once = tensorhub.Options(coordinator_wait_s=0)
     return functools.partial(
         tensorhub.connect, check_address(address), token=check_token_file(token_file), options=options or at_once
     )
@@ -181,6 +176,8 @@ def format_bytes(nbytes: int) -> str:
 def check_token_file(path: Path | None) -> Path | None:
     """The token file that a command was given; a usage error if it cannot be used now."""
     if path is not None:
+        from tensorhub.protocol.secret import read_token_file
+
         with checking():
             read_token_file(path)
     return path
@@ -195,8 +192,10 @@ async def connected(connect: Connect, wait_s: float, until: str, *, quiet: bool)
         if not wait_s or not error.retryable:
             raise
         if not quiet:
+            from tensorhub.types import printable
+
             print(f"waiting {until}: {printable(str(error))}", file=sys.stderr, flush=True)
-        hub = await connect(options=Options(coordinator_wait_s=wait_s))
+        hub = await connect(options=tensorhub.Options(coordinator_wait_s=wait_s))
     async with hub:
         yield hub
 
@@ -240,6 +239,8 @@ def run(
 
     `sigterm_is_ordinary`: asked when SIGTERM has come; True makes the exit code 0.
     """
+    import anyio
+
     logs_to_stderr(logs)
     try:
         code = anyio.run(_until_signal, body)
@@ -269,6 +270,8 @@ def checking_output() -> Iterator[None]:
 
 def report(error: BaseException) -> int:
     """Print an expected error as one line and return its exit code; raise anything else, a bug, again."""
+    from tensorhub.types import printable
+
     leaf = leaf_of(error)
     match leaf:
         case CommandError():
@@ -291,6 +294,8 @@ def leaf_of(error: BaseException) -> BaseException:
 
 def print_table(table: Table) -> None:
     """A table on stdout. In a file or a pipe: plain text, and each row whole, on one line."""
+    from rich.console import Console
+
     console = Console()
     if console.is_terminal:
         console.print(table)
@@ -303,6 +308,9 @@ def print_table(table: Table) -> None:
 
 def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
     """Bars on stderr; disabled if that is no terminal or nobody wants them."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
@@ -310,6 +318,8 @@ def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
 @contextlib.contextmanager
 def bytes_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr. It is told (bytes done, bytes in all), from any thread."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with progress_bars(*columns, TimeRemainingColumn(), quiet=quiet) as progress:
         task = progress.add_task(title, total=None)
@@ -333,6 +343,8 @@ def import_shipped(name: str) -> Any:
 
 async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:
     """The code of `body`, or 128 + n if signal n cancelled it. A second signal ends the process without waiting."""
+    import anyio
+
     code = 0
     failure: Exception | None = None
     scope = anyio.CancelScope()

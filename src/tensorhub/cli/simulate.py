@@ -30,6 +30,7 @@ from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, SeedRe
 SEARCH = "tensorhub.testing.search"
 SEEDS_END = 2**63  # seeds are below this
 EVENTS = 1000
+START_S_MAX = 300.0  # for a child's imports: two seconds on a quiet machine, many times that on a busy one
 SEED_S_MAX = 300.0  # for one seed; a run of it takes about a second
 TWICE_EACH = 50  # one of so many seeds is run again, in another process
 
@@ -207,6 +208,7 @@ async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], 
                 environment = os.environ | {"PYTHONHASHSEED": str(next(hash_seeds))}
                 child = AsyncChildProcess("its process", command, environment=environment, keeps_errors=False)
                 children.append(child)
+                await _wait_until_ready(child)
                 seed: int | None = first
                 while seed is not None:
                     result, can_go_on = await _run_seed(plan, seed, child)
@@ -218,6 +220,16 @@ async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], 
     async with anyio.create_task_group() as tasks:
         for _ in range(min(plan.jobs, len(seeds))):
             tasks.start_soon(work)
+
+
+async def _wait_until_ready(child: AsyncChildProcess) -> None:
+    """Imports take a child longer than a seed does, and do not count as the seed's time. Raises CommandError."""
+    try:
+        with anyio.fail_after(START_S_MAX):
+            await child.hear()
+    except (TimeoutError, ChildEnded) as error:
+        reason = str(error) or f"it was not ready within {START_S_MAX:g} s"
+        raise common.CommandError("NotStarted", f"a process for seeds did not start: {reason}") from error
 
 
 async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[SeedResult, bool]:

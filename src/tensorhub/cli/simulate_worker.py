@@ -16,10 +16,11 @@ FRAMES_MAX = 12  # of the traceback of an error that is no broken guarantee
 
 
 def main(module: str) -> None:
-    """Run what the parent says with `module.run_seed`."""
+    """Say that the imports are done; then run what the parent says with `module.run_seed`."""
     commands: queue.SimpleQueue[Line] = queue.SimpleQueue()
     parent = Parent(commands.put)
     search = importlib.import_module(module)
+    parent.say()
     while True:
         parent.say(**run(search, **commands.get()))
 
