@@ -6,6 +6,10 @@ Not responsible for what the bytes are of (`tensors`, `regions`), nor for bytes 
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterator
 
 from tensorhub.cuda.device import DeviceBytes
 
@@ -32,6 +36,30 @@ def copy_bytes(source: Bytes, target: Bytes) -> None:
             return
     # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
     ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
+
+
+def guarded_pieces(view: memoryview, piece_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a view, copied by the kernel into a buffer that each piece overwrites. OSError (EFAULT): some of them are
+    not mapped any more; a direct access would end the process with SIGSEGV. Without a descriptor for the buffer, the pieces
+    are views of the bytes themselves.
+    """
+    nbytes = min(piece_bytes, view.nbytes)
+    try:
+        descriptor = os.memfd_create("tensorhub-digest", os.MFD_CLOEXEC)
+    except OSError:
+        yield from (view[offset : offset + nbytes] for offset in range(0, view.nbytes, nbytes))
+        return
+    try:
+        os.ftruncate(descriptor, nbytes)
+        with mmap.mmap(descriptor, nbytes) as buffer, memoryview(buffer) as copied:
+            for offset in range(0, view.nbytes, nbytes):
+                piece = view[offset : offset + nbytes]
+                if os.pwrite(descriptor, piece, 0) != piece.nbytes:
+                    raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+                with copied[: piece.nbytes] as there:
+                    yield there
+    finally:
+        os.close(descriptor)
 
 
 class PyBuffer(ctypes.Structure):

@@ -22,7 +22,7 @@ from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
-from tensorhub.memory.addresses import Bytes, address_of, copy_bytes
+from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
 from tensorhub.memory.covering import Covered, Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided
 from tensorhub.strips import Strip
@@ -33,6 +33,8 @@ SELECTED_CHUNK_BYTES_MAX = 64 * 2**20  # of a selection, or 16 of the shard's ow
 REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
 PARTS_MIN, PART_BYTES = 2**14, 64  # a selection may say so many parts, and one more for so many bytes of a shard
 COVERS_MAX = 2**22  # of a selection: chunks of the memory that its chunks touch, in all
+GUARDED_BYTES = 256 * 2**10  # that the kernel copies at a time: they stay in a core's cache
+GUARDED_BYTES_MIN = 4096  # less is read directly: torch's allocator keeps its page mapped
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
 
 
@@ -274,6 +276,17 @@ class ChunkMemory:
         if not self.is_digested:
             return [int.from_bytes(hashlib.sha256(self.buffer(chunk)).digest(), "big") for chunk in chunks]
         return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
+
+    def guarded_digest(self, chunk: int) -> int:
+        """As `digest`, of host memory that its owner may free meanwhile. OSError (EFAULT): it is not mapped any more."""
+        if not self.width:
+            return 0
+        made = xxhash.xxh3_64() if self.is_digested else hashlib.sha256()
+        views = chain.from_iterable(self.outgoing(chunk)) if self.is_strided else [self.buffer(chunk)]
+        for view in views:
+            for piece in guarded_pieces(view, GUARDED_BYTES) if view.nbytes >= GUARDED_BYTES_MIN else [view]:
+                made.update(piece)
+        return int.from_bytes(made.digest(), "big")
 
     def _digests_on_device(self, device: Device, chunks: Sequence[int]) -> list[int]:
         """They are gathered first: a device digests what is in one piece."""

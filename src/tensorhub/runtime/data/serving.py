@@ -529,7 +529,10 @@ class SharedOwner:
         """A chunk that has not its digest any more, of those that vouch for this access."""
         with self._changed:
             memory, known = self._memory[access.registration], self._owner.vouched_by(access)
-        return next((chunk for chunk, made in _made(memory, list(known)) if made != known[chunk]), None)
+        try:
+            return next((chunk for chunk, made in _made(memory, list(known)) if made != known[chunk]), None)
+        except OSError:  # it was freed meanwhile
+            return next(iter(known))
 
     def _begin(
         self,
@@ -554,7 +557,11 @@ class SharedOwner:
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
         """The access' chunks with their digests (0: there are none); missing ones are made and kept. CannotServe."""
         missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
-        kept = {chunk: self.keep_digest(access, memory, chunk, made) for chunk, made in _made(memory, missing)}
+        try:
+            kept = {chunk: self.keep_digest(access, memory, chunk, made) for chunk, made in _made(memory, missing)}
+        except OSError as error:  # it was freed meanwhile
+            self._break(access.registration, access.generation, 0 if access.selection else missing[0])
+            raise CannotServe(BROKEN.reason) from error
         known = zip(access.chunks, access.digests, strict=True)
         return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
 
@@ -650,7 +657,7 @@ def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int
         yield from zip(chunks, memory.digests(chunks), strict=True)
         return
     for chunk in chunks:
-        yield chunk, memory.digest(chunk)
+        yield chunk, memory.guarded_digest(chunk)
 
 
 def _words_for(sides: Sequence[OwnerSide]) -> GenerationWords | None:
