@@ -672,3 +672,29 @@ def test_a_prefetch_in_mid_read_goes_on_although_its_version_is_about_to_be_held
     cluster.run()
     assert (update.number, prefetch.has_ended()) == (1, True)
     assert copy.member.state is not HandleState.FILLING
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("selector", ["latest", "available"])
+def test_who_is_back_before_its_source_does_not_go_over_to_a_newer_version(selector: str, kept: bool) -> None:
+    cluster = StepwiseCluster()
+    trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    other.replicate()
+    cluster.run()
+    call = reader.replicate(selector)
+    read_half(cluster, reader)
+    pull = reader.pull
+    trainer.unpublish()
+    run_but(cluster, "read")
+    trainer.publish(2)
+    run_but(cluster, "read")
+    restart(cluster, but=[trainer, other], kept=kept)
+    run_but(cluster, "read")
+    assert reader.pull is pull is not None
+    for handle in (trainer, other):
+        handle.worker.connect()
+    cluster.run()
+    assert (call.number, reads(cluster, reader)) == (1, [1])

@@ -167,9 +167,11 @@ class Fills:
         return self._is_there_another_way(operation, operation.bound)
 
     def _selects_another(self, operation: Operation) -> bool:
-        """R12: whether the bound version cannot be read any more, and the selector of the call names another version now."""
+        """R12: whether the bound version cannot be read any more, and the selector of the call names another version now.
+        In its first lease a coordinator waits for holders that may come back, and that may still be read (G8).
+        """
         call, parts = first_call(operation), operation.parts.values()
-        if operation.calls_number or ways.serve(operation):
+        if operation.calls_number or self._cluster.is_recovering or ways.serve(operation):
             return False
         if operation.writing and not any(wants_source(part) or self._testimonies.cannot_be_proved(part) for part in parts):
             return False

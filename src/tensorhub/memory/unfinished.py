@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class Unfinished:
             with contextlib.suppress(FileExistsError):
                 self.directory.mkdir()
             status = self.directory.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            if not stat.S_ISDIR(status.st_mode) or not _is_own(status, place):
                 raise StateError(f"{self.directory} is another user's, or no directory: remove it, or take another place")
         except BaseException:
             self._unlock()
@@ -71,7 +72,10 @@ class Unfinished:
         found = os.pread(self._descriptor, KEY_BYTES + chunks * entry, 0)
         if found[:KEY_BYTES] != key:
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, key, 0)
+            try:
+                os.pwrite(self._descriptor, key, 0)
+            except OSError:  # the files may have taken the last block of the disk
+                self._width = 0
         else:
             for chunk, at in enumerate(range(KEY_BYTES, len(found) - entry + 1, entry)):
                 if found[at]:
@@ -123,21 +127,38 @@ def _lock(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise StateError(f"{path} is another user's: remove it, or take another place")
+            if not stat.S_ISREG(status.st_mode) or not _is_own(status, path.parent):
+                raise StateError(f"{path} is another user's, or no file: remove it, or take another place")
+            if not _flock(descriptor, path):
+                path.unlink()
+                os.close(descriptor)
+                return -1
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(status, path.lstat()):  # else its last owner has just removed it
                     return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            raise StateError(f"another fetch writes there now ({path}): wait for its end", retryable=True) from None
-        except OSError:
-            os.close(descriptor)
-            path.unlink()
-            return -1
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _flock(descriptor: int, path: Path) -> bool:
+    """Lock it. False: the filesystem has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StateError(f"another fetch writes there now ({path}): wait for its end", retryable=True) from None
+    except OSError:
+        return False
+    return True
+
+
+def _is_own(status: os.stat_result, place: Path) -> bool:
+    """Whether this user has made it, as far as the filesystem tells: some give whatever is made there to one user (NFS that
+    squashes root, CIFS, FUSE).
+    """
+    if status.st_uid == os.geteuid():
+        return True
+    with tempfile.TemporaryFile(dir=place) as made:
+        return status.st_uid == os.fstat(made.fileno()).st_uid

@@ -358,6 +358,13 @@ class InPieces(Nowhere):
     is_strided = True
 
 
+@pytest.mark.parametrize("address", ["tcp://", "tcp://127.0.0.1", "tcp://[::1]:70000"])
+def test_a_source_whose_address_is_none_is_unreachable(address: str) -> None:
+    granted = replace(grant("tcp"), endpoints=(Endpoint("tcp", address),))
+    with pytest.raises(ReadFailure, match="not a TensorHub address"):
+        chosen(channels_of(Way("tcp", ReadFailure("unreachable", "it is not a TensorHub address"))), granted)
+
+
 def test_what_is_read_in_pieces_is_read_by_a_transport_that_can() -> None:
     ways = [Way("ours"), Way("rdma"), Way("tcp")]
     ways[2].strides = True

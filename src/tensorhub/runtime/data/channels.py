@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import TensorHubError, TransportUnavailable, shortage
+from tensorhub.errors import StateError, TensorHubError, TransportUnavailable, shortage
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import FindGrid
 from tensorhub.logs import get_logger
@@ -245,8 +245,12 @@ class Channels:
 
     def _is_of_another_loopback(self, endpoint: Endpoint, grant: Grant) -> bool:
         """Whether only the source's own host reaches that address, which is another host than this one."""
-        is_elsewhere = grant.location.host != self._location.host
-        return is_elsewhere and endpoint.address.startswith("tcp://") and is_loopback(parse_address(endpoint.address)[0])
+        if grant.location.host == self._location.host or not endpoint.address.startswith("tcp://"):
+            return False
+        try:
+            return is_loopback(parse_address(endpoint.address)[0])
+        except StateError:  # whatever a source says there, it costs the reader that source only
+            return False
 
     def _in_the_way(self, grant: Grant) -> list[str]:
         """Why transports are not used with this source, of those that could have been."""
