@@ -145,7 +145,7 @@ def test_a_second_training_counts_from_the_versions_of_the_first(transfer: Weigh
         second.destroy()
 
 
-def test_a_version_that_nobody_has_any_more_is_given_up_for_the_next_one(transfer: WeightTransfer) -> None:
+def test_a_version_that_nobody_has_any_more_is_waited_for_until_the_next_one_comes(transfer: WeightTransfer) -> None:
     with sync.serve(token="") as coordinator:
         first, second = (WeightTransfer(address=coordinator.address, timeout_s=20.0) for _ in range(2))
         first.init_weight_transfer()
@@ -153,7 +153,7 @@ def test_a_version_that_nobody_has_any_more_is_given_up_for_the_next_one(transfe
         first.send_weights(sent(1.0))
         first.destroy()
         late = RolloutWeights(Policy(), settings, timeout_s=0.2)
-        with pytest.raises(VersionUnavailable, match="nobody holds version 1 of 'actor' or a newer one"):
+        with pytest.raises(VersionUnavailable, match="no live worker holds 'latest' of 'actor'"):
             late.refresh()
         weights = RolloutWeights(Policy(), settings, timeout_s=20.0)
         with ThreadPoolExecutor(1) as thread:
