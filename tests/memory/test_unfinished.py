@@ -43,7 +43,9 @@ def test_a_filesystem_that_gives_all_files_to_one_user(tmp_path: Path, monkeypat
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("has_locks", [True, False])
 @pytest.mark.parametrize("end", [".part", ".tmp"])
-def test_what_another_user_has_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, has_locks: bool) -> None:
+def test_what_another_user_has_made_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, has_locks: bool
+) -> None:
     theirs = tmp_path / (stem_of("out") + end)
     if end == ".part":
         theirs.write_bytes(b"theirs")
