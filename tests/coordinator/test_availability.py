@@ -218,29 +218,6 @@ def test_what_a_rank_holds_is_never_replaced_by_an_older_one() -> None:
     assert [asked.number for asked in named] == [1, 1]
 
 
-def test_nor_is_what_it_held_when_the_newer_one_that_it_is_overwritten_with_goes_away() -> None:
-    cluster = StepwiseCluster()
-    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
-    cluster.run()
-    publish(cluster, trainer, number=1)
-    replicate(cluster, keeper)
-    publish(cluster, trainer, number=2)
-    replicate(cluster, reader)
-    publish(cluster, trainer, number=3)
-    asked = reader.update("available", timeout_s=100)
-    while reader.pull is None:
-        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "read"))
-    trainer.worker.crash()
-    cluster.run()
-    cluster.advance(cluster.options.lease_s + 1)
-    cluster.run()
-    assert not asked.done
-    newcomer = cluster.handle("newcomer")
-    cluster.run()
-    publish(cluster, newcomer, number=4)
-    assert (asked.number, asked.error) == (4, None)
-
-
 def test_after_a_rollback_an_older_version_of_the_new_lineage_may_replace_what_was_held() -> None:
     cluster, trainer, _, reader = newest_left()
     publish(cluster, trainer, number=3)

@@ -23,7 +23,7 @@ from tensorhub import messages
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
-from tensorhub.types import AVAILABLE, HandleState, Medium, OpKind, VersionInfo
+from tensorhub.types import HandleState, Medium, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
 from tensorhub.worker.binding import Binding
@@ -58,7 +58,6 @@ class Filling(GroupCall[calls.FillCall]):
         self._begin_attempt()
         self._goes_over_with: messages.Begun | None = None  # of a call for a number: what it was bound to before
         self._bound_before = ""  # the content to which this call was bound when it was last made again
-        self._held = self._memory.version  # when it was called
         self._hooked = False  # before_write has returned
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
@@ -104,7 +103,7 @@ class Filling(GroupCall[calls.FillCall]):
                 registration=shard.registration,
                 kind=call.kind,
                 selector=call.selector,
-                at_least=self._at_least(),
+                at_least=call.at_least,
                 generation=self.generation,
                 hold=call.hold and not call.staged,
                 staged=call.staged,
@@ -113,13 +112,6 @@ class Filling(GroupCall[calls.FillCall]):
                 resume=begun,
             )
         )
-
-    def _at_least(self) -> int | None:
-        """What it may be bound to. "available" replaces nothing by an older version, also where it is gone by now."""
-        call = self._call
-        if call.selector != AVAILABLE or self._held is None or not self._bound_before:
-            return call.at_least
-        return max(call.at_least or 0, self._held)
 
     def _begun(self) -> messages.Begun | None:
         """How far it is, for a coordinator that has not bound it."""
