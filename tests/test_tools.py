@@ -60,7 +60,7 @@ def test_versions_that_are_published_alike_are_described_once(hub: sync.Hub, mon
 @pytest.mark.anyio
 async def test_digests_are_made_right_after_a_publication(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
-    digest = ChunkMemory.digest
+    digest = ChunkMemory.guarded_digest
 
     def noted(memory: ChunkMemory, chunk: int) -> int:
         made.append(chunk)
@@ -68,7 +68,7 @@ async def test_digests_are_made_right_after_a_publication(monkeypatch: pytest.Mo
 
     async with cluster("trainer", "reader") as c:
         weights = await c.hubs[0].register("m", tensors(1))
-        monkeypatch.setattr(ChunkMemory, "digest", noted)
+        monkeypatch.setattr(ChunkMemory, "guarded_digest", noted)
         await weights.publish(1)
         member, owner = handle_of(weights).member, worker_of(c.hubs[0])._owner
         assert member.content is not None

@@ -85,11 +85,11 @@ def test_versions_that_are_heard_of_late_or_never(transfer: WeightTransfer, roll
 
 
 def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(transfer: WeightTransfer, rollout: Rollout) -> None:
-    weights = rollout(Policy(), timeout_s=0.2)
+    weights = rollout(Policy(), timeout_s=3.0)
     transfer.send_weights(sent(1.0))
     assert weights.refresh() == 1
     weights.update_model_version(2)
-    with pytest.raises(VersionUnavailable, match=r"version 2 of 'actor' was not published.*waited 0\.2 s"):
+    with pytest.raises(VersionUnavailable, match=r"version 2 of 'actor' was not published.*waited \d"):
         weights.refresh()
     assert weights.version == 0
     transfer.send_weights(sent(2.0))

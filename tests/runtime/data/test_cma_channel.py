@@ -393,7 +393,7 @@ async def test_what_is_taken_back_while_it_is_read_waits_for_nobody() -> None:
 
             async def fail() -> None:
                 with pytest.raises(VersionUnavailable, match="on purpose"):
-                    await weights.replicate()
+                    await weights.replicate(1)
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(fail)
