@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tensorhub.cli.app import app
 
 PROGRAM = (sys.executable, "-c", "from tensorhub.cli import main; main()")
-WAIT_S = 60.0
+WAIT_S = 300.0  # beside busy processes, a command takes a minute
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from tensorhub.cli.app import COMMANDS, app
 
 def test_version() -> None:
     program = "import sys; from tensorhub.cli import main; sys.argv = ['tensorhub', '--version']; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, f"tensorhub {tensorhub.__version__}\n"), done.stderr
 
 
@@ -27,7 +27,7 @@ def test_what_cannot_be_printed_is_an_error_in_one_line(unbuffered: str) -> None
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=300,
             env=environment,
         )
     assert done.stderr == "error: output: stdout cannot be written: No space left on device\n"
@@ -52,5 +52,5 @@ def test_help(command: tuple[str, ...]) -> None:
 
 def test_a_wrong_command_is_told_a_right_one_and_imports_none() -> None:
     program = "import sys; from tensorhub.cli.app import app; app(['stauts'], standalone_mode=False)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert "No such command 'stauts'. Did you mean 'status'?" in done.stderr

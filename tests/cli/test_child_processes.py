@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from tensorhub.cli.child_processes import LINE_BYTES_MAX, AsyncChildProcess, ChildEnded, closing_all
-from tests.cli.processes import alive, children, eventually
+from tests.cli.processes import WAIT_S, alive, children, eventually
 
 pytestmark = pytest.mark.anyio
 IMPORTS = "import os, queue, sys, time\nfrom tensorhub.cli.child_processes import Parent\n"
@@ -33,9 +33,9 @@ def child_of(program: str, *, keeps_errors: bool = True) -> AsyncChildProcess:
 async def fails(program: str, doing: Callable[[AsyncChildProcess], Awaitable[object]]) -> ChildEnded:
     async with closing_all() as running:
         running.append(child_of(program))
-        with pytest.raises(ChildEnded) as caught, anyio.fail_after(60):
+        with pytest.raises(ChildEnded) as caught, anyio.fail_after(WAIT_S):
             await doing(running[0])
-        with pytest.raises(ChildEnded), anyio.fail_after(60):  # and whoever asks again is told again
+        with pytest.raises(ChildEnded), anyio.fail_after(WAIT_S):  # and whoever asks again is told again
             await running[0].ask(do="more")
     return caught.value
 
@@ -43,7 +43,7 @@ async def fails(program: str, doing: Callable[[AsyncChildProcess], Awaitable[obj
 async def test_lines_go_there_and_back_and_prints_are_no_lines() -> None:
     async with closing_all() as running:
         running.append(child := child_of(ECHO))
-        with anyio.fail_after(60):
+        with anyio.fail_after(WAIT_S):
             for line in ({"do": "this", "with": [1, None, "\n"]}, {"much": "x" * 300_000}):
                 assert await child.ask(**line) == {"echo": line}
         pids = [child.pid]
@@ -77,7 +77,7 @@ async def test_a_line_without_an_end_is_no_line(monkeypatch: pytest.MonkeyPatch)
 async def test_what_goes_to_the_parents_standard_error_is_not_kept() -> None:
     async with closing_all() as running:
         running.append(child_of("raise SystemExit(4)", keeps_errors=False))
-        with pytest.raises(ChildEnded, match=r"exit code 4$"), anyio.fail_after(60):
+        with pytest.raises(ChildEnded, match=r"exit code 4$"), anyio.fail_after(WAIT_S):
             await running[0].hear()
 
 
@@ -113,7 +113,7 @@ async def test_a_child_may_end_in_order_when_its_input_does() -> None:
     async with closing_all() as running:
         running.append(child := child_of(program))
         child.end_input()
-        assert child.wait(60) == 5
+        assert child.wait(WAIT_S) == 5
 
 
 @pytest.mark.usefixtures("prepared_with_torch")
@@ -124,7 +124,7 @@ async def test_the_demos_children_name_what_they_cannot_use(tmp_path_factory: py
     command = [sys.executable, "-m", "tensorhub.cli.demo_worker", json.dumps(settings)]
     async with closing_all() as running:
         running.append(child := AsyncChildProcess("trainer", command, environment=os.environ))
-        with anyio.fail_after(60):
+        with anyio.fail_after(WAIT_S):
             line = await child.hear()
             assert (line["event"], line["kind"]) == ("failed", "usage")
             assert line["text"].startswith(f"{path} is not a safetensors file: ")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.processes import alive, children, eventually, line_with, run_here, started
+from tests.cli.processes import WAIT_S, alive, children, eventually, line_with, run_here, started
 
 ENDLESS = ("--versions", "10000")
 
@@ -105,13 +105,13 @@ class TestRun:
             assert len(alive(pids)) == 2
             demo.send_signal(number)
             if number == signal.SIGKILL:
-                demo.wait(timeout=30)
+                demo.wait(timeout=WAIT_S)
             else:
-                out, err = demo.communicate(timeout=30)
+                out, err = demo.communicate(timeout=WAIT_S)
                 assert out == ""
                 assert "Traceback" not in err
             assert demo.returncode == code
-            assert eventually(lambda: not alive(pids), timeout_s=10)
+            assert eventually(lambda: not alive(pids))
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_while_the_processes_start(self, weights: Path, number: signal.Signals, code: int) -> None:
@@ -119,10 +119,10 @@ class TestRun:
             assert eventually(lambda: bool(children(demo.pid)))
             pids = children(demo.pid)
             demo.send_signal(number)
-            _, err = demo.communicate(timeout=30)
+            _, err = demo.communicate(timeout=WAIT_S)
             assert "Traceback" not in err
             assert demo.returncode == code
-            assert eventually(lambda: not alive(pids), timeout_s=10)
+            assert eventually(lambda: not alive(pids))
 
     def test_a_rollout_that_dies_is_named(self, weights: Path) -> None:
         with started("demo", "--weights", str(weights), "--rollouts", "1", *ENDLESS) as demo:
@@ -131,7 +131,7 @@ class TestRun:
             assert not any(secret_of(pids[0]) in Path(f"/proc/{pid}/cmdline").read_text() for pid in (demo.pid, *pids))
             rollout = next(pid for pid in pids if "rollout-1" in Path(f"/proc/{pid}/cmdline").read_text())
             subprocess.run(["kill", "-9", str(rollout)], check=True)
-            _, err = demo.communicate(timeout=60)
+            _, err = demo.communicate(timeout=WAIT_S)
             assert demo.returncode == 1
             assert err.splitlines()[-1] == "error: DemoFailed: rollout-1 ended with exit code -9: it left no message"
             assert alive(pids) == []

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.cli.processes import children, line_with, run_here, started
+from tests.cli.processes import WAIT_S, children, line_with, run_here, started
 
 pytest.importorskip("tensorhub.hub", exc_type=ImportError)
 
@@ -22,7 +22,7 @@ def test_serves_until_it_is_told_to_stop(number: signal.Signals, code: int) -> N
             pass
         assert children(process.pid) == []
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out) == (code, "")
     assert "Traceback" not in err
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.processes import alive, children, eventually, run_here
+from tests.cli.processes import WAIT_S, alive, children, eventually, run_here
 from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, THIN, WAVERS
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def simulate_json(*arguments: object) -> tuple[int, dict[str, Any]]:
 def simulate_apart(*arguments: object) -> tuple[int, dict[str, Any]]:
     """The command as a process, whose own have hash seeds; with all that any of them says on stderr."""
     command = [sys.executable, "-c", PROGRAM, "simulate", "--json", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=ENVIRONMENT)
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
@@ -172,7 +172,7 @@ def test_a_signal_ends_it_and_its_processes(number: signal.Signals) -> None:
         assert eventually(lambda: len(children(process.pid)) >= 2)
         pids = children(process.pid)
         process.send_signal(number)
-        assert process.wait(60) == 128 + number
+        assert process.wait(WAIT_S) == 128 + number
         assert alive(pids) == []
         assert process.stderr is not None
         assert process.stderr.read() == ""

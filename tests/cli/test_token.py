@@ -114,7 +114,7 @@ def test_a_crash_shows_no_token(file: Path) -> None:
     program = "import tensorhub; from tensorhub.cli import main; tensorhub.connect = None; main()"
     given = (sys.executable, "-c", program, "status", "--address", "tcp://127.0.0.1:1")
     hidden = environment() | {"TENSORHUB_TOKEN": SECRET}
-    done = subprocess.run([*given, "--token-file", str(file)], capture_output=True, text=True, timeout=60, env=hidden)
+    done = subprocess.run([*given, "--token-file", str(file)], capture_output=True, text=True, timeout=300, env=hidden)
     assert done.returncode == 1
     assert "TypeError" in done.stderr
     assert not any(secret in done.stdout + done.stderr for secret in (SECRET, READ_ONLY))
