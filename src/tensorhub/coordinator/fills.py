@@ -177,8 +177,7 @@ class Fills:
             return False
         if call.selector == AVAILABLE:
             return self._availability.is_lost(operation)
-        at_least = max((p.call.at_least or 0 for p in parts if isinstance(p.call, Fill)), default=0)
-        return self._versions.resolve(operation.group.model, call.selector, at_least) is not operation.bound
+        return self._versions.resolve(operation.group.model, call.selector, None) is not operation.bound
 
     def _is_there_another_way(self, operation: Operation, version: Version) -> bool:
         if self._cluster.is_recovering or ways.first_member(operation).is_of_one_shard:
