@@ -2,7 +2,7 @@
 
 The guest sees the host's files, and forgets what it writes to them; only one directory is the host's to keep. It has a
 network and processes of its own, and one CPU. It needs no virtualization, but root, for a pid namespace: whatever the guest
-has started ends with it. See docs/transports/rdma.md for what to install.
+has started ends with it. See docs/transports.md for what to install.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ memory may be freed (`Exposures`). That is necessary because UCX emulates reads 
 address that a late request names, and only the end of the agent stops this. `nixl.reading` is the reader's side.
 
 What is trusted: metadata goes into a C++ library that believes it. Whoever can talk to an agent's ports, or has its
-metadata, can write the memory as well as read it. See docs/transports/nixl.md.
+metadata, can write the memory as well as read it. See docs/transports.md.
 
 Responsible for agents, and for what they expose. Not responsible for who is told of an agent (`nixl.owner`).
 """
