@@ -5,25 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import safetensors.numpy as safetensors_numpy
 
 from benches import byte_patterns
-from benches.chaos import __main__ as program, namespaces, network, plan, plot
-from benches.chaos.cast import Host
-from benches.chaos.events import Event
-from benches.chaos.plan import Fault
-from benches.chaos.relay import Weather
+from benches.chaos import __main__ as program, namespaces, plan
 from benches.chaos.results import ATTEMPTS, Answer, Call, Results, Seat
 from benches.child_processes import ROOT, children
 from tests.cli.processes import alive, eventually
@@ -44,32 +37,6 @@ def test_a_plan_is_its_seeds() -> None:
     assert {fault.kind for fault in drawn if fault.process == "coordinator"} == set(plan.PROCESS_KINDS)
 
 
-def test_a_plan_has_only_what_can_be_done() -> None:
-    assert {fault.kind for fault in plan.draw(1, 600, PARTIES, ["kill", "slow"])} == {"kill", "slow"}
-
-
-def test_a_fault_says_what_it_does() -> None:
-    assert str(Fault(12.5, "slow", "a", 3.0, "data", bytes_per_s=65536.0)) == "  12.50 s  slow a, for 3.0 s, data, 64 KiB/s"
-    assert str(Fault(1.0, "cut", "a", 0.0, "both", reset=False)) == "   1.00 s  cut a, both, ended"
-
-
-def test_faults_of_one_party_add_up_and_are_seen_from_its_end() -> None:
-    """A worker is at the near end of its control path, and at the far end of its data path."""
-    deaf, slow = Fault(0, "deaf", "a", 1), Fault(0, "slow", "a", 1, "data", bytes_per_s=1000.0)
-    refuse, delay = Fault(0, "refuse", "a", 1, "control"), Fault(0, "delay", "a", 1, delay_s=0.1)
-    control, data = (network.weather([deaf, slow, refuse, delay], plane) for plane in ("control", "data"))
-    assert control == Weather(frozenset({"down"}), refuse=True, delay_s=0.1)
-    assert data == Weather(frozenset({"up"}), bytes_per_s=1000.0, delay_s=0.1)
-    assert network.weather([], "data") == Weather()
-
-
-def test_the_shape_of_a_link() -> None:
-    assert namespaces.shape([]) == ()
-    slow = [Fault(0, "slow", "a", 1, bytes_per_s=rate) for rate in (1000.0, 500.0)]
-    assert namespaces.shape(slow)[:3] == ("tbf", "rate", "4000bit")
-    assert namespaces.shape([Fault(0, "delay", "a", 1, delay_s=0.02)]) == ("netem", "delay", "20ms")
-
-
 # --------------------------------------------------------------------------------------------------------- the words
 
 
@@ -85,13 +52,6 @@ def test_a_word_that_is_not_the_contents_is_found() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- the results
-
-
-def test_words_are_read_from_a_file(tmp_path: Path) -> None:
-    memory = byte_patterns.make(4096)
-    byte_patterns.write(memory, 9, rank=1)
-    safetensors_numpy.save_file(memory, tmp_path / "file")
-    assert byte_patterns.contents(byte_patterns.read(tmp_path / "file"), rank=1) == {9}
 
 
 def number(version: int, attempt: int = 0) -> int:
@@ -239,72 +199,10 @@ def test_unpublish_is_refused_for_retention_only(story: Story) -> None:
 # ----------------------------------------------------------------------------------------------------------- the plot
 
 
-def test_the_plot_shows_every_lane_fault_and_version() -> None:
-    events = [
-        Event(0.0, "a", "up", "life 1"),
-        Event(2.0, "a", "publish", "mutate 1 of g[0]: ok"),
-        Event(3.0, "b", "commit", "update 1 of h[0]: ok"),
-        *(Event(4.0, "b", kind, f"{kind} <&>", 6.0) for kind in plan.KINDS),
-        Event(7.0, "a", "kill"),
-        Event(8.0, "run", "meeting"),
-        Event(9.0, "a", "up", "life 2"),
-        Event(10.0, "a", "publish", "mutate 2 of g[0]: ok"),
-    ]
-    picture = plot.draw(events, ["a", "b"], "Chaos & more", ["so many <faults>"])
-    root = ElementTree.fromstring(picture)
-    texts = ["".join(found.itertext()) for found in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"Chaos & more", "so many <faults>", "a", "b", "versions, to 2", "0 s", "10 s", *plot.BARS, "kill", "cut"} <= set(
-        texts
-    )
-    tips = [found.text or "" for found in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert {re.split(r"\s+", tip.strip())[3] for tip in tips} == set(plan.KINDS)
-    fills = [found.get("fill") for found in root.iter("{http://www.w3.org/2000/svg}rect")]
-    assert fills.count(plot.UP) == 3  # two lives, and the legend
-    assert len({colour for colour, _ in plot.BARS.values()}) == len(plot.BARS)
-
-
-def test_the_plot_of_nothing() -> None:
-    ElementTree.fromstring(plot.draw([], ["a"], "empty", []))
-
-
 # -------------------------------------------------------------------------------------------------------- its processes
 
 
-class Here:
-    """Where a process runs: just here."""
-
-    def prefix(self, name: str) -> list[str]:
-        return []
-
-
-def test_a_run_that_is_over_starts_nobody(tmp_path: Path) -> None:
-    """Its drivers may still wait to start again who was killed."""
-    host = Host("a", "asyncio", Here(), {}, tmp_path, lambda *_: None)
-    host.start()
-    assert (host.is_up, host.kill()) == (True, True)
-    driver = threading.Thread(target=host.start)
-    driver.start()
-    host.end()
-    host.may_run.set()
-    driver.join()
-    host.end()
-    assert (host.is_up, host.lives) == (False, 1)
-
-
 # -------------------------------------------------------------------------------------------------------- whole runs
-
-
-def test_a_plan_is_printed_and_no_deadline_outlives_the_program(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A deadline that stays ends whichever process called the program: once, a test's, seven minutes later."""
-    armed = list[bool]()
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: armed.append(True))
-    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: armed.append(False))
-    assert program.main(["--minutes", "1", "--seed", "3", "--plan"]) == 0
-    first, *faults = capsys.readouterr().out.splitlines()
-    assert first == f"seed 3: {len(faults)} faults in 1 minutes"
-    assert armed == [True, False]
 
 
 @pytest.mark.timeout(300)

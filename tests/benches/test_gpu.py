@@ -12,13 +12,6 @@ from benches.gpu_processes import publisher_main, reader_main
 from benches.remotes import Remote
 
 
-def test_they_say_why_nothing_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for packages, why in (({"json": (0,), "no_such": (0,)}, "lacks no_such"), ({"pytest": (99, 1)}, "which is too old")):
-        monkeypatch.setattr(gpu, "PACKAGES", packages)
-        assert gpu.main([]) == 2
-        assert why in capsys.readouterr().err
-
-
 def test_a_step_that_fails_or_hangs_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     figures: list[dict[str, object]] = []
     for program, limit_s, outcome in (

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import socket
-from pathlib import Path
-
 import anyio
 import pytest
 
 from benches.scale import server
-from benches.scale.connected import Cluster, Connected
-from benches.scale.core import Core, Row, Steps, bursts, main, measure, slope
-from benches.scale.thin import REPORTS, ThinWorker
+from benches.scale.core import Core, bursts, measure
+from benches.scale.thin import REPORTS
 from tensorhub.coordinator import feeding
 from tensorhub.coordinator.entities import Holding
-from tensorhub.types import Options
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -39,20 +33,6 @@ def test_what_happens_to_all_at_once(ranks: int) -> None:
     assert found["lose"].count["Disconnected"] == 8
 
 
-def test_figures_are_kept_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "figures.json"
-    assert main(["--workers", "8", "--ranks", "1", "--manifest", "1000", "--json", str(file)]) == 0
-    (row,) = json.loads(file.read_text())["rows"]
-    assert row["workers"] == 8
-    assert row["filling"]["count"]["Prepared"] == 16, capsys.readouterr().out
-
-
-def test_bursts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--bursts", "--workers", "4", "--ranks", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in lines[1:]] == ["retain", "retained", "release", "leave", "lose"]
-
-
 def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[int] = []
     filled_by = feeding._filled_by
@@ -70,31 +50,6 @@ def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monke
     monkeypatch.setattr(feeding, "_filled_by", counted)
     core.lose()
     assert sum(found > 1 for found in followed) <= 16
-
-
-def test_the_slope_is_that_of_the_logarithms() -> None:
-    def row(workers: int, seconds: float) -> Row:
-        return Row(workers, 1, 1, Steps(), Steps(seconds={"Fill": seconds}))
-
-    assert slope([row(n, n * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(0.0)
-    assert slope([row(n, n**2 * 1e-3) for n in (16, 64, 1024)]) == pytest.approx(1.0)
-
-
-def test_a_worker_that_dials_in_vain_keeps_no_socket() -> None:
-    """Until a coordinator has started again all workers dial, many times a second."""
-
-    async def dial(port: int) -> Connected:
-        cluster = Cluster(Options(), 1, 1000)
-        cluster.host, cluster.port = "127.0.0.1", port
-        worker = Connected(ThinWorker(0, "g0", 0, 1, b""), cluster)
-        with pytest.raises(ConnectionRefusedError):
-            await worker._session()
-        return worker
-
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        worker = anyio.run(dial, silent.getsockname()[1])
-    assert worker._socket.fileno() == -1
 
 
 @pytest.mark.slow

@@ -89,18 +89,6 @@ def test_a_backend_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, c
     assert eventually(lambda: not alive(started), 5)
 
 
-def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backends = {backend.name: backend for backend in BACKENDS}
-    monkeypatch.setattr(environments, "_path", lambda: str(tmp_path))
-    (tmp_path / "ray.failed").write_text("no wheel for this Python\n")
-    found = visits_of(backends["zmq"], backends["nginx"], backends["ray"], directory=tmp_path)
-    assert {visit.backend: visit.reason for visit in found} == {
-        "zmq": "not installed: give --install",
-        "nginx": "not installed: apt install nginx",
-        "ray": "not installed: no wheel for this Python",
-    }
-
-
 PROGRAM = """
 import benches.comparison.command as command
 from tensorhub.cli import main
@@ -161,23 +149,6 @@ def test_the_hosts_network_is_as_it_was() -> None:
 def test_what_cannot_be_run_is_refused(given: str, said: str) -> None:
     done = CliRunner().invoke(app, ["bench", *given.split()])
     assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
-
-
-def test_the_backends_are_listed() -> None:
-    done = CliRunner().invoke(app, ["bench", "--list"])
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [backend.name for backend in BACKENDS]
-
-
-@pytest.mark.slow
-def test_an_environment_sees_our_packages_and_a_failure_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "PACKAGES", {"bad": ("/nowhere/peer.whl",), "good": ("pip",)})
-    assert "peer.whl" in (environments.install(tmp_path, "bad") or "")
-    assert "peer.whl" in (environments.lacking(tmp_path, "bad", ()) or "")
-    assert environments.install(tmp_path, "good") is None
-    program = "import tensorhub, torch, sys; print(sys.prefix)"
-    python = environments.interpreter(tmp_path, "good")
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=100)
-    assert done.stdout.strip() == str(tmp_path / "good")
 
 
 @pytest.mark.slow
