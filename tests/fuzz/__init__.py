@@ -1,7 +1,7 @@
 """Fuzzing: every function that takes bytes or text from outside, and the conversations that they are a part of.
 
 A target is a function of some bytes that raises if a promise is broken. Hypothesis runs each in `test_fuzz.py`, with the
-inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzzer (see docs/fuzzing.md).
+inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzzer (see docs/simulation.md).
 
     what comes from outside                                                                     target
     a connection's first bytes, frames           protocol.frames check_preface, FrameDecoder    frames

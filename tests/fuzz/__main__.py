@@ -1,4 +1,4 @@
-"""Runs the targets under atheris: `python -m tests.fuzz --runs 1000000 --jobs 2`. See docs/fuzzing.md.
+"""Runs the targets under atheris: `python -m tests.fuzz --runs 1000000 --jobs 2`. See docs/simulation.md.
 
 Each target is a process of its own, with its share of the inputs, bounded memory and a bounded time for one input. It starts
 from the corpus, and writes what it finds to a temporary directory, of which `--grow` keeps the least that reaches as much.

@@ -214,7 +214,7 @@ def test_a_tree_is_of_whom_each_had_most_from() -> None:
 
 @pytest.mark.slow
 def test_one_update_of_a_thousand_gpus_is_simulated() -> None:
-    """docs/flow.md says how long it takes: this says what comes of it, at the paper's scale."""
+    """docs/simulation.md says how long it takes: this says what comes of it, at the paper's scale."""
     scenario = at_scale(load("update"), 1024, "1T")
     found = run_one(scenario, "tensorhub")
     assert len(updates(found)) == 16

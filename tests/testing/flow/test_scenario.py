@@ -89,7 +89,7 @@ def test_a_mistake_is_named_with_its_line_and_with_what_may_stand_there(before: 
 
 
 def test_the_page_shows_a_file_all_of_which_is_needed() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "flow.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "simulation.md").read_text(encoding="utf-8")
     shown = page.split("```toml\n")[1].split("```")[0].splitlines(keepends=True)
     assert read("".join(shown), "mine").count("rollout") == 8
     for number, line in enumerate(shown):

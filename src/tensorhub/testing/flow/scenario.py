@@ -1,4 +1,4 @@
-"""What a scenario file says, checked; docs/flow.md explains each key.
+"""What a scenario file says, checked; docs/simulation.md explains each key.
 
 A mistake is a `ScenarioError` that names the file, the line, and what may stand there. Not responsible for what is drawn by
 the scenario's seed (`timetable`).
