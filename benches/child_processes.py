@@ -18,7 +18,7 @@ from typing import Any
 
 from tensorhub.cli.child_processes import ChildProcess, Line
 
-WAIT_S = 40.0
+WAIT_S = 120.0
 ROOT = Path(__file__).parents[1]
 # A program that gets SIGCONT (18) when a thread of the process that started it ends, the last one included
 # (PR_SET_PDEATHSIG, 1), and says that this is so. The kernel wakes by itself only orphans that have stopped already.

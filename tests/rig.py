@@ -46,9 +46,10 @@ from tensorhub.transport.registry import Registry
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Endpoint, Location, Options
 from tensorhub.weights import Weights
+from tests.runtime import data_rig
 from tests.runtime.data_rig import KINDS, busy_threads
 
-WAIT_S = 30.0  # nothing here takes so long unless it hangs
+WAIT_S = data_rig.WAIT_S
 CHUNK_BYTES = 65_536
 CHUNKS = 12  # of the tensors below
 BEST = "tcp" if cma.fault_here() else "cma"  # the transport that two workers here read by

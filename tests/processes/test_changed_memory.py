@@ -9,10 +9,9 @@ import pytest
 
 from tensorhub import sync
 from tensorhub.errors import TensorHubError
-from tests.rig import OPTIONS
+from tests.rig import OPTIONS, WAIT_S
 from tests.runtime.data_rig import KINDS
 
-WAIT_S = 60.0
 OWNER = """
 import sys
 import torch

@@ -20,6 +20,7 @@ from tensorhub.protocol.handshake import ClientHandshake, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control.polled_stream import Poller
+from tests.runtime.data_rig import WAIT_S
 
 MOST = 65_536
 Ends = tuple[ByteStream, ByteStream]
@@ -122,18 +123,18 @@ def streams(ends: Ends) -> tuple[MessageStream[m.FromCoordinator], MessageStream
 
 async def test_both_sides_shake_hands_and_talk(ends: Ends) -> None:
     worker, coordinator = streams(ends)
-    with anyio.fail_after(5):
+    with anyio.fail_after(WAIT_S):
         async with anyio.create_task_group() as tasks:
 
             async def serve() -> None:
-                assert (await coordinator.handshake(server(), 5)).incarnation == "worker-1"
+                assert (await coordinator.handshake(server(), WAIT_S)).incarnation == "worker-1"
                 async for message in coordinator:
                     assert isinstance(message, m.Heartbeat)
                     await coordinator.send(m.HeartbeatAck(message.sequence))
                 await coordinator.aclose()
 
             tasks.start_soon(serve)
-            assert (await worker.handshake(client(), 5)).incarnation == "coordinator-1"
+            assert (await worker.handshake(client(), WAIT_S)).incarnation == "coordinator-1"
             for sequence in range(3):
                 await worker.send(m.Heartbeat(sequence))
             assert [await worker.receive() for _ in range(3)] == [m.HeartbeatAck(n) for n in range(3)]
@@ -143,29 +144,29 @@ async def test_both_sides_shake_hands_and_talk(ends: Ends) -> None:
 
 async def test_different_secrets_are_said_to_both_sides(ends: Ends) -> None:
     worker, coordinator = streams(ends)
-    with anyio.fail_after(5):
+    with anyio.fail_after(WAIT_S):
         async with anyio.create_task_group() as tasks:
 
             async def serve() -> None:
                 with pytest.raises(AuthenticationFailed, match="did not prove"):
-                    await coordinator.handshake(server(b"another"), 5)
+                    await coordinator.handshake(server(b"another"), WAIT_S)
                 await coordinator.aclose()
 
             tasks.start_soon(serve)
             with pytest.raises(AuthenticationFailed, match="refused"):
-                await worker.handshake(client(), 5)
+                await worker.handshake(client(), WAIT_S)
 
 
 async def test_a_stranger_is_refused(ends: Ends) -> None:
     _, coordinator = streams(ends)
     await ends[0].send(b"GET / HTTP/1.1\r\n\r\n")
-    with anyio.fail_after(5), pytest.raises(ProtocolError, match="not a TensorHub peer"):
-        await coordinator.handshake(server(), 5)
+    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="not a TensorHub peer"):
+        await coordinator.handshake(server(), WAIT_S)
 
 
 async def test_silence_meets_the_deadline(ends: Ends) -> None:
     _, coordinator = streams(ends)
-    with anyio.fail_after(5), pytest.raises(OperationTimeout, match=r"longer than 0\.02 s"):
+    with anyio.fail_after(WAIT_S), pytest.raises(OperationTimeout, match=r"longer than 0\.02 s"):
         await coordinator.handshake(server(), 0.02)
 
 
@@ -179,7 +180,7 @@ async def test_dripping_bytes_do_not_extend_the_deadline(ends: Ends) -> None:
                 await anyio.sleep(0.01)
 
         tasks.start_soon(drip)
-        with anyio.fail_after(5), pytest.raises(OperationTimeout):
+        with anyio.fail_after(WAIT_S), pytest.raises(OperationTimeout):
             await coordinator.handshake(server(), 0.05)
         tasks.cancel_scope.cancel()
 
@@ -188,8 +189,8 @@ async def test_an_end_during_the_handshake(ends: Ends) -> None:
     _, coordinator = streams(ends)
     await ends[0].send(PREFACE)
     await ends[0].send_eof()
-    with anyio.fail_after(5), pytest.raises(ProtocolError, match="closed the connection during"):
-        await coordinator.handshake(server(), 5)
+    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="closed the connection during"):
+        await coordinator.handshake(server(), WAIT_S)
 
 
 async def test_a_stream_that_breaks_upon_the_proof_is_no_matter_of_secrets(anyio_backend: str) -> None:
@@ -198,8 +199,8 @@ async def test_a_stream_that_breaks_upon_the_proof_is_no_matter_of_secrets(anyio
     theirs = server()
     theirs.receive_data(client().data_to_send())
     await two.send(theirs.data_to_send())
-    with anyio.fail_after(5), pytest.raises(ProtocolError, match="no room just now, or is ending"):
-        await worker.handshake(client(), 5)
+    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="no room just now, or is ending"):
+        await worker.handshake(client(), WAIT_S)
     await worker.aclose()
     await two.aclose()
 
@@ -207,9 +208,9 @@ async def test_a_stream_that_breaks_upon_the_proof_is_no_matter_of_secrets(anyio
 async def test_frames_that_come_with_the_last_proof_are_kept(ends: Ends) -> None:
     worker, _ = streams(ends)
     theirs = server()
-    with anyio.fail_after(5):
+    with anyio.fail_after(WAIT_S):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(worker.handshake, client(), 5)
+            tasks.start_soon(worker.handshake, client(), WAIT_S)
             last = b""
             while not theirs.done:
                 if last:
@@ -226,19 +227,19 @@ async def test_a_truncated_frame_is_an_error(ends: Ends) -> None:
     _, coordinator = streams(ends)
     await ends[0].send(frame(codec.encode(m.Watch("actor")), MOST)[:-1])
     await ends[0].send_eof()
-    with anyio.fail_after(5), pytest.raises(ProtocolError, match="ended inside a frame"):
+    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="ended inside a frame"):
         await coordinator.receive()
 
 
 async def test_what_the_peer_may_not_say_and_what_is_too_large(ends: Ends) -> None:
     worker, coordinator = streams(ends)
     await coordinator.send(m.Heartbeat(1))
-    with anyio.fail_after(5), pytest.raises(ProtocolError, match="Heartbeat is not for the coordinator"):
+    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="Heartbeat is not for the coordinator"):
         await worker.receive()
     with pytest.raises(ProtocolError, match="frame_bytes_max"):
         await coordinator.send(m.ManifestReply(1, b"x" * MOST))
     await ends[0].send((MOST + 1).to_bytes(4, "big"))
-    with anyio.fail_after(5), pytest.raises(ProtocolError, match=f"{MOST + 1} bytes"):
+    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match=f"{MOST + 1} bytes"):
         await coordinator.receive()
 
 
@@ -256,7 +257,7 @@ async def test_a_closed_stream_is_lost(ends: Ends) -> None:
         await worker.send(m.Heartbeat(1))
     with pytest.raises(ConnectionLost):
         await worker.receive()
-    with anyio.fail_after(5):
+    with anyio.fail_after(WAIT_S):
         assert await coordinator.receive() is None
         with pytest.raises(ConnectionLost):
             await send_until_it_fails(coordinator)
@@ -270,7 +271,7 @@ async def test_a_receive_that_is_cancelled_loses_nothing(ends: Ends) -> None:
         await coordinator.receive()
     assert scope.cancelled_caught
     await ends[0].send(whole[5:])
-    with anyio.fail_after(5):
+    with anyio.fail_after(WAIT_S):
         assert await coordinator.receive() == m.Watch("actor")
 
 
@@ -278,7 +279,7 @@ async def test_messages_of_several_tasks_do_not_interleave(ends: Ends) -> None:
     worker, coordinator = streams(ends)
     texts = [letter * 10_000 for letter in "abcdefgh"]
     found = []
-    with anyio.fail_after(10):
+    with anyio.fail_after(WAIT_S):
         async with anyio.create_task_group() as tasks:
             for text in texts:
                 tasks.start_soon(worker.send, m.Leave(text))

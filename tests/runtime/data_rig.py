@@ -50,7 +50,7 @@ CHUNKS = 11
 KINDS: Mapping[str, Callable[[Local], Transport]] = {"tcp": TcpTransport}
 if cma.fault_here() is None:
     KINDS = {**KINDS, "cma": CmaTransport}
-WAIT_S = 30.0  # nothing here takes so long unless it hangs
+WAIT_S = 120.0  # no test waits so long unless something hangs, also beside 20 busy processes
 
 
 def manifest_of(sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES) -> Manifest:

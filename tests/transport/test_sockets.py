@@ -9,8 +9,7 @@ import pytest
 
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, ReadFailure
-
-WAIT_S = 30.0
+from tests.runtime.data_rig import WAIT_S
 
 
 def test_a_local_connection_is_tuned_and_blocking() -> None:
