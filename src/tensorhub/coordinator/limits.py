@@ -1,8 +1,8 @@
 """What one worker can make a coordinator keep, and what all of them can (G10).
 
 The limits are far above what any cluster needs: they bound what a defect, or an intruder with the secret, costs. Whoever
-reaches one is refused with an error that names it; docs/limits.md lists them all. How many workers there may be at a time is
-an option: `Options.sessions_max`.
+reaches one is refused with an error that names it; docs/limits.md lists those that a user can meet. How many workers there
+may be at a time is an option: `Options.sessions_max`.
 """
 
 from __future__ import annotations
