@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 from enum import StrEnum
@@ -55,7 +56,33 @@ def states_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"states.md": states_page, "reference.md": api.page}
+def comparison_table() -> str:
+    """What `tensorhub bench` has found (docs/bench.json): a row for each backend."""
+    found = json.loads((DOCS / "bench.json").read_text(encoding="utf-8"))["rows"]
+    fans = sorted({row["receivers"] for row in found})
+    rows = {(row["backend"], row["receivers"]): row for row in found}
+    head = ["", *(f"1 to {fan}: {column}" for fan in fans for column in ("of bare", "CPU s/GiB"))]
+    lines = [head, ["---"] * len(head)]
+    for first in found:
+        if first["receivers"] == fans[0]:
+            cells = [f"**{first['title']}**" if first["kind"] == "tensorhub" else first["title"]]
+            for row in (rows[first["backend"], fan] for fan in fans):
+                speed = row["of_bare"]
+                cells.append(f"{speed['median']:.2f} [{speed['least']:.2f}-{speed['largest']:.2f}]")
+                cells.append(f"{row['cpu_s_per_gib']['median']:.2f}")
+            lines.append(cells)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def benchmarks_page() -> str:
+    """docs/benchmarks.md as it is, with its generated table made anew."""
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    begin, end = "<!-- from bench.json -->\n", "<!-- end -->\n"
+    before, _, rest = page.partition(begin)
+    return before + begin + comparison_table() + end + rest.partition(end)[2]
+
+
+PAGES = {"states.md": states_page, "reference.md": api.page, "benchmarks.md": benchmarks_page}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
