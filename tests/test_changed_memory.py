@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tensorhub import shared_empty_like
-from tensorhub.errors import MutabilityViolation, TensorHubError
+from tensorhub.errors import MutabilityViolation, RegistrationError, TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes
@@ -152,10 +152,26 @@ async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
         with pytest.raises(TensorHubError):
             await (await c.hubs[2].register("m", empty())).replicate(timeout=1)
         assert await states(c.hubs[2]) == {"trainer": "quarantined"}
+        assert (trainer.state, trainer.version) == ("torn", 1)
         for call in (trainer.update, trainer.unpublish):
             with pytest.raises(TensorHubError, match="'b'"):
                 await call()
         assert trainer.state == "empty"
+
+
+@pytest.mark.parametrize("change", [frees, replaces])
+async def test_a_handle_can_be_closed_as_its_error_advises(change: Callable[[torch.Tensor], None]) -> None:
+    async with cluster("trainer", "rollout") as c:
+        mine = model()
+        trainer = await c.hubs[0].register("m", mine)
+        await trainer.publish(1)
+        change(mine["b"])
+        with pytest.raises(TensorHubError):
+            await c.hubs[1].fetch("m", timeout=1)
+        with pytest.raises(RegistrationError, match="close this handle and register anew"):
+            await trainer.publish(2)
+        await trainer.close()
+        assert trainer.state == "closed"
 
 
 @pytest.mark.usefixtures("lazily")

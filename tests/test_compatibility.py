@@ -56,6 +56,12 @@ def test_a_message_lists_ten_differences_and_counts_the_rest() -> None:
     assert len(caught.value.differences) == 12
 
 
+def test_what_a_reader_may_leave_out_is_said() -> None:
+    source, reader = manifest(spec("a", "uint8")), manifest(spec("b", "uint8"))
+    with pytest.raises(ManifestMismatch, match=r"unread says so: register\(\.\.\., partial=True\).*sources={'b': \[\]}"):
+        check_compatible(source, reader)
+
+
 def test_what_makes_none() -> None:
     source = manifest(spec("a", "uint8", 2), spec("b", "uint8", 3, region=1), spec("e", "uint8", 0, region=2))
     reader = Manifest(

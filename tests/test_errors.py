@@ -207,6 +207,20 @@ async def test_tensors_that_are_not_those_of_the_version() -> None:
         assert not mine["b"].any()
 
 
+async def test_the_advice_of_a_mismatch_leads_to_a_fill() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        mine: dict[str, Any] = {"a": np.zeros(4 * CHUNK_BYTES, np.uint8), "mine": np.full(3, 7.0)}
+        with raises(ManifestMismatch, "register(..., partial=True)", retryable=False) as caught:
+            await (await c.hubs[1].register("m", mine)).replicate()
+        assert "sources={'mine': []}" in str(caught[0])
+        with raises(ManifestMismatch, "sources={'mine': []}", retryable=False):
+            await (await c.hubs[1].register("m", mine, partial=True)).replicate()
+        await (await c.hubs[1].register("m", mine, partial=True, sources={"mine": []})).replicate()
+        assert mine["a"].any()
+        assert mine["mine"].tolist() == [7.0] * 3
+
+
 # ---------------------------------------------------------------------------------------------------------- registering
 
 

@@ -21,6 +21,7 @@ import pytest
 import tensorhub
 from tensorhub.coordinator import limits
 from tensorhub.errors import (
+    DrainTimeout,
     GroupAborted,
     OperationTimeout,
     RegistrationError,
@@ -32,9 +33,10 @@ from tensorhub.errors import (
 from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.loop_thread import Job, LoopThread, running_backend
 from tensorhub.runtime.worker.mapped_memory import MappedMemory
-from tensorhub.types import Options, VersionInfo
+from tensorhub.types import Options, RegistrationId, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import (
     BEST,
@@ -401,13 +403,35 @@ async def test_mutate_whose_body_raises_publishes_nothing() -> None:
     async with cluster("trainer") as c:
         source = await c.hubs[0].register("m", tensors(1))
         await source.publish(1)
-        with pytest.raises(ValueError, match="mine"):
+        with pytest.raises(ValueError, match="mine") as raised:
             async with source.mutate(2):
                 raise ValueError("mine")
+        assert [note.endswith("has published nothing") for note in raised.value.__notes__] == [True]
         assert (source.state, source.version) == ("empty", None)
         async with source.mutate(2):  # the number stayed unused
             pass
         assert source.version == 2
+
+
+async def test_a_fence_that_is_repeated_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual, tries = SharedOwner.fence_async, list[float]()
+
+    async def fence_async(self: SharedOwner, registration: RegistrationId, timeout_s: float) -> None:
+        tries.append(timeout_s)
+        if len(tries) == 1:
+            raise DrainTimeout("a reader takes its time")
+        await usual(self, registration, timeout_s)
+
+    monkeypatch.setattr(SharedOwner, "fence_async", fence_async)
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        async with source.mutate(2):
+            assert len(tries) == 2
+            write(tensors(1), 2)
+    assert "fence" not in caplog.text
 
 
 async def test_mutate_whose_body_raises_on_one_rank_ends_the_other_ranks_publish() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tensorhub
+from tests.rig import WAIT_S
 
 WITHOUT_TORCH = (
     "tensorhub.cli",
@@ -44,7 +45,7 @@ EVERYTHING_ELSE = {"cupy", "numpy", "safetensors", "torch"}
 
 
 def _python(program: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -99,3 +100,20 @@ def test_a_wrong_name_is_an_attribute_error() -> None:
         _ = tensorhub.conect  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="cannot import name 'conect'"):
         exec("from tensorhub import conect")
+
+
+@pytest.mark.parametrize("module", ["typer", "tensorhub.cli.status", "anyio"])
+def test_ctrl_c_during_an_import_prints_nothing(module: str) -> None:
+    program = f"""
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["tensorhub", "status"]
+from tensorhub.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -5,9 +5,9 @@ Not responsible for readers of another layout, whose plan is made from parts (`l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
-from tensorhub.errors import ManifestMismatch, some
+from tensorhub.errors import ManifestMismatch, shown, some
 from tensorhub.manifest import Manifest, TensorSpec
 
 WRAPPERS_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile's, DDP's, FSDP's
@@ -71,11 +71,20 @@ def check_compatible(source: Manifest, reader: Manifest) -> None:
     """Raise ManifestMismatch, with every difference, unless the reader can hold the source's version."""
     if found := differences(source, reader):
         theirs, mine = ({tensor.name: tensor.dtype for tensor in manifest.tensors} for manifest in (source, reader))
-        advice = _prefix_advice(source, reader) + dtype_advice(
-            (theirs.get(name, dtype), dtype) for name, dtype in mine.items()
-        )
+        advice = _prefix_advice(source, reader) or missing_advice(theirs.keys() - mine, mine.keys() - theirs)
+        advice += dtype_advice((theirs.get(name, dtype), dtype) for name, dtype in mine.items())
         text = f"{len(found)} difference(s): {some(found, '; ')}{advice}"
         raise ManifestMismatch(text, differences=found)
+
+
+def missing_advice(unread: Collection[str], unknown: Collection[str]) -> str:
+    """What to do where the reader leaves out published tensors, or registers tensors that are not published."""
+    advice = ""
+    if unread:
+        advice += ". A reader that leaves published tensors unread says so: register(..., partial=True)"
+    if unknown:
+        advice += f". A reader's own tensor has an empty entry, and is left alone: sources={{{shown(min(unknown))}: []}}"
+    return advice
 
 
 def dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:

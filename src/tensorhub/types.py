@@ -207,7 +207,7 @@ class HandleState(StrEnum):
     FILLING = "filling"  # the library writes the memory
     READY = "ready"  # holds a version; the memory is immutable
     DRAINING = "draining"  # still immutable; on its way to empty
-    TORN = "torn"  # a fill was broken off: the memory holds parts of several versions
+    TORN = "torn"  # not a version's bytes: a fill was broken off, or what is published was changed
     IN_DOUBT = "in_doubt"  # this rank has voted and does not know the outcome; its next call resolves that first
     CLOSED = "closed"  # the registration has ended
 

@@ -13,6 +13,7 @@ from itertools import islice
 from tensorhub.errors import (
     GroupAborted,
     InvalidType,
+    MutabilityViolation,
     RegistrationError,
     StaleWeightsWarning,
     StateError,
@@ -72,13 +73,17 @@ class Weights(Unpicklable):
 
     @property
     def version(self) -> int | None:
-        """The version that the memory holds; None unless ready or draining."""
+        """The version that the memory holds; None unless ready, draining, or published and torn."""
         return self._handle.member.version
 
     @property
     def state(self) -> HandleState:
-        """empty, filling, ready, draining, torn, in_doubt or closed (each equals that string)."""
-        return self._handle.member.state
+        """empty, filling, ready, draining, torn, in_doubt or closed (each equals that string).
+
+        Published memory that was seen to be written, replaced or freed is torn, until `unpublish` or `mutate` takes it back.
+        """
+        state, content = self._handle.member.state, self._handle.member.content
+        return HandleState.TORN if state is HandleState.READY and content is not None and content.spoiled else state
 
     async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:
         """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
@@ -161,6 +166,8 @@ class Weights(Unpicklable):
             if is_unwritten is not None and is_unwritten():
                 self._tell_stale()
         except BaseException as error:
+            if where in ("the body of", "after its body,"):
+                error.add_note(f"mutate({version}) of {self._handle.member.shard.title} has published nothing")
             if where and self._handle.member.shard.world_size > 1:
                 with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
@@ -284,11 +291,13 @@ class Weights(Unpicklable):
         other workers, too, as the process may end then. (Leaving the hub waits for nobody: close the handles before.)
 
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
-        as it was, and MutabilityViolation (it is closed).
+        as it was, and MutabilityViolation (it is closed, but its tensors were written while they were published). Of tensors
+        that were replaced or freed there is only a log event (`published_memory_written`): to close is what helps.
         """
         check_flag("abandon", abandon)
-        close = partial(self._worker.copies.close, abandon=abandon)
-        await self._thread.call(close, self._handle, self._worker.timeout_s(None))
+        close, is_moved = partial(self._worker.copies.close, abandon=abandon), bool(self._memory.moved())
+        with contextlib.suppress(*[MutabilityViolation] * is_moved):
+            await self._thread.call(close, self._handle, self._worker.timeout_s(None))
 
 
 def callers_level() -> int:

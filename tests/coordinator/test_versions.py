@@ -179,8 +179,9 @@ def test_a_used_number_is_a_conflict_even_for_equal_bytes() -> None:
     for number in (3, 2):
         asked = other.publish(number)
         cluster.run()
-        with pytest.raises(VersionConflict, match="the newest number so far is 3; publish 4 or more"):
+        with pytest.raises(VersionConflict, match="the newest number so far is 3; publish 4 or more") as refused:
             _ = asked.number
+        assert f"hub.rollback('actor', to=N), N less than {number}" in str(refused.value)
         assert other.member.state is HandleState.EMPTY
 
 

@@ -9,8 +9,11 @@ Not responsible for any work of its own: each command is a thin layer over the p
 
 def main() -> None:
     """Run the command line with the arguments of this process (the entry point of the `tensorhub` script)."""
-    from tensorhub.cli.app import app
-    from tensorhub.cli.common import checking_output
+    try:
+        from tensorhub.cli.app import app
+        from tensorhub.cli.common import checking_output
 
-    with checking_output():
-        app()
+        with checking_output():
+            app()
+    except KeyboardInterrupt:  # during the imports
+        raise SystemExit(130) from None

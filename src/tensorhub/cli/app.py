@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import tensorhub
-from tensorhub.cli.common import EXIT_CODES, HELP, reporting
+from tensorhub.cli.common import EXIT_CODES, HELP, INTERRUPTED, reporting
 
 
 class _Commands(TyperGroup):
@@ -19,6 +19,12 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         return name, _load(name), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before the command has handlers of its own; click would say "Aborted!", and exit with 1
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _load(name: str | None) -> Any:

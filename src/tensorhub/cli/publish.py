@@ -77,7 +77,10 @@ class Publisher:
         if self.version is None:
             return 0 if mark is None else mark + 1
         if mark is not None and self.version <= mark:
-            raise VersionConflict(f"{self.version} is not above {mark}, the newest version of {self.model!r} ever published")
+            raise VersionConflict(
+                f"{self.version} is not above {mark}, the newest version of {self.model!r} ever published; give "
+                f"{mark + 1} or more, or go back first: hub.rollback({self.model!r}, to=N), N less than {self.version}"
+            )
         return self.version
 
     def _tell(self, info: VersionInfo, memory: FileMemory) -> None:

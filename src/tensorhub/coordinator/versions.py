@@ -40,8 +40,8 @@ class Versions:
         """Why `number`, staged or not, is not above all numbers that are recorded or being recorded (R1); None: it is."""
         if model.mark is not None and number <= model.mark:
             return VersionConflict(
-                f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; "
-                f"publish {model.mark + 1} or more, or roll back first"
+                f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; publish "
+                f"{model.mark + 1} or more, or go back first: hub.rollback({model.name!r}, to=N), N less than {number}"
             )
         if model.rollbacks:
             return VersionConflict(

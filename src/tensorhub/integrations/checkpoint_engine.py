@@ -177,7 +177,8 @@ class Exchange:
         if meeting.mark is not None and number <= meeting.mark and number != meeting.held:
             raise VersionConflict(
                 f"version {number} of {self.model!r} is older than this update: {meeting.mark} was published before, "
-                f"perhaps by another trainer. `hub.rollback()` takes back later versions; or give another model="
+                f"perhaps by another trainer. `hub.rollback({self.model!r}, to=N)` takes back what came after N; or give "
+                "another model="
             )
         with anyio.CancelScope() as scope:
             self._receiving = scope

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tensorhub.compatibility import dtype_advice
+from tensorhub.compatibility import dtype_advice, missing_advice
 from tensorhub.dtypes import itemsize
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError, some
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
@@ -187,7 +187,9 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
         differences += publication.unread(wanted | faults.keys())
     published = [(catalogue.find(piece.name, piece.kind), piece.kind.dtype) for piece in pieces]
     advice = dtype_advice((catalogue.kind(number).dtype, dtype) for number, dtype in published if number is not None)
-    if any(catalogue.find(name) is None and name not in catalogue.local_names for name in wanted):
+    unknown = [name for name in wanted if catalogue.find(name) is None and name not in catalogue.local_names]
+    if unknown:
         advice += f". The source has {some([*map(repr, catalogue.names)], most=5)}"
+    advice += missing_advice((), {tensor.name for tensor in manifest.tensors}.intersection(unknown))
     refuse(differences, "difference(s) between the published and the registered tensors", advice)
     raise AssertionError("there are differences")

@@ -441,10 +441,11 @@ class Handle(CallersHandle):
                 await self._owner.fence_async(self._registration, min(FENCE_TRY_S, self._left_s(action)))
                 break
             except DrainTimeout as error:
-                log.warning("fence_failed", registration=self._registration, reason=str(error))
                 if not self._left_s(action):
+                    log.warning("fence_failed", registration=self._registration, reason=str(error))
                     self.interpreter.fence_failed(action, clock.now())
                     return
+                log.debug("fence_repeated", registration=self._registration, reason=str(error))
             await anyio.lowlevel.checkpoint()
         known = self.interpreter.guard.violation
         self.interpreter.fenced(action, self._owner, clock.now())
