@@ -230,7 +230,6 @@ class Location:
     host: Name = _THIS_HOST
 
 
-BUNDLES_BY = "tcp"  # the transport by which ranks of a group read what they have in common (`layouts.bundles`)
 SAME_HOST_TRANSPORTS: Final = frozenset({"cma", "shm", "cuda_ipc"})  # they reach from one host to that host only
 
 

@@ -274,25 +274,18 @@ class World:
             self.say(rank, Fill(key, rank.rank, rank.name, *call))
         return key
 
-    def ready(self, rank: Rank, *needs: Need, bundles: Sequence[str] = ()) -> None:
-        """And where that lies, if others may read it there; `bundles`: what others of its group may have as well."""
+    def ready(self, rank: Rank, *needs: Need) -> None:
+        """And where that lies, if others may read it there."""
         lies = lies_of(rank) if rank.serves and self.part(rank).bridges else ()
-        self.say_ready(rank, needs, lies, bundles=bundles)
+        self.say_ready(rank, needs, lies)
         for again in rank.take(ReadyAgain):
             blobs = {id_of(blob): blob for blob in lies}
-            self.say_ready(rank, needs, lies, [blobs[ident] for ident in again.part_ids], bundles)
+            self.say_ready(rank, needs, lies, [blobs[ident] for ident in again.part_ids])
         self.answer_checks(self.ranks.values() if self.covers else ())
 
-    def say_ready(
-        self,
-        rank: Rank,
-        needs: Sequence[Need],
-        lies: Sequence[bytes] = (),
-        parts: Sequence[bytes] = (),
-        bundles: Sequence[str] = (),
-    ) -> None:
+    def say_ready(self, rank: Rank, needs: Sequence[Need], lies: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> None:
         ids = tuple(map(id_of, lies))
-        self.say(rank, ReadyToWrite(self.operation(rank).key, rank.rank, tuple(needs), ids, tuple(parts), tuple(bundles)))
+        self.say(rank, ReadyToWrite(self.operation(rank).key, rank.rank, tuple(needs), ids, tuple(parts)))
 
     def vote(self, rank: Rank, *roots: SelectionRoot, root: bytes = b"") -> None:
         """It has everything; with these roots."""

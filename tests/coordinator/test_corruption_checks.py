@@ -315,7 +315,7 @@ def test_a_publisher_that_digests_a_chunk_otherwise_than_it_told_does_not_differ
 def test_nobody_is_asked_about_a_chunk_of_another_grid_or_by_itself(origin: str) -> None:
     """Who fills what was read in another layout says where it has that chunk. The origin has other chunks."""
     world, trainers = published()
-    first, follower = bridging(world)
+    (first, _), (follower, _) = bridging(world), bridging(world, "w")
     for trainer, need in zip(trainers, (A, B), strict=True):
         world.tell(trainer, need)
     asked = corrupt_at(world, follower, first)

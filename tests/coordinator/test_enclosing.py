@@ -32,7 +32,6 @@ from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
-from tests.coordinator.test_replicas import bridging
 
 OWN = root_of(list_of(CHUNKS))
 
@@ -136,30 +135,6 @@ def test_a_publisher_that_leaves_digests_nothing_more_for_new_readers() -> None:
     world.lose(world.ranks["c0"])
     world.leave(trainer)
     assert bridges.publishers_of(world.part(first), A) == []
-
-
-def test_what_is_read_again_to_be_vouched_for_is_not_read_from_one_that_has_the_same_in_its_own_site() -> None:
-    """That one cannot vouch for it."""
-    world, trainers, _ = copied()
-    first, _ = bridging(world, "z")
-    reader, _ = bridging(world, "x")
-    for neighbour in ("z0", "z1", "x1"):
-        world.lose_source(reader, world.lease(reader, neighbour), "unreachable")
-    assert [source for source, _, _ in world.sources(reader)] == ["t0", "t1"]
-    bridging(world, "w")
-    world.lose(*trainers)
-    for neighbour in ("x0", "w0"):  # so that neither is filled from the other
-        world.lose_source(first, world.lease(first, neighbour), "unreachable")
-    reader.take(AddSource)
-    world.vote(reader, root(A), root(B))
-    for rank in world.ranks.values():
-        for asked in rank.take(TellDigests):
-            none = Digests(rank.name, rank.generation, 0, (), b"", True, asked.selection, asked.shard)
-            world.say(rank, none)
-    (compare,) = reader.take(Compare)
-    assert compare.enclose
-    world.say(reader, Compared(world.operation(reader).key, 0, 2, (), True, A.selection, A.shard))
-    assert [(added.grant.source, added.grant.root) for added in reader.take(AddSource)] == [("c0", OWN)]
 
 
 def test_without_digests_nothing_encloses() -> None:

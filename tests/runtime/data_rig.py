@@ -126,7 +126,6 @@ class Node:
         """A pull into this node's memory. `connections`: to each source."""
         options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
         parts: Mapping[str, Part] = more.get("selections", {})  # type: ignore[assignment]
-        bundles: Mapping[str, object] = more.get("bundles", {})  # type: ignore[assignment]
         way = KINDS[transport](Local(self.incarnation, (secret,), options))
         self.ways.append(way)
 
@@ -139,7 +138,6 @@ class Node:
                 grant.generation,
                 CONTENT,
                 parts[grant.selection].selection if grant.selection in parts else None,
-                grant.selection if grant.selection in bundles else "",
             )
             if connections > 1:
                 opens = partial(way.open, grant.endpoints[0], right, destination)

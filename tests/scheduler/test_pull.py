@@ -223,73 +223,9 @@ def test_what_a_source_brings_is_ascending_and_there(brings: list[int]) -> None:
         Pull([10] * 6).add_source(A, complete=True, brings=brings)
 
 
-def kept(*brings: int, chunks: int = 6) -> Pull:
-    """A pull for which A brings these chunks alone; B has everything."""
-    pull = Pull([10] * chunks)
-    pull.add_source(A, complete=False, brings=brings, alone=True)
-    pull.add_source(B, complete=True)
-    return pull
-
-
-def test_what_a_source_brings_alone_is_kept_for_it() -> None:
-    pull = kept(1, 2, 5)
-    assert pull.next_batch(B, 1000) == (0, 3, 4)
-    assert pull.next_batch(B, 1000) == ()
-    assert pull.next_batch(A, 20) == (1, 2)
-    assert pull.next_batch(A, 1) == (5,)  # one at least
-    assert pull.next_batch(A, 1000) == ()
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_what_was_kept_is_wanted_of_all_once_that_lane_has_ended(*, dropped: bool) -> None:
-    pull = kept(0, 1, 2)
-    assert pull.next_batch(B, 1000) == (3, 4, 5)
-    assert pull.next_batch(A, 20) == (0, 1)
-    pull.arrived(A, 0, ok=True)
-    if dropped:
-        pull.drop_source(A)
-        assert pull.next_batch(A, 1000) == pull.next_batch(B, 1000) == ()
-    assert pull.lane_ended(A) == (1,)
-    assert pull.next_batch(B, 1000) == (1, 2)
-    assert pull.retries == 1
-
-
-def test_what_is_wrong_or_lacking_there_is_kept_as_before() -> None:
-    pull = kept(0, 1, 2)
-    pull.next_batch(A, 1000)
-    pull.arrived(A, 0, ok=False)
-    pull.lacks(A, [1, 2], [])
-    assert pull.next_batch(B, 1000) == (3, 4, 5)
-    assert pull.next_batch(B, 1000) == ()
-    assert pull.next_batch(A, 1000) == (0,)  # it is waited for, one at a time
-    assert pull.next_batch(A, 1000) == ()
-    pull.lacks(A, [0], [(2, 1)])
-    assert pull.next_batch(A, 1000) == (2,)
-
-
-def test_only_what_is_wanted_when_it_comes_is_kept_for_it() -> None:
-    pull = Pull([10] * 4, verified=[0])
-    pull.add_source(B, complete=True)
-    assert pull.next_batch(B, 10) == (1,)
-    pull.add_source(A, complete=False, brings=[0, 1, 2], alone=True)
-    assert pull.next_batch(B, 1000) == (3,)
-    pull.arrived(B, 1, ok=False)  # it was B's
-    assert pull.next_batch(A, 1000) == (2,)
-    assert pull.next_batch(B, 1000) == (1,)
-
-
-def test_a_source_that_brings_something_alone_keeps_no_other_one_waiting() -> None:
-    pull = kept(0)
-    pull.next_batch(A, 1000)
-    pull.lacks(A, [0], [])
-    pull.next_batch(B, 1000)
-    pull.lacks(B, range(1, 6), [])
-    assert pull.next_batch(B, 10) == (1,)  # though A was asked longer ago
-    assert pull.next_batch(A, 10) == (0,)
-
-
 def test_it_is_through_when_all_that_it_brings_is_verified() -> None:
-    pull = kept(2, 3)
+    pull = Pull([10] * 6)
+    pull.add_source(A, complete=True, brings=[2, 3])
     assert pull.next_batch(A, 10) == (2,)
     pull.arrived(A, 2, ok=True)
     assert not pull.is_through(A)
@@ -318,7 +254,6 @@ class PullMachine(RuleBasedStateMachine):
         self.asked: set[LeaseId] = set()  # whose lane runs, and has asked
         self.leases = 0
         self.brings: dict[LeaseId, set[int]] = {}  # what each source can bring
-        self.alone: dict[LeaseId, set[int]] = {}  # what is kept for each, until its lane ends
 
     @precondition(lambda self: self.pull is None)
     @rule(sizes=SIZES, data=st.data())
@@ -338,20 +273,6 @@ class PullMachine(RuleBasedStateMachine):
         self.brings[lease] = set(chunks if brings is None else brings)
         self.lanes[lease] = set()
 
-    @precondition(lambda self: self.pull is not None and len(self.lanes) < 4)
-    @rule(data=st.data())
-    def add_one_that_brings_alone(self, data: st.DataObject) -> None:
-        """Of what no other one does."""
-        lease = LeaseId(str(self.leases))
-        self.leases += 1
-        taken = set().union(*(self.brings[each] for each in self.alone))
-        free = sorted({*range(len(self.sizes))} - taken)
-        brings = data.draw(st.sets(st.sampled_from(free))) if free else set()
-        self.pull.add_source(lease, False, sorted(brings), alone=True)
-        self.brings[lease] = brings
-        self.alone[lease] = brings - self.verified - set().union(*self.lanes.values())
-        self.lanes[lease] = set()
-
     @precondition(lambda self: self.lanes)
     @rule(data=st.data(), bytes_max=st.integers(1, 100))
     def ask(self, data: st.DataObject, bytes_max: int) -> None:
@@ -364,20 +285,13 @@ class PullMachine(RuleBasedStateMachine):
         assert lease not in self.dropped or not batch
         assert set(batch) <= self.brings[lease], "it cannot bring that"
         wanted = self.brings[lease] - writing - self.verified
-        if lease in self.alone:
-            wanted &= self.alone[lease]
-            assert set(batch) <= self.alone[lease], "others may have that as well"
-        kept = set().union(*(chunks for each, chunks in self.alone.items() if each != lease))
-        assert not set(batch) & kept, "it is kept for another one"
-        wanted -= kept
         known = self.known.get(lease)
         if known is None:
             assert batch or lease in self.dropped or not wanted
         elif batch and not set(batch) <= known:
             assert not wanted & known, "what it has comes first"
-            asked = self.asked - self.dropped - {lease} - self.alone.keys()
-            others = [self.known.get(each, self.brings[each]) for each in asked]
-            assert lease in self.alone or not any(other & set(batch) for other in others), "another one has it"
+            others = [self.known.get(each, self.brings[each]) for each in self.asked - self.dropped - {lease}]
+            assert not any(other & set(batch) for other in others), "another one has it"
         self.asked.add(lease)
         self.lanes[lease] |= set(batch)
 
@@ -390,7 +304,6 @@ class PullMachine(RuleBasedStateMachine):
         self.pull.lacks(lease, sorted(chunks), [(chunk, 1) for chunk in sorted(has)])
         self.known[lease] = has
         self.lanes[lease] -= chunks
-        self.give_back(lease, chunks)
 
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data(), ok=st.booleans())
@@ -403,13 +316,6 @@ class PullMachine(RuleBasedStateMachine):
             del self.known[lease]
         if ok:
             self.verified.add(chunk)
-        else:
-            self.give_back(lease, {chunk})
-
-    def give_back(self, lease: LeaseId, chunks: set[int]) -> None:
-        """What a source that was dropped does not bring is kept for it no longer."""
-        if lease in self.alone and lease in self.dropped:
-            self.alone[lease] -= chunks
 
     @precondition(lambda self: self.lanes)
     @rule(data=st.data())
@@ -424,7 +330,6 @@ class PullMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.lanes)))
         assert set(self.pull.lane_ended(lease)) == self.lanes.pop(lease)
         self.asked.discard(lease)
-        self.alone.pop(lease, None)
         assert self.pull.lane_ended(lease) == ()
 
     @invariant()

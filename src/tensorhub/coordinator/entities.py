@@ -581,7 +581,6 @@ class RankPart:
     origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
     planned_of: str = ""  # what its origin was read from, if it was told that: then it can plan its origin's own chunks
     needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
-    bundles: tuple[str, ...] = ()  # names of what it reads that other ranks may have just so, if it bridges
     checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)

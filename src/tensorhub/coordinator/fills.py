@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, refusals, replicas, ways
+from tensorhub.coordinator import bridges, limits, refusals, ways
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.bridges import Source
@@ -21,7 +21,6 @@ from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart,
 from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
-from tensorhub.coordinator.mates import Mates
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -200,7 +199,6 @@ class Fills:
                 return None
             self._manifest_questions.came(*message.part_ids)
             part.needs = part.layout.needs[part.shard] = message.needs
-            part.bundles = message.bundles
             self._testimonies.expect(part)
         part.ready, part.checks, part.moved_at = True, "", self._cluster.now
         self._cluster.changed(part.operation, part)
@@ -417,23 +415,17 @@ class Fills:
         sources = self.first_sources(operation) if ready else None
         if sources is not None and not self._must_wait(operation, version):
             self._begin_write(operation)
-            mates = Mates(self._cluster)
-            for _, part in sorted(operation.parts.items()):  # of twins the first ones are read by the others
+            for _, part in sorted(operation.parts.items()):
                 if part.needs_bytes:
                     grants = self._first_grants(part, sources)
-                    self._cluster.tell(part.member, Write(operation.key, part.rank, grants, mates.of(part)))
+                    self._cluster.tell(part.member, Write(operation.key, part.rank, grants))
         return None
 
     def _first_grants(self, part: RankPart, sources: dict[int, list[Source]]) -> tuple[Grant, ...]:
         """What was chosen before the write began is still the best: what a write changes is of other versions. Ranks that
-        bridge may read from the same shards, and each chooses again: the one before it has a share of its sources now. So
-        does who may read from the one before it, since that has the same.
+        bridge may read from the same shards, and each chooses again: the one before it has a share of its sources now.
         """
         chosen = sources.get(part.rank)  # none, if it has written before
-        if replicas.twins(part.operation.bound, part.layout, part.shard):
-            grants = self._readers.grant(part)
-            self._testimonies.expect_of_twins(part)
-            return tuple(grants)
         if chosen is None or part.bridges:
             return tuple(self._readers.grant(part))
         return tuple([self._readers.lend(part, *source) for source in chosen])

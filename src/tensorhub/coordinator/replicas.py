@@ -21,7 +21,6 @@ from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.digests import head_of
 from tensorhub.manifest import Manifest
 
-TWINS_MAX = 32  # of one class that are looked at for one of their readers
 NAMES_MAX = 8  # tensors that an error names
 MANIFEST_BYTES_MAX = 2**20  # a longer one is not decoded for an error: others would wait for that
 
@@ -35,20 +34,6 @@ def proven(version: Version, layout: LayoutHoldings[Holding], first: int) -> tup
         return shards
     reference = next((shard for shard in shards if version.holdings.of(shard).sources), shards[0])
     return tuple([shard for shard in shards if shard == reference or _are_equal(version, reference, shard)])
-
-
-def twins(version: Version, layout: LayoutHoldings[Holding], shard: int) -> list[int]:
-    """Other shards of that layout with equal bytes in equal chunks, as their publishers say, or since they were read by the
-    same selections; of very many the first ones. None, where no digests could show that it is not so: what is read there is
-    compared with those of the reader's own shard, as always.
-    """
-    its = layout.classes[layout.class_of(shard)]
-    others = [each for each in its[:TWINS_MAX] if each != shard]
-    if layout is not version.holdings:
-        needs = layout.needs.get(shard)
-        return [each for each in others if needs and layout.needs.get(each) == needs]
-    alike = others if head_of(version.manifests.get(shard, b""))[0] != "none" else []
-    return [each for each in alike if _have_one_grid(version, shard, each) and not _are_different(version, shard, each)]
 
 
 def needed(part: RankPart) -> Iterator[int]:
@@ -76,11 +61,6 @@ def _are_equal(version: Version, one: int, other: int) -> bool:
 
 def _differ(version: Version, one: int, other: int) -> bool:
     return _have_one_grid(version, one, other) and _root(version, one) != _root(version, other)
-
-
-def _are_different(version: Version, one: int, other: int) -> bool:
-    """Whether both are known, and differ."""
-    return bool(_root(version, one) and _root(version, other)) and _differ(version, one, other)
 
 
 def _have_one_grid(version: Version, one: int, other: int) -> bool:

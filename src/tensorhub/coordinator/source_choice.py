@@ -1,8 +1,5 @@
 """From whom a reader reads best: which holdings it may read, and which of them brings it everything first.
 
-Who would have to read from another site reads from one in its own that has the same as another shard (`replicas.twins`).
-That may be a rank of its own group that is being filled: so one of them enters the site.
-
 Responsible for that choice alone: it changes nothing. Not responsible for leases (`readers`), for which needs a reader has
 (`bridges`), nor for estimates and orders (`scheduler`).
 """
@@ -50,10 +47,6 @@ class SourceChoice:
             holding = self.choose(part, version)
             found = [] if holding is None else [(None, holding)]
         is_far = any(_is_far(each, part) for _, each in found)
-        may_follow = (is_far or not found) and part.rereads is None
-        twin = self._of_twins(part, is_last=not found) if may_follow else None
-        if twin is not None:
-            return [(None, twin)]
         is_patient = any(part.retry_at[each] > self._cluster.now for each in part.spared)
         return [] if is_patient and is_far else found
 
@@ -111,18 +104,6 @@ class SourceChoice:
             return holding in below
 
         return refuses
-
-    def _of_twins(self, part: RankPart, *, is_last: bool) -> Holding | None:
-        """The best source in its own site that has the same, as another shard. `is_last`: there is no other source now, so
-        that one which has failed it is tried again, too.
-        """
-        refuses, near = self._refusing(part, None), list[Holding]()
-        passes: Callable[[Holding], bool] = lambda h: (_has_failed(h, part) and not is_last) or refuses(h)  # noqa: E731
-        for shard in replicas.twins(part.operation.bound, part.layout, part.shard):
-            found = self._best(part, part.layout.of(shard), passes)
-            near += [found] if found is not None and not _is_far(found, part) else []
-        rates = self._cluster.links.rates(self._cluster.now)
-        return min(near, key=lambda h: _estimate(h, part, _wanted(h.peers, None), rates), default=None)
 
     def faster(self, part: RankPart, factor: float, gain_s: float) -> Holding | None:
         """A source from which this reader would have the rest so many times sooner, and as much sooner, than from those that

@@ -75,14 +75,6 @@ class Testimonies:
             self._are_replicas_known(part.operation.bound, first)
             self._compare_replicas(part.operation.bound, first)
 
-    def expect_of_twins(self, part: RankPart) -> None:
-        """This rank may read from holders of other shards, so that nobody reads from its own publisher: who has published
-        these is asked for digests now, and not only when it votes.
-        """
-        follows = any(lease.holding.shard != part.shard for lease in part.leases.values())
-        if follows and not part.bridges:
-            self._are_replicas_known(part.operation.bound, part.layout.class_of(part.shard))
-
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
         if part.rereads is not None and (testimony := self._of(part, part.rereads)).unaware:

@@ -14,7 +14,6 @@ Responsible for the value and its one encoding. Not responsible for who holds wh
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from tensorhub.manifest import DIMENSIONS_MAX, ENCODED_BYTES_MAX, TENSORS_MAX, i
 FORM = 1
 KINDS_MAX = 2**16
 RANKS_MAX = 2**20
-_NUMBERS = re.compile(r"\d+")
 _COLUMNS = ("name lengths", "kinds", "dtypes", "dimensions", "sizes", "ranks", "scales", "zero points")
 
 
@@ -73,11 +71,6 @@ class Catalogue:
     def local_names(self) -> frozenset[str]:
         """Of the rank-local tensors."""
         return frozenset([name for name, kind in self.number_of if kind is not None])
-
-    @cached_property
-    def numbers_in_names(self) -> bytes:
-        """How many numbers the name of each tensor has, of layers and experts; of more than two: two."""
-        return bytes([min(2, len(_NUMBERS.findall(name))) for name in self.names])
 
     def kind(self, number: int) -> Kind:
         return self.kinds[self.kind_of[number]]

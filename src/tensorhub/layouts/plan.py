@@ -11,11 +11,7 @@ operations for each tensor. No cell is made before it is asked for.
 
 Where several sources hold a byte (replicated tensors, key-value heads), those that are read anyway come first, then
 those that give the least so far. `turn` decides between equals, so that like ranks of a reading group do not all choose
-the same one, while ranks of equal coordinates do: what one of them has read, the others can read there.
-
-What ranks of a group have in common is told apart from what one of them has alone (`Plan.groups`), as far as one rank can
-know that: tensors are of one *kin* if the rank has an equal share of each, and if their names have equally many numbers.
-Norms are not cut where other tensors are, key-value heads less often; experts have two numbers, and layers one.
+the same one, while ranks of equal coordinates do: so these make the same selections.
 
 Responsible for what is read from whom. Not responsible for whether the sources are a whole version (`publication`), nor
 for when cells are asked for.
@@ -26,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import log2, prod
 from operator import itemgetter, sub
 from typing import NamedTuple, TypeAlias
 
@@ -41,21 +36,6 @@ from tensorhub.layouts.pieces import within
 NAMES_MAX = 10  # in one error
 PLACES_PER_MEETING = 8  # that are looked at in the time that two boxes take to be met
 MANY = 60  # stretches of like pieces: then it is worth to look for fewer
-
-
-# Tensors of the reader's catalogue, and which box of each; in its memory, how far apart the elements are in each dimension,
-# and the tensors.
-Common: TypeAlias = tuple[tuple[int, ...], Box, tuple[int, ...], tuple[int, ...]]
-
-
-class Group(NamedTuple):
-    """What a reader takes of one kin from one source. `common`: which tensors that is, where it could have them from other
-    sources, too.
-    """
-
-    kin: int
-    common: Common | None
-    rows: list[Row]
 
 
 class Unheld(NamedTuple):
@@ -81,21 +61,7 @@ class Plan:
         """The families that it gives, in the order of the reader's memory. They are made when they are asked for: of like
         tensors many sources give the same, which would be very many tuples.
         """
-        return _in_order(self._taken.get(source, ()))
-
-    def groups(self, source: int) -> list[Group]:
-        """The same, apart by kin. What other sources could have given as well is apart from the rest, since other ranks may
-        have it from these.
-        """
-        found: dict[tuple[int, Common | None], list[_Taken]] = {}
-        for taken in self._taken.get(source, ()):
-            found.setdefault((taken.kin, taken.common), []).append(taken)
-        return [Group(kin, common, _in_order(its)) for (kin, common), its in found.items()]
-
-    @property
-    def kins(self) -> int:
-        """How many there are."""
-        return len({taken.kin for its in self._taken.values() for taken in its})
+        return sorted([row for taken in self._taken.get(source, ()) for row in taken.rows()], key=itemgetter(0, 1))
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -155,7 +121,6 @@ class _Likeness(NamedTuple):
 
     form: int
     held: _Forms
-    kin: int
 
 
 class _Stretch(NamedTuple):
@@ -187,8 +152,6 @@ class _Part(NamedTuple):
     loops: Loops
     run: int
     nbytes: int
-    box: Box
-    apart: tuple[int, ...]  # in each dimension of the box, at the reader; 0 where there is one index
 
 
 class _Candidate(NamedTuple):
@@ -201,26 +164,20 @@ class _Candidate(NamedTuple):
 
 class _Taken(NamedTuple):
     """A part of like pieces. `begins`: of each stretch of them, where it begins at the reader and at the source, how many
-    there are, and the step. `is_neat`: they go forward, and none coalesce. `common`: as of `Group`.
+    there are, and the step. `is_neat`: they go forward, and none coalesce.
     """
 
     part: _Part
     begins: list[tuple[int, int, int, int, int, Step]]
     is_neat: bool
-    kin: int
-    common: Common | None
 
     def rows(self) -> Iterable[Row]:
-        _, _, there, here, loops, run, *_ = self.part
+        _, _, there, here, loops, run, _ = self.part
         found = [
             (region, offset + here, its, at + there, length, step, loops, run)
             for region, offset, its, at, length, step in self.begins
         ]
         return found if self.is_neat else map(neat, found)
-
-
-def _in_order(taken: Iterable[_Taken]) -> list[Row]:
-    return sorted([row for each in taken for row in each.rows()], key=itemgetter(0, 1))
 
 
 class _Lines:
@@ -276,8 +233,7 @@ class _Planning:
                 self._take(likeness, candidates, found, parts)
         for likeness, candidates, stretch in undecided:  # now it is known which sources are read anyway
             for each in stretch.split(len(candidates)):
-                tensors = tuple([self._reader.arrangement.tensors[piece] for piece in each.pieces])
-                self._take(likeness, candidates, [each], self._chosen_parts(likeness, candidates), tensors)
+                self._take(likeness, candidates, [each], self._chosen_parts(likeness, candidates))
         needs = {source: self._given[source] for source in sorted(self._taken)}
         return Plan(needs, tuple(self._unheld), self._taken)
 
@@ -312,19 +268,16 @@ class _Planning:
         shared = mine.tied
         held: dict[_Forms, int] = {}  # numbered once for each tensor, since it may be long
         held_of = [held.setdefault(each, len(held)) for each in forms]
-        numbers: dict[tuple[int, int, int], int] = {}  # of the likenesses
-        names = self._reader.catalogue.numbers_in_names
+        numbers: dict[tuple[int, int], int] = {}  # of the likenesses
         number_of = [
-            numbers.setdefault((form, held_of[t], names[t]), len(numbers))
-            for t, form in zip(mine.tensors, mine.form_of, strict=True)
+            numbers.setdefault((form, held_of[t]), len(numbers)) for t, form in zip(mine.tensors, mine.form_of, strict=True)
         ]
         groups: list[list[int]] = [[] for _ in numbers]  # like pieces
         for piece, number in enumerate(number_of):
             if piece not in shared:  # else the same bytes in the same memory: they are read once
                 groups[number].append(piece)
         for pieces in filter(None, groups):
-            first = mine.tensors[pieces[0]]
-            likeness = _Likeness(mine.form_of[pieces[0]], forms[first], self._kin(mine.form_of[pieces[0]], names[first]))
+            likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
             self._meetings.spend(len(pieces) * len(likeness.held) // PLACES_PER_MEETING)
             places = self._places(likeness, pieces, held_pieces)
             lines = [_Lines(pieces, places)]
@@ -343,10 +296,6 @@ class _Planning:
                 sorted_ = _Lines([pieces[number] for number in order], [places[number] for number in order])
                 lines = min(lines, [sorted_], key=_count)
             yield likeness, [stretch for each in lines for stretch in each.stretches()]
-
-    def _kin(self, form: int, numbers: int) -> int:
-        kind, box, _ = self._reader.geometry[form]
-        return 3 * round(log2(prod(kind.shape) / volume(box))) + numbers
 
     def _places(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         mine = self._reader.arrangement
@@ -411,24 +360,14 @@ class _Planning:
         )
         nbytes = volume(common) * kind.itemsize
         around = tuple([(times, at_source, at_reader) for times, at_source, at_reader in loops])
-        apart = tuple([at_reader if times > 1 else 0 for times, at_reader in reader_steps])
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, around, run, nbytes, common, apart)
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, around, run, nbytes)
 
-    def _take(
-        self,
-        likeness: _Likeness,
-        candidates: list[_Candidate],
-        found: list[_Stretch],
-        parts: list[_Part],
-        tensors: tuple[int, ...] = (),
-    ) -> None:
-        """`tensors`: those of these stretches, where others of the candidates could give them, too."""
+    def _take(self, likeness: _Likeness, candidates: list[_Candidate], found: list[_Stretch], parts: list[_Part]) -> None:
         length = sum([len(stretch.pieces) for stretch in found])
         begins = {column: sorted(_begins(found, column)) for column in {part.column for part in parts}}
         is_neat = {column: all(step == STILL or step[2] > 0 for *_, step in each) for column, each in begins.items()}
         for part in parts:
-            common = (tensors, part.box, part.apart, found[0].steps[: 2 * (len(tensors) > 1)]) if tensors else None
-            taken = _Taken(part, begins[part.column], is_neat[part.column], likeness.kin, common)
+            taken = _Taken(part, begins[part.column], is_neat[part.column])
             self._taken.setdefault(part.source, []).append(taken)
             self._given[part.source] += part.nbytes * length
             self._in_use.add(part.source)

@@ -21,7 +21,7 @@ from tensorhub.layouts.columns import expect, pack_all, unpack_all
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
 
 FORM = 1
-GRID = 3  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
+GRID = 4  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
 SHARDS_MAX = 2**20
 PUBLISHED_BYTES_MAX = 2**24
 ID_MAX = 64  # characters

@@ -31,10 +31,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.bundles import Bundle, Sheaf, bundles_of, name_of
 from tensorhub.layouts.cells import STILL, Cell, Family, Loops, Row
 from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack, put_together, split_all, unpack_all
-from tensorhub.layouts.plan import Group, plan
+from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import ID_MAX
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
@@ -203,15 +202,13 @@ class Part:
 @dataclass(frozen=True)
 class Reading:
     """`places[i]`: the reader's chunk i, in its own regions. `sizes[i]`: its bytes. `counts[i]`: of how many cells it is
-    made, and of how many runs, each of which is contiguous at both ends. Each chunk is in one part. `bundles`: where other
-    ranks of the reader's group may have some of it in common with it.
+    made, and of how many runs, each of which is contiguous at both ends. Each chunk is in one part.
     """
 
     places: Sequence[tuple[Strip, ...]]
     sizes: tuple[int, ...]
     parts: tuple[Part, ...]
     counts: tuple[tuple[int, int], ...] = ()
-    bundles: tuple[Bundle, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -225,51 +222,30 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
     """
     classes = publication.classes
     made = plan(reader, [each.coordinates for each in classes], turn=reader.turn)
-    chunks: list[tuple[_Batch, Sheaf]] = []
-    found: list[tuple[ShardClass, Selection, list[Sheaf]]] = []
+    chunks: list[tuple[_Batch, list[int]]] = []
+    found: list[tuple[ShardClass, Selection, list[int]]] = []
     known: dict[tuple[tuple[_Row, ...], ...], _Chunks] = {}
-
-    def chunks_of(batches: Iterable[_Batch]) -> _Chunks:
+    for source in made.needs:
+        batches = sorted(_batches(made.rows(source), chunk_bytes), key=_first_byte)
+        its, numbers = classes[source], list[int]()
         taken = tuple([batch.taken for batch in batches])
         if (theirs := known.get(taken)) is None:  # else the same of another shard, as where like tensors are cut alike
             theirs = known[taken] = _Chunks.of(taken)
-        return theirs
-
-    is_of_one_kin = made.kins < 2
-    for source in made.needs:
-        its, mine, sheaves = classes[source], list[tuple[_Batch, Sheaf]](), list[Sheaf]()
-        of = its.coordinates.coordinates_id
-        for kin, common, rows in [Group(0, None, made.rows(source))] if is_of_one_kin else made.groups(source):
-            batches = sorted(_batches(rows, chunk_bytes), key=_first_byte)
-            taken = chunks_of(batches).packed if common is None and not is_of_one_kin else ()
-            sheaf = Sheaf(kin, name_of(common, [batch.places for batch in batches], of, taken))
-            sheaves.append(sheaf)
-            mine += [(batch, sheaf) for batch in batches]
-        mine.sort(key=_first_of_both)
-        selection = Selection(chunks_of(batch for batch, _ in mine), of)
+        selection = Selection(theirs, its.coordinates.coordinates_id)
         _refuse_too_long(selection)
-        found.append((its, selection, sheaves))
-        chunks += [(batch._replace(taken=()), sheaf) for batch, sheaf in mine]
+        found.append((its, selection, numbers))
+        chunks += [(batch._replace(taken=()), numbers) for batch in batches]
     if len(chunks) > CHUNKS_MAX:
         raise RegistrationError(f"{len(chunks)} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer")
-    chunks.sort(key=_first_of_both)
-    for number, (_, sheaf) in enumerate(chunks):
-        sheaf.numbers.append(number)
+    chunks.sort(key=lambda chunk: _first_byte(chunk[0]))
+    for number, (_, numbers) in enumerate(chunks):
+        numbers.append(number)
     return Reading(
         _Chunks.of([batch.places for batch, _ in chunks]),
         tuple([batch.nbytes for batch, _ in chunks]),
-        tuple([Part(its.ranks[0], its.ranks, selection, _numbers(sheaves)) for its, selection, sheaves in found]),
+        tuple([Part(its.ranks[0], its.ranks, selection, tuple(numbers)) for its, selection, numbers in found]),
         tuple([(batch.cells, batch.runs) for batch, _ in chunks]),
-        () if is_of_one_kin else tuple(bundles_of(chain.from_iterable([sheaves for _, _, sheaves in found]))),
     )
-
-
-def _numbers(sheaves: Sequence[Sheaf]) -> tuple[int, ...]:
-    return tuple(sorted(chain.from_iterable([sheaf.numbers for sheaf in sheaves])))
-
-
-def _first_of_both(both: tuple[_Batch, Sheaf]) -> tuple[int, ...]:
-    return _first_byte(both[0])
 
 
 def _refuse_too_long(selection: Selection) -> None:

@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 from tensorhub.digests import WIDTHS, root_of, root_of_selections
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.bundles import Bundle
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
 from tensorhub.manifest import Chunk, Digest, Manifest, TensorSpec
@@ -103,11 +102,6 @@ def parts_of(manifest: Manifest) -> tuple[Part, ...]:
 def counts_of(manifest: Manifest) -> Sequence[tuple[int, int]]:
     """Of how many cells and runs each chunk is made; nothing, where the layout is the published one."""
     return manifest.reading.counts if isinstance(manifest, ReshardedManifest) else ()
-
-
-def bundles_of(manifest: Manifest) -> tuple[Bundle, ...]:
-    """What other ranks may have in common with it; nothing, where the layout is the published one."""
-    return manifest.reading.bundles if isinstance(manifest, ReshardedManifest) else ()
 
 
 def resharded(

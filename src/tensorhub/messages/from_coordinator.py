@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages.values import (
-    BUNDLES_MAX,
     NEEDS_MAX,
     PARTS_ASKED_MAX,
     DigestList,
@@ -151,14 +150,11 @@ class CheckCoverage:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Every rank is ready: fence the old version and fill. `mates`: ranks of the group that fill the same, of whom this rank
-    has the bundles that their selections name; nobody has lent these, and they end with the operation.
-    """
+    """Every rank is ready: fence the old version and fill."""
 
     key: OpKey
     rank: Rank
     grants: Annotated[tuple[Grant, ...], Length(NEEDS_MAX)]
-    mates: Annotated[tuple[Grant, ...], Length(BUNDLES_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)

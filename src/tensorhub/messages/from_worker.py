@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages.values import (
-    BUNDLES_MAX,
     DIGEST_RUNS_MAX,
     FLOWS_MAX,
     FORMER_KEYS_MAX,
@@ -157,7 +156,7 @@ class BegunWith:
 class ReadyToWrite:
     """This rank's manifest fits and its before_write has returned. Where its layout is not the published one, `needs` says
     what it reads of which shards; and `part_ids`, if others may read its memory, where that lies in its memory. `parts` are
-    those of them that ReadyAgain has asked for. `bundles`: names of what it reads that other ranks may have just so.
+    those of them that ReadyAgain has asked for.
     """
 
     key: OpKey
@@ -165,7 +164,6 @@ class ReadyToWrite:
     needs: Annotated[tuple[Need, ...], Length(NEEDS_MAX)] = ()
     part_ids: PartIds = ()
     parts: Annotated[tuple[ManifestBlob, ...], Length(3)] = ()
-    bundles: Annotated[tuple[Id, ...], Length(BUNDLES_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)

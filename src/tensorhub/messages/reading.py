@@ -34,15 +34,14 @@ class Read(_Wanted):
     StillWaiting ends the request if others are left.
     """
 
-    selection: Id = ""  # of which the chunks are, or the bundle (`layouts.bundles`); "": of the content's own grid
+    selection: Id = ""  # of which the chunks are; "": of the content's own grid
 
 
 @dataclass(frozen=True, slots=True)
 class Select:
     """The next requests name this selection of that memory. Answered by Selected or ReadRefused.
 
-    `blob`: the next bytes of its encoding, from `offset` on of `total`; at first none, since the owner may know it. A
-    bundle has no encoding: only who fills it knows it.
+    `blob`: the next bytes of its encoding, from `offset` on of `total`; at first none, since the owner may know it.
     """
 
     request: U64

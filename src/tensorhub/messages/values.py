@@ -24,7 +24,6 @@ PartIds = Annotated[tuple[Id, ...], Length(3)]
 its manifest says. Of what was read from another layout they are always there, and its catalogue is that of the publication.
 """
 SHARED_MAX = 4096  # parts that one rank's shard has in common with others
-BUNDLES_MAX = 32  # names of what a rank has in common with others
 NEEDS_MAX = 4096  # shard classes of which one rank reads something
 DIFFERENCES_TOLD_MAX = 64  # between tensors, that one rank tells the others of its group
 PARTS_ASKED_MAX = 7  # of one Register: of what is registered, and of what is held; and what describes its origin

@@ -2,10 +2,8 @@
 
 Theory of operation
 -------------------
-A chunk is wanted, kept, in flight at exactly one source, or verified. The table below is the only way on:
+A chunk is wanted, in flight at exactly one source, or verified. The table below is the only way on:
 
-    kept -> in flight       `next_batch` hands it to the lane for which it is kept
-    kept -> wanted          that lane has ended
     wanted -> in flight     `next_batch` hands it to a lane
     in flight -> verified   it arrived with its digest (final: it is never asked for, nor written, again; G8)
     in flight -> wanted     it arrived with another digest, its source lacks it, or its lane has ended
@@ -28,8 +26,6 @@ first.
 A source may bring only some of the chunks: one rank of another layout holds no more. It is asked for nothing else. Sources
 take turns only with those that bring some of the same chunks.
 
-A source may bring some chunks *alone*: these are kept for it, and nobody else is asked for them before its lane has ended.
-
 So a chunk that nobody has yet is waited for at some source, and no chunk stays bound to a source that lacks it while another
 source has it. Readers that fill from one another complete one another, whatever cycles they form (R9).
 
@@ -42,7 +38,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 from operator import lt
 from typing import Final
 
@@ -57,7 +52,6 @@ Runs = Sequence[tuple[int, int]]
 _WANTED: Final = 0
 _IN_FLIGHT: Final = 1
 _VERIFIED: Final = 2
-_KEPT: Final = 3  # wanted, of one source
 _WANTED_BYTE: Final = bytes([_WANTED])
 
 
@@ -87,7 +81,6 @@ class _Source:
     brings: Sequence[int] | None = None  # the only chunks that are asked for there, ascending; None: all
     lowest: int = 0  # none of `brings[:lowest]` is wanted
     verified: int = 0  # all of `brings[:verified]` are
-    alone: bool = False  # what it brings is kept for it
 
     @property
     def may_have(self) -> Runs | None:
@@ -126,22 +119,16 @@ class Pull:
 
     # ------------------------------------------------------------------------------------------------ sources
 
-    def add_source(
-        self, lease: LeaseId, complete: bool, brings: Sequence[int] | None = None, *, alone: bool = False
-    ) -> None:
+    def add_source(self, lease: LeaseId, complete: bool, brings: Sequence[int] | None = None) -> None:
         """Read from this lease's source as well. `complete` False: it is still filling itself. `brings`: the only chunks
-        that it can bring, ascending; None: all. `alone`: those that are wanted now are kept for it.
+        that it can bring, ascending; None: all.
         """
         if lease in self._sources:
             raise IllegalStep(f"lease {lease} was a source before", self._story)
         if brings and not (brings[0] >= 0 and brings[-1] < len(self._sizes) and all(map(lt, brings, brings[1:]))):
             raise IllegalStep(f"lease {lease} brings chunks that are not ascending, or not there", self._story)
-        self._sources[lease] = source = _Source(brings=brings, alone=alone)
-        if alone:
-            for chunk in brings or ():
-                if self._states[chunk] == _WANTED:
-                    self._states[chunk] = _KEPT
-        elif brings is not None:
+        self._sources[lease] = source = _Source(brings=brings)
+        if brings is not None:
             self._partial.append(source)
         self._story.tell("source", lease, "complete" if complete else "filling")
 
@@ -162,10 +149,6 @@ class Pull:
         back = tuple(sorted(source.in_flight))
         for chunk in back:
             self._give_back(source, chunk)
-        if source.alone:
-            for chunk in source.brings or ():
-                if self._states[chunk] == _KEPT:
-                    self._want_again(source, chunk)
         return back
 
     def _step(self, lease: LeaseId, source: _Source, state: SourceState) -> None:
@@ -192,9 +175,7 @@ class Pull:
         if source.state is not SourceState.LIVE:
             return ()
         self._turns += 1
-        if source.alone:
-            batch = self._take_kept(source, bytes_max)
-        elif source.brings is not None:
+        if source.brings is not None:
             batch = self._take_brought(source, source.brings, bytes_max) or self._take_unheld(source, bytes_max)
         elif source.has is None:
             batch = self._take(bytes_max, [(self._lowest, len(self._sizes))])
@@ -221,24 +202,6 @@ class Pull:
                 chunk = self._find_wanted(chunk + 1, end)
         return batch
 
-    def _take_kept(self, source: _Source, bytes_max: int) -> list[int]:
-        """Of what is kept for it, what it has, as far as is known; else the first one, to wait for it there."""
-        brings, states = source.brings or (), self._states
-        while source.lowest < len(brings) and states[brings[source.lowest]] != _KEPT:
-            source.lowest += 1
-        kept: Iterator[int] = (brings[at] for at in range(source.lowest, len(brings)) if states[brings[at]] == _KEPT)
-        if source.has is not None:
-            held = [chunk for chunk, _ in _within(brings, source.has) if states[chunk] == _KEPT]
-            kept = iter(held or ([] if source.in_flight else list(islice(kept, 1))))
-        batch: list[int] = []
-        for chunk in kept:
-            bytes_max -= self._sizes[chunk]
-            if len(batch) == CHUNKS_PER_BATCH_MAX or (batch and bytes_max < 0):
-                break
-            batch.append(chunk)
-            states[chunk] = _IN_FLIGHT
-        return batch
-
     def _take_brought(self, source: _Source, brings: Sequence[int], bytes_max: int) -> list[int]:
         """As `_take`, of what this source brings and has."""
         states = self._states
@@ -257,8 +220,7 @@ class Pull:
         """Chunks that all sources lack, as far as is known, if it is this source's turn to be waited at."""
         if source.in_flight:
             return []
-        sources = (s for s in self._sources.values() if s is not source and not s.alone)
-        others = [s for s in sources if s.state is SourceState.LIVE and s.turn]
+        others = [s for s in self._sources.values() if s is not source and s.state is SourceState.LIVE and s.turn]
         if source.has is None or any(
             (s.has is None and s.brings is None)
             or (s.has is not None and not s.in_flight and s.turn < source.turn and s.shares(source))
@@ -320,10 +282,6 @@ class Pull:
 
     def _want_again(self, source: _Source, chunk: int) -> None:
         source.in_flight.discard(chunk)
-        if source.alone and source.state is SourceState.LIVE:
-            self._states[chunk] = _KEPT
-            source.lowest = min(source.lowest, bisect_left(source.brings or (), chunk))
-            return
         self._states[chunk] = _WANTED
         self._lowest = min(self._lowest, chunk)
         for each in self._partial:
@@ -365,7 +323,6 @@ class Pull:
     def check_invariants(self) -> None:
         """Raise IllegalStep if this object's own books disagree."""
         held = [chunk for source in self._sources.values() for chunk in source.in_flight]
-        kept = {c for s in self._sources.values() if s.alone and s.state is not SourceState.ENDED for c in s.brings or ()}
         sound = (
             len(held) == len(set(held)) == self._states.count(_IN_FLIGHT)
             and all(self._states[chunk] == _IN_FLIGHT for chunk in held)
@@ -373,7 +330,6 @@ class Pull:
             and self._states.find(_WANTED_BYTE, 0, self._lowest) == -1
             and not any(self._states[chunk] == _WANTED for s in self._partial for chunk in (s.brings or ())[: s.lowest])
             and all(source.brings is None or source.in_flight <= set(source.brings) for source in self._sources.values())
-            and all(chunk in kept for chunk, state in enumerate(self._states) if state == _KEPT)
             and self._unverified == len(self._sizes) - self._states.count(_VERIFIED)
             and self.bytes_read == sum(source.bytes_read for source in self._sources.values())
             and self.reread_bytes == 0

@@ -86,7 +86,6 @@ class ReadRight:
     generation: int
     content_id: ContentId
     selection: Selection | None = None  # of which the chunks are; None: of the content's own grid
-    bundle: str = ""  # of which they are (`layouts.bundles`): the owner numbers them as the reader does
 
 
 class Destination(Protocol):

@@ -33,8 +33,6 @@ class ConnectedTransport(Transport):
         try:
             if right.selection is not None:
                 client.select(right.selection)
-            if right.bundle:
-                client.await_bundle()
             if isinstance(destination, Enclosure):
                 destination.learn(client)
             with client.failures():

@@ -8,7 +8,6 @@ digests or books.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -37,9 +36,6 @@ from tensorhub.transport.dialect import Find
 from tensorhub.transport.peers import Peer, Peers
 
 RESTARTS_MAX = 8  # of saying one selection
-BUNDLE_ASK_S_FIRST = 0.005  # until a mate that does not fill yet is asked again; doubles each time
-BUNDLE_ASK_S_MAX = 0.5
-BUNDLE_PATIENCE_S = 60.0  # it may wait for its own readers before it fills
 
 R = TypeVar("R")
 
@@ -107,22 +103,6 @@ class ReadClient:
                 at = said.following
                 piece = blob[at : at + TRANSPORT_BYTES_MAX]
 
-    def await_bundle(self) -> None:
-        """Have the owner begin to fill the right's bundle: it may not have heard yet that it may. Raises as `hear`."""
-        right, wait_s, until = self.right, BUNDLE_ASK_S_FIRST, time.monotonic() + BUNDLE_PATIENCE_S
-        with self.failures():
-            while True:
-                self.connection.send(Select(0, right.registration, right.generation, right.bundle, 1, 0, b""))
-                said = self.connection.receive(FROM_OWNER)
-                if isinstance(said, Selected) and said.following:
-                    return
-                if not isinstance(said, Selected | ReadRefused):
-                    raise ReadFailure("lost", f"the source answers a Select with {type(said).__name__}")
-                if time.monotonic() > until or self.cutter.is_cut:
-                    raise ReadFailure("refused", "the source does not fill what this rank has in common with it")
-                time.sleep(wait_s)
-                wait_s = min(2 * wait_s, BUNDLE_ASK_S_MAX)
-
     def listed(self, *, digests: bool) -> bytes:
         """The encoding of the manifest of the right's memory, or all digests of that. Raises as `hear`."""
         found = bytearray()
@@ -170,7 +150,7 @@ class ReadClient:
             self._asked[request] = set(chunks)
             runs = tuple(runs_of(chunks))
             named = (right.lease, right.registration, right.generation, right.content_id)
-            selection = right.bundle if right.selection is None else right.selection.selection_id
+            selection = "" if right.selection is None else right.selection.selection_id
             self.connection.send(kind(request, *named, runs, selection=selection))
 
     def hear(self) -> FromOwner:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tensorhub import messages
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.joining import said_parts
-from tensorhub.layouts.resharded import ReshardedManifest, bundles_of
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Manifest
 from tensorhub.types import OpKey
 from tensorhub.worker.member_context import MemberContext
@@ -128,5 +128,4 @@ class Binding:
             tuple([messages.Need(n.shard, n.selection.selection_id, len(n.chunks), n.selection.nbytes) for n in needs]),
             tuple(said),
             tuple([said[part_id] for part_id in asked if part_id in said]),
-            tuple([bundle.bundle_id for bundle in bundles_of(manifest)]) if shard.serves else (),
         )

@@ -197,7 +197,7 @@ class StartPull:
 
     `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that nobody else reads
     (`staging_of`); the memory itself stays as it is. `published`: what some chunks must have as digest, whatever a source
-    says. `again`: those that are missing were here before, and are read once more. `mates`: as of `messages.Write`.
+    says. `again`: those that are missing were here before, and are read once more.
     """
 
     version: VersionInfo
@@ -208,7 +208,6 @@ class StartPull:
     staged: bool = False
     published: Mapping[int, int] = field(default_factory=dict)
     again: bool = False
-    mates: tuple[Grant, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

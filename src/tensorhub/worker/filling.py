@@ -67,7 +67,6 @@ class Filling(GroupCall[calls.FillCall]):
         self.binding: Binding | None = None  # what the coordinator has bound it to
         self.coverage = Coverage(context, self)
         self._leases = Leases(context, lambda: self.operation)
-        self._mates: tuple[messages.Grant, ...] = ()  # as of `messages.Write`
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
         self._tried: set[calls.LocalCopy] = set()  # has been copied from
@@ -256,7 +255,6 @@ class Filling(GroupCall[calls.FillCall]):
         match self.phase:
             case Phase.HELD:
                 self._leases.granted(grants)
-                self._mates = said.mates if isinstance(said, messages.Write) else ()
                 self._write()
             case Phase.FENCING | Phase.COPYING:
                 self._leases.granted(grants)
@@ -423,7 +421,7 @@ class Filling(GroupCall[calls.FillCall]):
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
         what = self._bound.version, self._bound.manifest, self.generation, grants, self._copied, self.stages
-        self._context.act(calls.StartPull(*what, mates=self._mates))
+        self._context.act(calls.StartPull(*what))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""

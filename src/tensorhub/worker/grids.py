@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 Covers = Callable[[int], Sequence[int]]
 """Of a selection: the chunks of the memory's own grid of which a chunk has bytes."""
@@ -71,32 +70,3 @@ class SelectedGrid(Grid):
         """Whether what was seen to be available is."""
         seen = (chunk for chunk, is_ready in enumerate(self.ready) if is_ready)
         return all(available[own] for chunk in seen for own in self.covers(chunk))
-
-
-class _Digests(MutableSequence[int | None]):
-    """Those of some chunks of a grid, as they are there."""
-
-    def __init__(self, of: MutableSequence[int | None], chunks: Sequence[int]) -> None:
-        self._of = of
-        self._chunks = chunks
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __getitem__(self, chunk: Any) -> Any:
-        return self._of[self._chunks[chunk]]
-
-    def __setitem__(self, chunk: Any, digest: Any) -> None:
-        self._of[self._chunks[chunk]] = digest
-
-    def __delitem__(self, chunk: Any) -> None:
-        raise TypeError("a grid has as many digests as chunks")
-
-    def insert(self, index: int, value: int | None) -> None:
-        raise TypeError("a grid has as many digests as chunks")
-
-
-def excerpt(grid: Grid, chunks: Sequence[int]) -> SelectedGrid:
-    """These chunks of that grid, with other numbers."""
-    sizes, digests = [grid.sizes[chunk] for chunk in chunks], _Digests(grid.digests, chunks)
-    return SelectedGrid(sizes, digests, covers=lambda chunk: (chunks[chunk],), ready=bytearray(len(chunks)))

@@ -21,14 +21,14 @@ costs at most the size of its request; `open` costs one pass over the chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.books import Books
-from tensorhub.worker.grids import Covers, Grid, SelectedGrid, excerpt
+from tensorhub.worker.grids import Covers, Grid, SelectedGrid
 
 _WAIT = Wait()
 
@@ -55,12 +55,10 @@ class Owner:
         tells: bool = False,
         serves: bool = True,
         grid: str = "",
-        bundles: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read
         already; `tells`: what digests are made is asked for with `take_made`; `serves` False: nobody
-        may read any of it, and only its books are kept. `grid`: names its chunks. `bundles`: by name, those chunks that
-        others may ask for by it, under their numbers in it.
+        may read any of it, and only its books are kept. `grid`: names its chunks.
 
         Digests of that very content are kept from the last time: see `kept`, and `former`.
         """
@@ -89,8 +87,6 @@ class Owner:
             grid_id=grid,
             former=former,
         )
-        for name, chunks in (bundles or {}).items():
-            memory.selections[name] = excerpt(memory.own, chunks)
         if tells:
             memory.own.tell()
         if old is not None:
@@ -150,11 +146,6 @@ class Owner:
         """Forget that selection of every memory; accesses that run go on."""
         for memory in self._memories.values():
             memory.selections.pop(selection, None)
-
-    def knows(self, registration: RegistrationId, generation: int, selection: str) -> bool:
-        """Whether this memory may be read in the chunks of that selection, or bundle, under that generation."""
-        memory = self._at(registration, generation)
-        return memory is not None and selection in memory.selections
 
     def selections(self, registration: RegistrationId) -> tuple[str, ...]:
         """Those of this memory that are known."""

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, replicas, source_choice, supply, ways
+from tensorhub.coordinator import bridges, source_choice, supply, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
 from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
-from tensorhub.coordinator.mates import Mates
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
@@ -205,18 +204,6 @@ def another_grid_is_forgotten() -> Iterator[None]:
 @bug("R9: a group reads from another site what a group of another layout is bringing into its own just now", faults=())
 def gates_are_open() -> Iterator[None]:
     with replaced(Gates, "must_wait", lambda self, operation, version, way: False):
-        yield
-
-
-@bug("R9: each rank reads from another site what an equal rank of its group is bringing in", faults=(), COPIES_DRAWN=1.0)
-def each_rank_enters_alone() -> Iterator[None]:
-    with replaced(replicas, "twins", lambda version, layout, shard: []):
-        yield
-
-
-@bug("R9: each rank reads from another site what it has in common with others of its group", faults=(), SHARED_DRAWN=1.0)
-def what_ranks_share_enters_for_each() -> Iterator[None]:
-    with replaced(Mates, "of", lambda self, part: ()):
         yield
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,6 @@ from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import (
-    BUNDLES_BY,
     ContentId,
     Endpoint,
     Incarnation,
@@ -162,15 +161,14 @@ class Channels:
         content_id: ContentId,
         selections: Mapping[str, Part] | None = None,
         find_grid: FindGrid | None = None,
-        bundles: Container[str] = (),
     ) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content. `selections`: by name, those that grants
-        name. `find_grid`: see `ReshardedManifest`. `bundles`: names of those that mates bring.
+        name. `find_grid`: see `ReshardedManifest`.
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
-            part, is_bundle = (selections or {}).get(grant.selection), grant.selection in bundles
-            if grant.selection and part is None and not is_bundle:
+            part = (selections or {}).get(grant.selection)
+            if grant.selection and part is None:
                 raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
             encloses = part is not None and bool(grant.root)
             vouched = None if part is None or not encloses else _vouched(grant, part, find_grid)
@@ -181,12 +179,11 @@ class Channels:
                 grant.generation,
                 content_id,
                 None if part is None or encloses else part.selection,
-                grant.selection if is_bundle else "",
             )
             is_far = grant.location.site != self._location.site
             worth = 1 + left // max(1, CONNECTION_CHUNKS * max(destination.sizes, default=0)) if is_far else 1
             for transport, endpoint in self._common(grant, destination):
-                if (encloses and "host" not in transport.fills) or (is_bundle and transport.name != BUNDLES_BY):
+                if encloses and "host" not in transport.fills:
                     continue
                 connections = min(transport.connections, worth)
                 try:

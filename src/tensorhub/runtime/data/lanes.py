@@ -110,19 +110,16 @@ class PullRunner:
         verified: Iterable[int] = (),
         published: Mapping[int, int] | None = None,
         selections: Mapping[str, Part] | None = None,
-        bundles: Mapping[str, Sequence[int]] | None = None,
         counts: Sequence[tuple[int, int]] = (),
         batch_bytes: int = BATCH_BYTES,
         patience_s: float = math.inf,
     ) -> None:
         """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
-        as digest, whatever their source says. `selections`: what grants bring that name one. `bundles`: the same of
-        mates, which are added before all others. `counts`: of how many cells and runs each chunk is, if it comes by a
-        selection. `patience_s`: see `Requests`.
+        as digest, whatever their source says. `selections`: what grants bring that name one. `counts`: of how
+        many cells and runs each chunk is, if it comes by a selection. `patience_s`: see `Requests`.
         """
         self._published = published or {}
         self._selections = selections or {}
-        self._bundles = bundles or {}
         self._counts = counts
         self._memory = memory
         self._owner = owner
@@ -173,10 +170,10 @@ class PullRunner:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
         origin = Origin(grant.registration, grant.generation)
         lease = LeaseId(grant.lease)
-        part, bundle = self._selections.get(grant.selection), self._bundles.get(grant.selection)
-        patience_s = self._patience_s if bundle is None else math.inf  # a mate that does not get on has its group fail
-        lane = SourceLane(grant, lease, origin, Requests(self._pull, lease, patience_s), batch_bytes=self._batch_bytes)
-        lane.brings, lane.is_mate = (part.chunks if part is not None else bundle), bundle is not None
+        part = self._selections.get(grant.selection)
+        requests = Requests(self._pull, lease, self._patience_s)
+        lane = SourceLane(grant, lease, origin, requests, batch_bytes=self._batch_bytes)
+        lane.brings = None if part is None else part.chunks
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
@@ -184,7 +181,7 @@ class PullRunner:
                 self._events.append(SourceFailed(lease, "refused", "this reader reads no such selection", None))
                 self._wakeup.set()
                 return
-            self._pull.add_source(lane.lease, grant.complete, lane.brings, alone=bundle is not None)
+            self._pull.add_source(lane.lease, grant.complete, lane.brings)
             self._lanes[lane.lease] = lane
         self._tasks.start_soon(self._run_lane, lane)
 
@@ -251,7 +248,6 @@ class PullRunner:
                 self._help.extend([lane] * (lanes - 1 if lane.waits else min(lanes - 1, left // HELP_BYTES)))
                 if self._help:
                     self._wakeup.set()
-            self._finish_if_done()
             self._read(lane, channel)
         except (ReadFailure, OSError) as error:
             failure = self._of_source(error)
@@ -424,17 +420,10 @@ class PullRunner:
         missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
         return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
 
-    def _is_unheard_of(self) -> bool:
-        """Whether a source has not heard yet what is read there. Mates may have brought all of it, and its digests are still
-        asked for.
-        """
-        lanes = [lane for lane in self._lanes.values() if lane.grant.selection in self._selections] if self._bundles else []
-        return any(lane.channel is None and lane.outcome == "reading" and not lane.cutter.is_cut for lane in lanes)
-
     def _finish_if_done(self) -> None:
         """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""
         with self._changed:
-            if not self._pull.done or self._is_over or self._is_unheard_of():
+            if not self._pull.done or self._is_over:
                 return
             self._is_over = True
             self._events.append(AllVerified())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
@@ -24,7 +24,6 @@ from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.digests import pack, root_of
 from tensorhub.errors import DrainTimeout, StateError
 from tensorhub.layouts.reading import Selection
-from tensorhub.layouts.resharded import bundles_of
 from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
@@ -101,7 +100,6 @@ class SharedOwner:
             RegistrationId, ChunkMemory
         ] = {}  # what is filled, in the chunks of another grid that it had before
         self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
-        self._bundles: dict[RegistrationId, Mapping[str, Sequence[int]]] = {}  # see `Owner.open`
         self._promises: dict[RegistrationId, Promise] = {}
         self._broken: dict[RegistrationId, int] = {}  # under which generation a promise was found broken
         self._selections = Selections()
@@ -145,12 +143,10 @@ class SharedOwner:
         hears of digests that are made. `promise`: looked at before and after the memory is touched.
         """
         what, grid = (registration, generation, content_id, memory.sizes), memory.manifest.grid_id
-        bundles = {} if complete else {each.bundle_id: each.chunks for each in bundles_of(memory.manifest)}
         with self._changed:
-            self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid, bundles=bundles)
+            self._owner.open(*what, complete=complete, digests=digests, tells=tells, grid=grid)
             self._put(registration, memory)
             self._selected.pop(registration, None)
-            self._bundles[registration] = bundles
             self._broken.pop(registration, None)
             self._promises.pop(registration, None)
             if promise is not None:
@@ -314,7 +310,6 @@ class SharedOwner:
             memory = self._memory.pop(registration, None)
             self._former.pop(registration, None)
             self._selected.pop(registration, None)
-            self._bundles.pop(registration, None)
             self._promises.pop(registration, None)
             self._broken.pop(registration, None)
             if self._words is not None:
@@ -351,8 +346,6 @@ class SharedOwner:
         """See `OwnedMemory.select`."""
         selection = self._selections.find(name)
         with self._changed:
-            if name in self._bundles.get(registration, ()):
-                return self._owner.knows(registration, generation, name)
             memory = self._memory.get(registration)
             is_known = name in self._selected.get(registration, ())
         if selection is None:
@@ -517,13 +510,8 @@ class SharedOwner:
             self.on_suspicion(registration, generation, chunk)
 
     def _in_chunks_of(self, registration: RegistrationId, selection: str) -> ChunkMemory:
-        """That memory in the chunks of a selection, or of a bundle, which it is known by; "": in its own."""
-        if not selection:
-            return self._memory[registration]
-        selected = self._selected.setdefault(registration, {})
-        if selection not in selected:
-            selected[selection] = self._memory[registration].part(self._bundles[registration][selection])
-        return selected[selection]
+        """That memory in the chunks of a selection by which it is known; "": in its own."""
+        return self._selected[registration][selection] if selection else self._memory[registration]
 
     def _first_spoilt(self, access: Access) -> int | None:
         """A chunk that has not its digest any more, of those that vouch for this access."""

@@ -56,7 +56,6 @@ class SourceLane:
     origin: Origin
     requests: Requests
     brings: Sequence[int] | None = None  # its selection's chunks, in this reader's numbers; None: it reads no selection
-    is_mate: bool = False
     cells: int = 0  # that it has brought, of a selection
     runs: int = 0
     cutter: Cutter = field(default_factory=Cutter)
@@ -99,7 +98,7 @@ class SourceLane:
     # ------------------------------------------------------------------------------------------ what is told of it
 
     def report(self, bytes_read: int, now: float) -> SourceReport:
-        shard = None if self.brings is None or self.is_mate else self.grant.shard
+        shard = None if self.brings is None else self.grant.shard
         counts = shard, self.cells, self.runs
         return SourceReport(self.grant.source, self.transport, bytes_read, self.seconds_up_to(now), self.outcome, *counts)
 

@@ -17,7 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import RegistrationError, StateError, TensorHubError
-from tensorhub.layouts.resharded import ReshardedManifest, bundles_of, counts_of, parts_of
+from tensorhub.layouts.resharded import ReshardedManifest, counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
@@ -258,8 +258,7 @@ class Filler:
     ) -> None:
         selections = {part.selection.selection_id: part for part in parts_of(action.manifest)}
         find_grid = action.manifest.find_grid if isinstance(action.manifest, ReshardedManifest) else None
-        bundles = {each.bundle_id: each.chunks for each in bundles_of(action.manifest)} if action.mates else {}
-        opener = self._channels.opener(ContentId(action.version.content_id), selections, find_grid, bundles)
+        opener = self._channels.opener(ContentId(action.version.content_id), selections, find_grid)
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
             chunks,
@@ -270,14 +269,13 @@ class Filler:
             verified=there,
             published=action.published,
             selections=selections,
-            bundles=bundles,
             counts=counts_of(action.manifest),
             patience_s=self._channels.patience_s,
         )
         try:
             async with runner:
                 pull.runner = runner
-                for grant in (*action.mates, *action.grants):
+                for grant in action.grants:
                     runner.add_source(grant)
                 while pull.early:
                     self.change_source(pull.early.pop(0))

@@ -16,7 +16,6 @@ from typing import Protocol, assert_never
 from tensorhub.accesses import Access
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.layouts.reading import Selection
-from tensorhub.layouts.resharded import bundles_of
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Prepared, Publish, Register
 from tensorhub.testing.sim.assertion import demand
@@ -24,7 +23,7 @@ from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.judges.ports import JudgedCall
-from tensorhub.testing.sim.layouts import cell_of, covered, in_bundle, is_laid_out_anew, is_of_other_layout
+from tensorhub.testing.sim.layouts import cell_of, covered, is_laid_out_anew, is_of_other_layout
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
@@ -310,9 +309,8 @@ class HandleShell:
                     return
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
                 tells, grid = action.complete and action.manifest.digest != "none", action.manifest.grid_id
-                bundles = {} if action.complete else {each.bundle_id: each.chunks for each in bundles_of(action.manifest)}
                 what = self.id, action.generation, content, sizes
-                owner.open(*what, complete=action.complete, tells=tells, grid=grid, bundles=bundles)
+                owner.open(*what, complete=action.complete, tells=tells, grid=grid)
                 self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
@@ -405,11 +403,9 @@ class HandleShell:
         self.worker.owner.select(self.id, generation, selection.selection_id, sizes, lambda n: covered(grid, chunks[n]))
 
     def cell_in(self, selection: str, chunk: int) -> str:
-        """What that chunk of a selection holds, or of a bundle, or ("") of its own grid."""
+        """What that chunk of a selection holds, or ("") of its own grid."""
         if not selection:
             return self.cells[chunk]
-        if (own := in_bundle(self.layout_of_cells, selection)) is not None:
-            return self.cells[own[chunk]]
         return cell_of(self.layout_of_cells, self.worker.selections[selection].chunks[chunk], self.cells)
 
     @property

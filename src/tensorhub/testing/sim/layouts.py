@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import inf as INF, log2
+from math import inf as INF
 from random import Random
 
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.reading import Part
-from tensorhub.layouts.resharded import ReshardedManifest, bundles_of
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.views import source
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.strips import Strip
@@ -29,15 +29,13 @@ AND, OF = " + ", "@"  # between the pieces of a cell, and between a published ce
 LAYOUTS_DRAWN = 0.25  # of all seeds
 COUNTS = (2, 2, 3)  # how many of them a seed may have
 COPIES_DRAWN = 0.3  # of these; each part of one of their layouts is on two ranks of a group
-SHARED_DRAWN = 0.5  # of these; the ranks of some group, which reads, have something in common
 LEFT_OUT_DRAWN = 0.4  # of these; some group may read less than all of a version, or wants to, and is refused
 
 
 @dataclass(frozen=True)
 class Layout:
     """The tensor, of so many rows, is cut at rows, or at columns, and each part is on so many ranks as there are copies. The
-    last part leaves some of it out; `partial`: that is meant so. `shared`: so many rows are on each rank, and the others are
-    cut.
+    last part leaves some of it out; `partial`: that is meant so.
     """
 
     rows: int
@@ -46,7 +44,6 @@ class Layout:
     left_out: int = 0
     partial: bool = False
     copies: int = 1
-    shared: int = 0
 
     @property
     def parts(self) -> int:
@@ -55,15 +52,8 @@ class Layout:
 
     @property
     def publishes(self) -> bool:
-        """Whether a group that has it may publish: it has everything, and what several ranks have is all that each has."""
-        return not (self.left_out or self.shared)
-
-    @property
-    def is_told_apart(self) -> bool:
-        """Whether what all ranks have is of another kin than what each has alone (`layouts.plan`)."""
-        own = [rows.stop - rows.start for rows, _ in map(self.shape_of, range(self.ranks))]
-        shares = {round(log2(self.rows / each)) if each else None for each in own}
-        return round(log2(self.rows / self.shared)) not in shares and None not in shares
+        """Whether a group that has it may publish: it has everything."""
+        return not self.left_out
 
     @property
     def is_refused(self) -> bool:
@@ -72,10 +62,6 @@ class Layout:
 
     def shape_of(self, rank: int) -> tuple[slice, slice]:
         """Its rows, and its columns; but for those that all have."""
-        if self.shared:
-            size = self.rows - self.shared
-            first, end = (self.shared + size * number // self.ranks for number in (rank, rank + 1))
-            return slice(first, end), slice(0, CHUNK_BYTES)
         size, number = (CHUNK_BYTES if self.by_columns else self.rows) - self.left_out, rank % self.parts
         part = slice(size * number // self.parts, size * (number + 1) // self.parts)
         return (slice(0, self.rows), part) if self.by_columns else (part, slice(0, CHUNK_BYTES))
@@ -89,15 +75,7 @@ def described(layout: Layout, rank: int) -> tuple[Manifest, Declaration, Coordin
     tensors = [TensorDescription("w", "uint8", shape, 0, shape[0] * shape[1])]
     declared, is_part = Declaration(rank, layout.ranks, partial=layout.partial), layout.ranks > 1 or layout.left_out > 0
     if is_part:
-        whole = source("w", shape=(layout.rows, CHUNK_BYTES))
-        sources = {"w": whole[rows, columns]}
-        if layout.shared:
-            nbytes = layout.shared * CHUNK_BYTES
-            tensors = [
-                TensorDescription("common", "uint8", (layout.shared, CHUNK_BYTES), 0, nbytes),
-                TensorDescription("w", "uint8", shape, nbytes, shape[0] * shape[1]),
-            ]
-            sources["common"] = whole[: layout.shared]
+        sources = {"w": source("w", shape=(layout.rows, CHUNK_BYTES))[rows, columns]}
         declared = replace(declared, sources=sources)
     manifest = build_manifest(tensors, CHUNK_BYTES, "xxh3-64")
     manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))
@@ -120,10 +98,6 @@ def draw_layouts(seed: int, chunks: int) -> list[Layout]:
         number = random.randrange(len(drawn))
         twice = replace(drawn[number], ranks=2 * drawn[number].ranks, copies=2)
         drawn[number] = twice if twice.ranks <= 4 else drawn[number]
-    random = Random(f"common of {seed}")
-    if random.random() < SHARED_DRAWN:
-        common = [Layout(rows, ranks, shared=shared) for ranks in (2, 3) for shared in (1, 2)]
-        drawn += random.sample([each for each in common if each.is_told_apart], 1)
     return drawn
 
 
@@ -246,11 +220,6 @@ def part_of(manifest: Manifest, shard: int, selection: str) -> Part | None:
     """What is read by that selection of that class of shards; None: it is none of that memory."""
     parts = manifest.parts if isinstance(manifest, ReshardedManifest) else ()
     return next((p for p in parts if (p.shard, p.selection.selection_id) == (shard, selection)), None)
-
-
-def in_bundle(manifest: Manifest, name: str) -> tuple[int, ...] | None:
-    """The chunks of that memory which are in the bundle of that name; None: it has none."""
-    return next((bundle.chunks for bundle in bundles_of(manifest) if bundle.bundle_id == name), None)
 
 
 def boxes_of(coordinates: Coordinates) -> tuple[Box, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from math import inf
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
@@ -26,7 +25,7 @@ from tensorhub.scheduler.requests import Requests, patience_s
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
-from tensorhub.testing.sim.layouts import covered, in_bundle, is_of_other_layout, part_of
+from tensorhub.testing.sim.layouts import covered, is_of_other_layout, part_of
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, LeaseId
@@ -113,23 +112,19 @@ class SimLane:
         self.reader = reading.reader
         self.grant = grant
         self.lease = LeaseId(grant.lease)
-        # What it brings, where it reads a selection, or (of a mate) a bundle. On its way are the numbers in that; frames
-        # have the reader's.
+        # What it brings, where it reads a selection. On its way are the numbers in that; frames have the reader's.
         self.part = part_of(reading.start.manifest, grant.shard, grant.selection)
-        self.is_mate = self.part is None and grant.selection != ""
-        self.brings = self.part.chunks if self.part is not None else in_bundle(reading.start.manifest, grant.selection)
-        known = not grant.selection or self.brings is not None
-        demand(known, f"content: {grant} is of what {self.reader.name} does not read")
+        self.brings = None if self.part is None else self.part.chunks
+        demand(not grant.selection or self.part is not None, f"content: {grant} is of what {self.reader.name} does not read")
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
         self.source: LaneEnd | None = None  # once connected
         stall_timeout_s = reading.reader.cluster.options.stall_timeout_s
-        self.requests = Requests(reading.books, self.lease, inf if self.is_mate else patience_s(stall_timeout_s))
+        self.requests = Requests(reading.books, self.lease, patience_s(stall_timeout_s))
         self.meter = FlowMeter()
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
         self.is_cut = False  # its reader wants no more of it
         self.is_stopped = False  # its owner serves it no more
-        self.has_begun = False  # its owner has served it
         self.ended = False  # nobody writes for it any more
         self.failure = ""  # why it has, where its reader did not want it
         self.began = reading.reader.cluster.now
@@ -148,11 +143,6 @@ class SimLane:
     def __repr__(self) -> str:
         return f"<SimLane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
 
-    @property
-    def is_heard_of(self) -> bool:
-        """Whether its source knows which selection is read there, or need not."""
-        return self.part is None or self.source is not None or self.is_cut
-
     # -- the reader's side
 
     def connect(self) -> str:
@@ -166,7 +156,6 @@ class SimLane:
             is_open = source.worker.owner.digests(source.id, self.grant.generation) is not None
             if self.part is not None and is_open:
                 source.select(self.grant.generation, self.part.selection)
-            self.reading.opened(self)
         return ""
 
     def submit(self, batch_bytes: int) -> list[tuple[int, ...]]:
@@ -201,8 +190,7 @@ class SimLane:
             reader.filler.receive(chunk, cell, reading.start)
         content_id, cells = reading.start.version.content_id, (cell for _, cell, _ in frame.chunks)
         if self.source is not None:
-            encloses = any(grant.root for grant in reading.start.grants)
-            reader.cluster.guarantees.crossings.arrived(reader, self.source, content_id, cells, encloses=encloses)
+            reader.cluster.guarantees.crossings.arrived(reader, self.source, content_id, cells)
         named = [(chunk, digest) for chunk, _, digest in frame.chunks]
         is_digested = reading.start.manifest.digest != "none"
         made = {chunk: digest_of(cell) for chunk, cell, _ in frame.chunks if is_digested}
@@ -225,9 +213,6 @@ class SimLane:
         if self.part is not None:
             self.source.select(grant.generation, self.part.selection)
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
-        if self.is_mate and isinstance(begun, Refusal) and not self.has_begun:
-            return Wait()  # it may not have heard yet that it may fill that
-        self.has_begun = self.has_begun or isinstance(begun, Access)
         if isinstance(begun, Access) and not grant.root and self.source.digests.is_spoilt(begun):
             return Refusal("this memory has changed since it was verified")
         if isinstance(begun, Access):
@@ -237,10 +222,6 @@ class SimLane:
                 chunks = tuple(own for chunk in chunks for own in covered(theirs, selected[chunk]))
                 if is_of_other_layout(theirs):
                     self.source.cluster.driver.took("bridged from another layout")
-            elif self.is_mate:
-                own = in_bundle(self.source.layout_of_cells, grant.selection) or ()
-                chunks = tuple([own[chunk] for chunk in chunks])
-                self.source.cluster.driver.took("had from a mate")
             self.source.cluster.guarantees.served(self.source, grant, chunks, self.reading.start.version)
         return begun
 
@@ -325,8 +306,6 @@ class SimLane:
             return
         self.ended, self.ended_at = True, self.reader.cluster.now
         self.failure = failure
-        if failure and not self.is_cut:
-            self.reader.cluster.guarantees.crossings.lost(self.reader)
         if failure == "corrupt" and self.reader.last_call is not None:
             self.reader.last_call.damaged.add(self.grant.source)
         self.reader.cluster.data.lane_closed(self)
@@ -355,7 +334,7 @@ class Reading:
         self.stopped = False
         self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
-        for grant in (*start.mates, *start.grants):
+        for grant in start.grants:
             self.add(grant)
 
     def __repr__(self) -> str:
@@ -381,7 +360,7 @@ class Reading:
         if self.over:
             return
         lane = self.lanes[grant.lease] = SimLane(self, grant)
-        self.books.add_source(lane.lease, grant.complete, lane.brings, alone=lane.is_mate)
+        self.books.add_source(lane.lease, grant.complete, lane.brings)
         self.resumed = self.books.chunks_verified > 0
         self.all_lanes.append(lane)
         self.reader.cluster.data.lane_made(lane)
@@ -409,24 +388,14 @@ class Reading:
         if flows and progress is not None:
             self.reader.worker.say(progress)
 
-    def opened(self, lane: SimLane) -> None:
-        """Its source knows what is read there."""
-        if self.books.done and self.start.mates:
-            self.settled(lane)
-
     def settled(self, lane: SimLane) -> None:
         """Something has arrived."""
-        if self._is_done():
+        if self.books.done and not self.over:
             self._end()
             lane.end()
             self._cut_all()
         elif not self.over:
             self.reader.cluster.data.lanes_wanted(self)
-
-    def _is_done(self) -> bool:
-        """Whether all is there, and each source knows what is read there: so it is in `runtime.data.lanes`."""
-        waits = self.start.mates and not all(lane.is_heard_of for lane in self.lanes.values())
-        return self.books.done and not self.over and not waits
 
     def _end(self) -> None:
         self.over = True
@@ -446,7 +415,7 @@ class Reading:
             return
         if failure and not lane.is_cut and not self.over:
             reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk))
-        if self._is_done():
+        if self.books.done and not self.over:
             self._end()
             self._cut_all()
         if not self.over:

@@ -31,7 +31,6 @@ RECOVERY_PATHS: Final = (
     "bridge lost a source",
     "bridged",
     "bridged from another layout",
-    "had from a mate",
     "connected again",
     "followed",
     "copy evicted",

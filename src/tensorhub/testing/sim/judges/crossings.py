@@ -2,8 +2,8 @@
 
 Two groups of a site may each read a version of other sites: where one of them gives up, or a holder leaves; where one reads
 less than all, or does not move; or where one has waited for the other for half of its time. Else what one has read from
-another site is in the site, and the group that was told later where to read has it from there. So it is with the ranks of
-one group, unless they stage what they read: nobody can read that.
+another site is in the site, and the group that was told later where to read has it from there. The ranks of one group each
+read for themselves.
 
 Responsible for groups whose ranks are in one site. Not responsible for copies of one shard, which read what was published,
 nor for anything once a fault has happened: then bytes may be lost that had come.
@@ -19,7 +19,6 @@ from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedW
 from tensorhub.testing.sim.layouts import tags_in
 from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tensorhub.types import HandleState, OpKey, Purpose
-from tensorhub.worker.calls import FillCall
 
 SLACK_S = 0.5  # until the coordinator hears what has happened, and its ranks what it says
 Where = tuple[str, str]  # a content id, and a site
@@ -35,8 +34,6 @@ class _Reading:
     before: list[_Reading]  # who read that there when this one was told where to read, and others can read it there
     beside: list[_Reading]  # who was reading it there then: it may have followed one of them
     holders: list[JudgedHandle]  # who held that then, or was about to give it up
-    encloses: bool = False  # some rank has to vouch for what it reads: so it reads all that it needs
-    has_lost: bool = False  # some rank was given up by a source: what it reads since then was chosen apart from the others
     # By published cell: bytes from other sites, and the rank that has read them there.
     entered: dict[str, list[tuple[int, int, JudgedHandle]]] = field(default_factory=dict)
     moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
@@ -46,12 +43,6 @@ class _Reading:
         """Whether others can read all of the version there, once it is complete."""
         shards = [handle.shard for handle, _ in self.ranks]
         return all(s.serves and not (s.declared is not None and s.declared.partial) for s in shards)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether its ranks can read from each other while they are filled."""
-        calls = [call.what for _, call in self.ranks]
-        return self.serves and not any(isinstance(what, FillCall) and what.staged for what in calls)
 
     @property
     def lasts(self) -> bool:
@@ -104,23 +95,13 @@ class CrossingJudge:
         reading.moved_at = dict.fromkeys(handles, now)
         there.append(reading)
 
-    def lost(self, handle: JudgedHandle) -> None:
-        """A reader's source has failed it."""
-        record = handle.last_call
-        reading = self._known.get(record.key) if record is not None and record.key is not None else None
-        if reading is not None:
-            reading.has_lost = True
-
-    def arrived(
-        self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str], *, encloses: bool
-    ) -> None:
-        """A reader has got what these hold. `encloses`: some of what it reads it has to vouch for by itself."""
+    def arrived(self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str]) -> None:
+        """A reader has got what these hold."""
         site, record = handle.worker.location.site, handle.last_call
         reading = self._known.get(record.key) if record is not None and record.key is not None else None
         if reading is None or not self._world.is_unharmed():
             return
         reading.moved_at[handle] = self._world.now
-        reading.encloses = reading.encloses or encloses
         if source not in reading.holders and reading.is_held_by(source):
             reading.holders.append(source)  # it was published just before
         if site == source.worker.location.site:
@@ -133,14 +114,6 @@ class CrossingJudge:
             and reading.lasts
             and all(each.lasts for each in reading.beside)
         ]
-        if (
-            reading.is_shared
-            and not (reading.encloses or reading.has_lost)
-            and all(each.lasts for each in reading.beside)
-            and reading.lasts
-            and reading.moves(self._world.now, self._world.options.lease_s)
-        ):
-            others.append(reading)
         for tag, first, end in _pieces(cells):
             for other in others:
                 found = other.entered.get(tag, ())

@@ -26,7 +26,7 @@ from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.crossings import CrossingJudge
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
-from tensorhub.testing.sim.layouts import bytes_read, in_bundle, is_of_other_layout, part_of, tags_in
+from tensorhub.testing.sim.layouts import bytes_read, is_of_other_layout, part_of, tags_in
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
@@ -257,8 +257,7 @@ class Guarantees:
             return
         other = is_of_other_layout(handle.grid)
         whole = handle.worker.owner.is_complete(handle.id, generation)
-        is_mates = handle.grid is not None and in_bundle(handle.grid, grant.selection) is not None
-        may_be_read = whole or is_mates or not (grant.selection and other)
+        may_be_read = whole or not (grant.selection and other)
         demand(may_be_read, f"content: {grant} is of {handle}, which is still being filled")
         truth = self.contents.held_by(handle, version.content_id)
         for chunk in chunks:
