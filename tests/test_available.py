@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from unittest.mock import patch
 
-import anyio
 import pytest
 
 from tensorhub import sync
 from tensorhub.errors import VersionUnavailable
-from tensorhub.messages import ChunksThere, FromWorker, TellChunks
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -20,12 +17,8 @@ from tests.rig import (
     WAIT_S,
     Cluster,
     cluster,
-    gated,
-    handle_of,
     holds,
     tensors,
-    until,
-    worker_of,
     write,
 )
 
@@ -101,33 +94,3 @@ def test_without_an_event_loop() -> None:
         fresh = hub.register("m", tensors())
         assert fresh.replicate("available").version == 1
         assert hub.fetch("m", "available").info.version == 1
-
-
-async def test_a_worker_says_which_chunks_a_partial_copy_has() -> None:
-    said: list[FromWorker] = []
-    with gated(2) as gate:
-        async with cluster("trainer", "reader") as c:
-            await (await c.hubs[0].register("m", tensors(1))).publish(1)
-            worker, thread = worker_of(c.hubs[1]), c.hubs[1]._thread
-            weights = await c.hubs[1].register("m", tensors())
-
-            async def ask(generation: int) -> ChunksThere:
-                with patch.object(worker.link, "say", said.append):
-                    worker.received(TellChunks(handle_of(weights).member.shard.registration, generation))
-                answer = said.pop()
-                assert isinstance(answer, ChunksThere)
-                return answer
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(weights.replicate)
-                await until(lambda: gate.holds)
-                held = weights._handle.member.content
-                assert held is not None
-                some = await thread.call(ask, held.generation)
-                assert some.chunks == CHUNKS
-                assert int.from_bytes(some.there, "little").bit_count() < CHUNKS
-                assert (await thread.call(ask, held.generation + 1)).chunks == 0
-                gate.open()
-            assert held is not None
-            all_of_it = await thread.call(ask, held.generation)
-            assert int.from_bytes(all_of_it.there, "little") == (1 << CHUNKS) - 1

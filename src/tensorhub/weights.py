@@ -193,8 +193,8 @@ class Weights(Unpicklable):
         `selector`: a number; "latest", the newest that was ever published, which is waited for where nobody holds it now;
         "latest-1", the one before; or "available", the newest that can be fetched now. "available" waits while nothing
         was published; where nobody holds what was published it raises VersionUnavailable at once. It counts complete
-        copies of workers that the coordinator hears of, the caller's own, and partial copies that together are whole. It
-        never replaces what a rank of the group holds by an older version.
+        copies of workers that the coordinator hears of, and the caller's own. It never replaces what a rank of the group
+        holds by an older version.
 
         If the version that the call reads goes away, a call for a number fails. A call by selector is bound again, for the
         whole group, to the version that its selector names then, or waits for one until its deadline (`report.rebinds`).

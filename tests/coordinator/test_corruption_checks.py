@@ -289,7 +289,8 @@ def test_a_reader_that_leaves_what_is_quarantined_after_its_call_has_failed_leav
     assert other.last_call is not None
     assert not other.last_call.has_ended()
     assert shard_states(cluster)["trainer"] == "quarantined"  # its owner's fence would end a lease, and does not stand
-    assert not cluster.coordinator.cluster.leases
+    leases = cluster.coordinator.cluster.leases.values()
+    assert {lease.holding.member.worker.name for lease in leases} == {"reader"}
 
 
 def corrupt_at(world: World, reader: Rank, source: Rank, chunk: int = 0) -> DigestAgain:

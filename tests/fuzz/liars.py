@@ -19,7 +19,6 @@ from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Abandon,
     BegunWith,
-    ChunksThere,
     Compared,
     Covered,
     Deregister,
@@ -230,7 +229,6 @@ class _Crowd(Shell):
             yield LeaveRequest(self.below(9), name, generation, self.choice((9.0, 60.0)), self.flag(), self.flag(), False)
         yield RetainedAck(name, holding.version.info.content_id, holding.told, member.retained_seq)
         yield Digests(name, generation, CHUNKS, ((0, CHUNKS),), DIGESTS, last=True)
-        yield ChunksThere(name, generation, CHUNKS, bytes([self.below(4)]))
         if holding.leaving or self.rarely():
             yield Fenced(name, generation)
         for lease in holding.readers:

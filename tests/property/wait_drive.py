@@ -36,7 +36,6 @@ from tensorhub.coordinator.states import LeaseState
 from tensorhub.digests import root_of
 from tensorhub.messages import (
     Abandon,
-    ChunksThere,
     Compared,
     Deregister,
     Digests,
@@ -64,7 +63,6 @@ from tensorhub.messages import (
     Retain,
     RetainedAck,
     Rollback,
-    TellChunks,
     TellDigests,
     Unpin,
     Welcome,
@@ -203,10 +201,10 @@ class WaitDrive:
             yield found
 
     def _demand_rest(self, settled: Operation | Model) -> None:
-        """Owners may be asked as time passes: what partial copies have and, each few seconds, for digests."""
+        """Owners may be asked for digests each few seconds."""
         cluster = self.core.cluster
-        asks = (TellChunks, TellDigests) if ("digests", "m") in cluster.timers else TellChunks
-        news = [a for a in cluster._actions if not (isinstance(a, Send) and isinstance(a.message, asks))]
+        asks = ("digests", "m") in cluster.timers
+        news = [a for a in cluster._actions if not (asks and isinstance(a, Send) and isinstance(a.message, TellDigests))]
         if news or cluster.changed_models or cluster.changed_operations or cluster.woken or cluster.woken_guests:
             raise Forgotten(f"{settled!r} was not woken: {news}. Story:\n{getattr(settled, 'story', '')}")
 
@@ -221,7 +219,7 @@ class WaitDrive:
                 pass
             case Welcome() | HeartbeatAck():
                 peer.said_at = message.said_at
-            case TellChunks() | TellDigests() | MakeCopy() | DropCopy():
+            case TellDigests() | MakeCopy() | DropCopy():
                 peer.asked.append(message)
             case _:
                 pass
@@ -443,9 +441,6 @@ class WaitDrive:
         """What it was asked first."""
         asked = peer.asked.pop(0)
         match asked:
-            case TellChunks():
-                there = bytes([self.random.choice((0, 1, 2, 3))])
-                self.say(peer, ChunksThere(asked.registration, asked.generation, CHUNKS, there))
             case TellDigests():
                 told = (CHUNKS, ((0, CHUNKS),), DIGESTS, True) if self.often(0.7) else (CHUNKS, (), b"", True)
                 self.say(peer, Digests(asked.registration, asked.generation, *told))

@@ -8,7 +8,7 @@ nor for protecting memory: its owner does that. Where to look:
     sessions, visitors, guests, access      sessions: who is let in, for how much (`sharing`), and who may say what
     membership, registrations               workers, ranks and groups; what may be registered
     announcements                           what those hold who come back
-    versions, availability, lineage         numbers, visibility, what selectors mean; rollbacks
+    versions, lineage                       numbers, visibility, what selectors mean; rollbacks
     operations, decisions, deadlines        group operations; what one does is its handler's: `publishes` or `fills`
     waiting, supply                         what an operation waits for; what a reader lacks
     readers, source_choice, feeding         read leases; which source a reader gets; who is filled from whom

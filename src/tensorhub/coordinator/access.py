@@ -50,7 +50,7 @@ def admits(cluster: Cluster, session: Session, message: messages.FromWorker) -> 
             return _refuse(cluster, session, message.request, "unpublish")
         case messages.BegunWith() | messages.Fenced() | messages.CopyRefused() | messages.RetainedAck():
             return False  # about memory that others read: nobody waits for an answer; so below
-        case messages.ReaderCut() | messages.DigestedAgain() | messages.ChunksThere() | messages.Digests():
+        case messages.ReaderCut() | messages.DigestedAgain() | messages.Digests():
             return False
         case _:
             assert_never(message)

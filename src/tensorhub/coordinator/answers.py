@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.coordinator import summaries, views
-from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Version
+from tensorhub.coordinator.refusals import held_text
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import (

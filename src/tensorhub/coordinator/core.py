@@ -19,7 +19,6 @@ from tensorhub.coordinator import access, invariants, limits
 from tensorhub.coordinator.actions import Action, Durable
 from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.answers import Answers
-from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.coverage import Coverage
@@ -100,7 +99,6 @@ class Coordinator(Stateful[CoordinatorState]):
         self._corruption_checks = CorruptionChecks(self.cluster, self._readers, self._holdings)
         self._tellers = Tellers(self.cluster)
         self._testimonies = Testimonies(self.cluster, self._readers, self._holdings, self._corruption_checks, self._tellers)
-        self._availability = Availability(self.cluster)
         manifest_questions, coverage = ManifestQuestions(self.cluster), Coverage(self.cluster)
         publishes = Publishes(self.cluster, self._versions, self._holdings, self._testimonies, coverage)
         fills = Fills(
@@ -111,7 +109,6 @@ class Coordinator(Stateful[CoordinatorState]):
             self._holdings,
             self._retentions,
             self._testimonies,
-            self._availability,
             manifest_questions,
             coverage,
             Gates(self.cluster),
@@ -395,8 +392,6 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._handovers.refused(worker, message.copy)
             case messages.DigestedAgain():
                 self._corruption_checks.answered(worker, message)
-            case messages.ChunksThere():
-                self._availability.heard(worker, message)
             case messages.Digests():
                 self._testimonies.told(worker, message)
             case _:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.coordinator import ways
-from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Operation, RankPart, Version
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.operation_handlers import Blame
-from tensorhub.coordinator.refusals import damaged
+from tensorhub.coordinator.refusals import damaged, held_text
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.supply import needs_source

@@ -389,7 +389,6 @@ class Holding:
     yielding: int = 0  # how many of these make way (`supply.makes_way`)
     weight: int = 0  # of these, together
     guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
-    chunk_answer: ChunkAnswer | None = None  # while it is filled: the newest question which chunks are there, and its answer
     readers_most: int = 0  # the most active readers at a time, since there were none
     version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
 
@@ -491,16 +490,6 @@ class Holding:
             standing = Standing(worker.location, worker.transports, self.load, self.depth, self.number)
         counts = (self.complete, is_source, is_source and is_live)
         return Counted(counts, standing, self.is_stranded, is_source and not self.is_spot)
-
-
-@dataclass(slots=True, eq=False)
-class ChunkAnswer:
-    """Which chunks a partial copy had when its owner was asked: one question."""
-
-    session: int | None  # over which it was asked
-    said_at: float = 0.0  # when it was answered
-    chunks: int | None = None  # of the whole shard; None: not answered yet; 0: its owner does not say
-    there: int = 0  # one bit for each, the lowest for the first
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import bridges, limits, refusals, ways
 from tensorhub.coordinator.actions import Decision
-from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
@@ -55,7 +54,6 @@ class Fills:
     _holdings: Holdings
     _retentions: Retentions
     _testimonies: Testimonies
-    _availability: Availability
     _manifest_questions: ManifestQuestions
     _coverage: Coverage
     _gates: Gates
@@ -67,10 +65,9 @@ class Fills:
         begun, call = operation.resumes, first_call(operation)
         if begun is not None:
             return self._versions.resumed(operation.group.model, begun)
-        numbers = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
-        at_least = max(numbers, default=None)
+        at_least = _at_least(operation)
         if call.selector == AVAILABLE:
-            return self._availability.resolve(operation, at_least)
+            return self._versions.available(operation, at_least)
         return self._versions.resolve(operation.group.model, call.selector, at_least, operation)
 
     def staying(self, operation: Operation, version: Version) -> list[Holding]:
@@ -175,7 +172,7 @@ class Fills:
         if operation.writing and not any(wants_source(part) or self._testimonies.cannot_be_proved(part) for part in parts):
             return False
         if call.selector == AVAILABLE:
-            return self._availability.is_lost(operation)
+            return self._versions.has_other_available(operation, _at_least(operation))
         return self._versions.resolve(operation.group.model, call.selector, None) is not operation.bound
 
     def _is_there_another_way(self, operation: Operation, version: Version) -> bool:
@@ -480,6 +477,12 @@ def first_call(operation: Operation) -> Fill:
     call = next(iter(operation.parts.values())).call
     assert isinstance(call, Fill)
     return call
+
+
+def _at_least(operation: Operation) -> int | None:
+    """The oldest version that all ranks of a fill take."""
+    calls = [part.call for part in operation.parts.values()]
+    return max((call.at_least for call in calls if isinstance(call, Fill) and call.at_least), default=None)
 
 
 def _holds(member: Member, version: Version) -> bool:

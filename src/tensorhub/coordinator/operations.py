@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from tensorhub.coordinator import limits, refusals
-from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.coverage import Coverage
@@ -22,6 +21,7 @@ from tensorhub.coordinator.entities import Group, Member, Model, Operation, Rank
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.operation_handlers import Blame, OperationHandler
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.refusals import held_text
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.errors import GroupAborted, ManifestMismatch, StateError, VersionConflict, VersionUnavailable

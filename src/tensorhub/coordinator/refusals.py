@@ -1,4 +1,4 @@
-"""Why a fill cannot go on, or never could, and what its ranks are told then.
+"""Why a fill cannot go on, or never could, and what its ranks are told then; which versions are held, for any error.
 
 Responsible for finding that, and for the texts. Not responsible for what becomes of the operation (`fills`, `decisions`).
 """
@@ -6,11 +6,21 @@ Responsible for finding that, and for the texts. Not responsible for what become
 from __future__ import annotations
 
 from tensorhub.coordinator import bridges, replicas, ways
-from tensorhub.coordinator.availability import held_text
-from tensorhub.coordinator.entities import Operation, RankPart, Version
+from tensorhub.coordinator.entities import Model, Operation, RankPart, Version
 from tensorhub.coordinator.operation_handlers import Blame
-from tensorhub.errors import CoordinatorUnavailable, GroupAborted, IntegrityError, ManifestMismatch, VersionUnavailable
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    GroupAborted,
+    IntegrityError,
+    ManifestMismatch,
+    VersionUnavailable,
+    some,
+)
+from tensorhub.layouts.identity import ALONE
 
+HELD_TOLD_MAX = 3  # versions that an error names
+NOBODY = "and 'available' waits for nobody"
 BEGUN = "this call was begun under a former coordinator"
 UNCHANGED = "they have digested it again: their bytes are unchanged"
 LEFT = "its last holder has left on purpose"
@@ -123,3 +133,90 @@ def named(part: RankPart) -> bytes:
     """The manifest that this rank's `resume` names, if the rank has sent it; else empty."""
     is_named = part.begun is not None and part.begun.manifest_id == part.member.begun_id
     return part.member.begun if is_named else b""
+
+
+def nothing_available(operation: Operation, least: int, held: int | None) -> VersionUnavailable:
+    """No version from `least` on has a complete copy. `held`: the newest version that a rank of the group holds."""
+    model = operation.group.model
+    what = f"version {least} of {model.name!r} or a newer one" if least else f"a version of {model.name!r}"
+    text = f"nobody holds {what} as a whole, {NOBODY}"
+    if held is None or held < least:
+        return VersionUnavailable(f"{text}; {held_text(model, operation)}")
+    mine = f"a rank of this group holds version {held}, which 'available' never replaces by an older one"
+    mine += ": call unpublish() on it first, or give the number of that version"
+    return VersionUnavailable(f"{text}; {_told(model, operation)}; {mine}")
+
+
+def held_text(model: Model, operation: Operation | None = None) -> str:
+    """For an error: which versions of a model are held, by how many, and which one the selector "available" gets.
+
+    Who makes the call `operation` is not told to fetch what it holds. Without it, the caller is taken to read any layout.
+    """
+    told, held = _told(model, operation), _readable(model)
+    gets = next((v for v in held if v.can_be_read() or not _reads_one_shard(operation)), None)
+    if gets is None or _is_own(gets, operation):
+        return told
+    return f"{told}; the selector 'available' gets {gets.number}"
+
+
+def _told(model: Model, operation: Operation | None) -> str:
+    held = _readable(model)
+    if not held:
+        if any(v.visible and v.is_held for v in model.versions.values()):
+            return "workers that are not heard of now hold a version of it"
+        return f"nobody holds all of a version of it{_lacking(model)}"
+    told = ", ".join(f"version {v.number} by {_replicas(v, operation)}" for v in held[:HELD_TOLD_MAX])
+    more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
+    return f"held now: {told}{more}"
+
+
+def _lacking(model: Model) -> str:
+    """Of the newest version of which somebody holds some shards of a layout: of which ones nobody does."""
+    for version in _not_retired(model):
+        for layout in version.layouts:
+            missing = [str(shard) for shard in layout if not layout.of(shard).live_sources]
+            if layout.counts and len(missing) < len(layout):
+                whose = "the published layout" if layout is version.holdings else "another layout than the published one"
+                return f" (of version {version.number}, in {whose}, nobody has all of the shards of ranks {some(missing)})"
+    return ""
+
+
+def _readable(model: Model) -> list[Version]:
+    """Those that can be read now, the newest first."""
+    return [v for v in _not_retired(model) if v.copies]
+
+
+def _not_retired(model: Model) -> list[Version]:
+    """The newest first, without those that a rollback is about to retire."""
+    mark = -1 if model.mark is None else model.mark
+    return [v for v in model.visible if v.number <= mark]
+
+
+def _reads_one_shard(operation: Operation | None) -> bool:
+    """Whether it takes a published shard as it is, so that other layouts are of no use to it."""
+    return operation is not None and ways.first_member(operation).fits_any_layout
+
+
+def _is_own(version: Version, operation: Operation | None) -> bool:
+    """Whether the ranks of the group that calls have a whole copy of it themselves."""
+    held = [member.holding for member in operation.group.members.values()] if operation is not None else []
+    mine = [
+        h
+        for h in held
+        if h is not None and h.version is version and h.is_source and h.member.worker.state is WorkerState.LIVE
+    ]
+    return bool(mine) and {h.shard for h in mine} == set(mine[0].layout)
+
+
+def _replicas(version: Version, operation: Operation | None) -> str:
+    own = _is_own(version, operation)
+    count = version.copies - own
+    if own and not count:
+        return "this group itself"
+    told = ("this group and " if own else "") + f"{count} {'other ' if own else ''}replica{'' if count == 1 else 's'}"
+    if version.can_be_read():
+        return told
+    told = f"{told} of other layouts than the published one"
+    if not _reads_one_shard(operation):
+        return told
+    return f"{told}, which this call cannot read" + (" (fetch(rank=None) can)" if version.layout_id != ALONE else "")

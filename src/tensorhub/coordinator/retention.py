@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
-from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
+from tensorhub.coordinator.refusals import held_text
 from tensorhub.coordinator.ways import Layout
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin

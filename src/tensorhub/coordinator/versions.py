@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator.availability import held_text
+from tensorhub.coordinator import ways
+from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Model, Operation, Version
+from tensorhub.coordinator.entities import Holding, Model, Operation, Version
+from tensorhub.coordinator.refusals import held_text, nothing_available
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.errors import VersionConflict, VersionUnavailable
-from tensorhub.messages import Announce, Begun
+from tensorhub.messages import Announce, Begun, Fill
 from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 
@@ -123,6 +125,63 @@ class Versions:
         if version is not None and at_least is not None and version.number < at_least:
             return None
         return version
+
+    def available(self, operation: Operation, at_least: int | None) -> Version | None:
+        """The newest version of which a complete copy can be read now, and that is not older than what a rank holds.
+
+        None: the call waits. Nothing was published yet, or a silent worker that has a complete copy may come back. Raises
+        VersionUnavailable at once if there is no complete copy of what was published.
+        """
+        least, held = self._least(operation, at_least)
+        version, waits = self._newest_readable(operation, least)
+        model = operation.group.model
+        # The ranks of a call that is repeated have lost what they read: they wait for the next version.
+        repeated = any(isinstance(part.call, Fill) and part.call.former for part in operation.parts.values())
+        published = any(number >= least for number in (*model.lost, *(v.number for v in model.visible)))
+        if version is not None or waits or repeated or not published:
+            return version
+        raise nothing_available(operation, least, held)
+
+    def has_other_available(self, operation: Operation, at_least: int | None) -> bool:
+        """Whether "available" names another version now than the one that the operation is bound to."""
+        version, _ = self._newest_readable(operation, self._least(operation, at_least)[0])
+        return version is not None and version is not operation.bound
+
+    @staticmethod
+    def _least(operation: Operation, at_least: int | None) -> tuple[int, int | None]:
+        """The oldest version that the ranks may get, and the newest one that a rank holds and has not overwritten."""
+        held = max((holding.version.number for holding in _kept(operation) if holding is not None), default=None)
+        return max(at_least or 0, held or 0), held
+
+    def _newest_readable(self, operation: Operation, least: int) -> tuple[Version | None, bool]:
+        """The newest version from `least` on that all ranks hold or can read now. Without one, whether the call waits for a
+        worker that is silent or, after a restart, not back yet.
+        """
+        waits = self._cluster.is_recovering
+        for version in operation.group.model.visible:
+            if version.number < least:
+                break
+            if all(holding is not None and holding.version is version for holding in _kept(operation)):
+                return version, False
+            found = list(ways.of(self._cluster, version, operation))
+            if any(way.can_be_read for way in found):
+                return version, False
+            if self._may_come_back(version):
+                return None, True
+            # A version that is not described yet, after a restart, has no way for readers of another layout.
+            waits = waits or any(way.serves for way in found) or (not found and version.has_live_source())
+        return None, waits
+
+    def _may_come_back(self, version: Version) -> bool:
+        """After a restart: whether a group whose last recorded commit is this version is not back with every rank yet."""
+        if not self._cluster.is_recovering:
+            return False
+        decisions = self._cluster.decisions.values()
+        return any(d.content_id == version.info.content_id and not self._is_back(d) for d in decisions)
+
+    def _is_back(self, decision: Decision) -> bool:
+        group = self._cluster.models[decision.model].groups.get(decision.key.group)
+        return group is not None and len(group.members) == group.world_size
 
     @staticmethod
     def resumed(model: Model, begun: Begun) -> Version:
@@ -240,3 +299,9 @@ class Versions:
     def _is_old(model: Model, version: Version) -> bool:
         newer = sum(v.visible and v.number > version.number for v in model.versions.values())
         return newer >= 2 and version.number not in model.retained()
+
+
+def _kept(operation: Operation) -> list[Holding | None]:
+    """What each rank holds, without what the rank's memory is being filled with."""
+    parts = operation.parts.values()
+    return [part.member.holding if part.member.holding is not part.holding else None for part in parts]

@@ -263,16 +263,6 @@ class DigestAgain:
 
 
 @dataclass(frozen=True, slots=True)
-class TellChunks:
-    """Which chunks can be read under this generation now? Asked of partial copies while nobody holds their whole shard.
-    Answered by ChunksThere.
-    """
-
-    registration: Id
-    generation: U64
-
-
-@dataclass(frozen=True, slots=True)
 class TellDigests:
     """Which digests do the chunks of this memory have? Answered by Digests, until one is the last.
 
@@ -379,7 +369,6 @@ FromCoordinator = (
     | LeaveGranted
     | CutReader
     | DigestAgain
-    | TellChunks
     | TellDigests
     | Compare
     | ManifestReply

@@ -33,7 +33,6 @@ from tensorhub.messages.values import (
 from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Range, Seconds, Text
 
 WATCHES_MAX = 4096  # models that one session follows
-THERE_BYTES_MAX = 2**15  # of what a partial copy is said to have: of so many times 8 chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,18 +271,6 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunksThere:
-    """Answer to TellChunks. `there`: one bit for each of `chunks`, from the first byte's lowest one on: the chunk can be
-    read. `chunks` 0: no chunk can be read under that generation, or there are too many to tell.
-    """
-
-    registration: Id
-    generation: U64
-    chunks: Annotated[int, Range(0, 8 * THERE_BYTES_MAX)]
-    there: Annotated[bytes, Length(THERE_BYTES_MAX)]
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     """For scheduling and display only. Correctness never depends on it."""
 
@@ -477,7 +464,6 @@ FromJoined = (
     | Deregister
     | BegunWith
     | DigestedAgain
-    | ChunksThere
     | Digests
     | LeaveRequest
     | Fenced

@@ -19,8 +19,6 @@ from tensorhub.messages import Origin
 from tensorhub.types import ContentId
 from tensorhub.worker.grids import Grid, SelectedGrid
 
-_DIGITS = bytes.maketrans(b"\0\1", b"01")
-
 
 class Former(NamedTuple):
     """What was there before of some content: the name of the grid, and the chunks' digests, as far as they were verified."""
@@ -161,14 +159,6 @@ class Books:
             else:
                 runs.append((chunk, 1))
         return tuple(runs)
-
-    def bits(self, chunks_max: int) -> tuple[int, bytes]:
-        """See `Owner.there`."""
-        count = len(self.available)
-        if not 0 < count <= chunks_max:
-            return 0, b""
-        bits = int(bytes(self.available).translate(_DIGITS)[::-1], 2)
-        return count, bits.to_bytes((count + 7) // 8, "little")
 
     @property
     def is_sound(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Protocol
 
 from tensorhub.digests import pack, root_of, runs_of, unpack
 from tensorhub.layouts.resharded import ReshardedManifest
@@ -11,14 +10,10 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     DIGEST_RUNS_MAX,
     DIGESTS_BYTES_MAX,
-    THERE_BYTES_MAX,
-    ChunksThere,
     Digests,
     Origin,
     SelectionRoot,
-    TellChunks,
 )
-from tensorhub.types import RegistrationId
 from tensorhub.worker.calls import CompareDigests
 from tensorhub.worker.vote import Wrong
 
@@ -49,18 +44,6 @@ def tell(
         yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known), selection, shard)
     if last and not known:
         yield Digests(registration, generation, chunks, (), b"", True, selection, shard)
-
-
-class There(Protocol):
-    """See `worker.owner`."""
-
-    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]: ...
-
-
-def tell_chunks(owner: There, question: TellChunks) -> ChunksThere:
-    """Which chunks of that memory may be read."""
-    memory = RegistrationId(question.registration), question.generation
-    return ChunksThere(*memory, *owner.there(*memory, 8 * THERE_BYTES_MAX))
 
 
 def root_of_all(width: int, digests: Sequence[int | None]) -> bytes:

@@ -264,13 +264,6 @@ class Owner:
         memory = self._at(registration, generation)
         return () if memory is None else memory.runs(selection, runs_max)
 
-    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
-        """How many chunks there are, and one bit for each, the lowest of the first byte first: whether it may be read under
-        this generation. (0, b"") for an older one, and of more chunks than `chunks_max`. One pass over the chunks.
-        """
-        memory = self._at(registration, generation)
-        return (0, b"") if memory is None else memory.bits(chunks_max)
-
     def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
         """The digest of a chunk, None if it is not known (or the generation is an older one)."""
         memory = self._at(registration, generation)

@@ -70,7 +70,6 @@ Routed = (
     | Reply
     | messages.Announce
     | messages.CutReader
-    | messages.TellChunks
     | messages.MakeCopy
     | messages.DropCopy
 )
@@ -221,13 +220,7 @@ class Router(Generic[H]):
                 of = message.selection, message.shard
                 nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True, *of)
                 return [Examine(handle, message) if handle is not None else Reply(nothing)]
-            case (
-                messages.Announce()
-                | messages.CutReader()
-                | messages.TellChunks()
-                | messages.MakeCopy()
-                | messages.DropCopy()
-            ):
+            case messages.Announce() | messages.CutReader() | messages.MakeCopy() | messages.DropCopy():
                 return [message]
             case messages.HeartbeatAck() | messages.Welcome() | messages.Dismissed():
                 return []  # the session's own

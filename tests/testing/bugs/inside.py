@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 from tensorhub.coordinator import Coordinator, fills
-from tensorhub.coordinator.availability import Availability, HowHeld
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
@@ -164,22 +163,26 @@ def available_goes_below() -> Iterator[None]:
         readable = sorted((v.number for v in model.versions.values() if v.visible and v.can_be_read()), reverse=True)
         return model.versions[readable[-1]] if readable else before(self, operation, at_least)
 
-    with around(Availability, "resolve", resolve):
+    with around(Versions, "available", resolve):
         yield
 
 
 @bug("R12: `available` is an older version where the newest is held once only")
 def available_skips_what_is_held_once() -> Iterator[None]:
-    def held(before: Callable[..., HowHeld], self: Any, version: Version) -> HowHeld:
-        return HowHeld.NOT if version.holdings.copies() == 1 else before(self, version)
+    def newest(before: Callable[..., Any], self: Any, operation: Operation, least: int) -> tuple[Version | None, bool]:
+        found, waits = before(self, operation, least)
+        if found is None or found.holdings.copies() != 1:
+            return found, waits
+        older = (v for v in operation.group.model.visible if least <= v.number < found.number and v.can_be_read())
+        return next(older, found), waits
 
-    with around(Availability, "_held", held):
+    with around(Versions, "_newest_readable", newest):
         yield
 
 
 @bug("R12: after a restart `available` waits for nobody who is recorded to hold a newer one", faults=(Fault.COORDINATOR,))
 def available_before_holders_are_back() -> Iterator[None]:
-    with replaced(Availability, "_may_come_back", lambda self, version: False):
+    with replaced(Versions, "_may_come_back", lambda self, version: False):
         yield
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensorhub.coordinator.availability import Availability, HowHeld
-from tensorhub.coordinator.entities import Model, PendingWrite, Version
+from tensorhub.coordinator.entities import Model, Operation, PendingWrite, Version
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.versions import Versions
@@ -50,7 +49,10 @@ def at_least_ignored() -> Iterator[None]:
 
 @bug("R12: `available` is the newest version, also where nobody holds it", faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL))
 def available_that_nobody_holds() -> Iterator[None]:
-    with replaced(Availability, "_held", lambda self, version: HowHeld.WHOLE):
+    def available(before: Callable[..., Any], self: Versions, operation: Operation, at_least: int | None) -> Version | None:
+        return operation.group.model.newest_visible() or before(self, operation, at_least)
+
+    with around(Versions, "available", available):
         yield
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from tensorhub.messages import (
     AddSource,
-    ChunksThere,
     DropSource,
     Fenced,
     Fill,
@@ -22,7 +21,6 @@ from tensorhub.messages import (
     ReadFailed,
     Registered,
     Start,
-    TellChunks,
     Write,
 )
 from tensorhub.testing.flow.scenario import load
@@ -254,16 +252,6 @@ def test_a_copy_of_a_call_that_has_ended_does_not_count(shell: Given) -> None:
     assert rank.memory is not None
     assert rank.memory.have == 0
     assert len(shell.heard(Prepared)) == 1, "of the host memory"
-
-
-def test_it_tells_which_chunks_are_there_under_that_generation_alone(shell: Given) -> None:
-    rank = rank_of(shell)
-    begin(rank, 1, shell.source("a"))
-    shell.until(3.5)
-    for generation in (1, 2):
-        rank.hear(TellChunks(rank.registration, generation))
-    told = [(each.generation, each.there) for each in shell.heard(ChunksThere) if isinstance(each, ChunksThere)]
-    assert told == [(1, bytes([0b111, 0])), (2, bytes([0, 0]))]
 
 
 def test_a_rank_whose_process_is_gone_reads_no_more(shell: Given) -> None:

@@ -117,7 +117,6 @@ class SharedOwner:
     # The books, as they are now.
     digests = _locked(Owner.digests)
     has = _locked(Owner.has)
-    there = _locked(Owner.there)
     origin = _locked(Owner.origin)
     read_how = _locked(Owner.read_how)
     read_from = _locked(Owner.read_from)

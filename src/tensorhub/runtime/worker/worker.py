@@ -60,7 +60,6 @@ from tensorhub.types import (
     RegistrationId,
     parse_address,
 )
-from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.known_parts import KnownParts
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
@@ -312,8 +311,6 @@ class Worker(CallersWorker):
                     self.version_watches.announced(routed)
                 case messages.CutReader():
                     self._tasks.start_soon(self._cut, routed)
-                case messages.TellChunks():
-                    self.link.say(tell_chunks(self._owner, routed))
                 case messages.DropCopy():
                     self.copies.dropped(routed)
                 case _:

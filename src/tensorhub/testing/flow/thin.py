@@ -19,7 +19,6 @@ from tensorhub.messages import (
     DIGESTS_BYTES_MAX,
     AddSource,
     CheckCoverage,
-    ChunksThere,
     Covered,
     CutReader,
     Digests,
@@ -49,7 +48,6 @@ from tensorhub.messages import (
     SelectionRoot,
     SetRetained,
     Start,
-    TellChunks,
     TellDigests,
     Write,
 )
@@ -265,8 +263,6 @@ class ThinRank:
                     left()
             case TellDigests():
                 self._tell_digests(message.generation, message.selection, message.shard)
-            case TellChunks():
-                self._tell_chunks(message.generation)
             case CutReader():
                 self.shell.say(ReaderCut(message.lease))
             case _:
@@ -429,11 +425,3 @@ class ThinRank:
             what = (chunks, ((first, count),), bytes(DIGEST_BYTES * count))
             last = first + count == chunks
             self.shell.say(Digests(self.registration, generation, *what, last=last, selection=selection, shard=shard))
-
-    def _tell_chunks(self, generation: int) -> None:
-        memory, there = self.memory, 0
-        if memory is not None and generation == self.generation:
-            self.shell.transfers.advance(memory)
-            there = int(self.shard.chunks * memory.have / memory.nbytes)
-        bits = ((1 << there) - 1).to_bytes(-(-self.shard.chunks // 8), "little")
-        self.shell.say(ChunksThere(self.registration, generation, self.shard.chunks, bits))

@@ -8,7 +8,6 @@ from tensorhub import messages
 
 PATHS: dict[type, str] = {
     messages.AddSource: "another source granted",
-    messages.ChunksThere: "partial copy asked what it has",
     messages.CutReader: "lost reader cut off",
     messages.Dismissed: "dismissed, comes back as a new incarnation",
     messages.DropSource: "reader moved",

@@ -25,7 +25,6 @@ from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.questions import SimQuestions
 from tensorhub.types import Endpoint, HandleState, Location, OpKind, Selector, VersionInfo, host_group
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
-from tensorhub.worker.chunk_reports import tell_chunks
 from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.owner import Owner
@@ -391,8 +390,6 @@ class SimWorker:
                     self.cluster.users.announced(self, routed)
                 case messages.CutReader():
                     self._cut(routed)
-                case messages.TellChunks():
-                    self.say(tell_chunks(self.owner, routed))
                 case messages.DropCopy():
                     self.copies.dropped(routed)
                 case _:

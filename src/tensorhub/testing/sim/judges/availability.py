@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tensorhub.coordinator import Decision, Publication
-from tensorhub.coordinator.availability import NOBODY
+from tensorhub.coordinator.refusals import NOBODY
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Outcome, Start
 from tensorhub.testing.sim.assertion import HOLDING, demand
