@@ -1,4 +1,4 @@
-"""Which lines of an example are there for TensorHub: docs/frameworks.md says how it is counted.
+"""Which lines of an example are there for TensorHub, as docs/frameworks.md counts them.
 
 A line is if it names what is TensorHub's: what is imported from it, "tensorhub" in a string, and whatever such a line has
 made (a variable, or an attribute of that name). Imports, docstrings, comments and blank lines are no lines of code.
