@@ -187,7 +187,7 @@ def _conversion() -> Iterator[str]:
 
 def _testing() -> Iterator[str]:
     yield "## `tensorhub.testing`\n"
-    yield "For tests of code that uses TensorHub: see [orchestrators.md](orchestrators.md).\n"
+    yield "For tests of code that uses TensorHub: see [operating.md](operating.md#test-your-own-orchestrator).\n"
     for name in TESTING:
         yield from _entry(f"tensorhub.testing.{name}", name, getattr(testing, name), shown=set())
     yield "### `tensorhub.testing.SimulatedCluster`\n"

@@ -1,6 +1,6 @@
 """A simulated cluster under somebody's own orchestrator: connect, start processes, break things, heal.
 
-`RunningCluster` is what a caller sees. See docs/orchestrators.md.
+`RunningCluster` is what a caller sees. See docs/operating.md.
 """
 
 from __future__ import annotations
