@@ -317,6 +317,7 @@ def test_the_bytes_of_a_tied_source_reach_every_tensor_of_the_reader() -> None:
 
 
 def test_a_tied_reader_cannot_map_an_untied_source() -> None:
+    """R13: the second tensor's bytes would overwrite the first one's."""
     one = torch.zeros(2)
     with pytest.raises(ManifestMismatch, match="'a' and 'b' share memory here only") as caught:
         RegisteredMemory({"a": one, "b": one}).map(manifest_of({"a": torch.zeros(2), "b": torch.zeros(2)}))

@@ -5,7 +5,7 @@ Theory of operation
 A chunk is wanted, in flight at exactly one source, or verified. The table below is the only way on:
 
     wanted -> in flight     `next_batch` hands it to a lane
-    in flight -> verified   it arrived with its digest (final: it is never asked for, nor written, again; G8)
+    in flight -> verified   it arrived with its digest (G1; final: it is never asked for, nor written, again; G8)
     in flight -> wanted     it arrived with another digest, its source lacks it, or its lane has ended
 
 A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the

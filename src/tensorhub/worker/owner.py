@@ -4,7 +4,7 @@ whom now.
 Theory of operation
 -------------------
 Each registration is closed, or open under one generation word. Open means: these bytes are what `content_id`
-says, for every chunk that is marked available. A lane that wants to touch memory calls `begin`, which checks
+says, for every chunk that is marked available (G6). A lane that wants to touch memory calls `begin`, which checks
 registration, generation and content and counts the access; it calls `end` when the kernel or device no longer
 needs the bytes.
 
