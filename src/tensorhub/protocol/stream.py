@@ -43,8 +43,12 @@ class DirectStream(ByteStream):
         """Some bytes, none at the end of the stream, or None: there is nothing now."""
 
     @abc.abstractmethod
-    def send_nowait(self, item: bytes) -> int:
+    def send_nowait(self, item: bytes | memoryview) -> int:
         """How many of these bytes it has taken; 0: it is full."""
+
+    @abc.abstractmethod
+    async def wait_room(self) -> None:
+        """Until it may take more, or has ended."""
 
 
 class MessageStream(Generic[M]):
@@ -52,8 +56,8 @@ class MessageStream(Generic[M]):
     may say.
 
     One task receives; any number may send. A receive that is cancelled loses nothing; a send that is
-    cancelled under way may leave half a frame, so that no further send is possible. Iterating gives
-    messages until the peer closes.
+    cancelled under way may leave half a frame. Then no further send is possible, unless the stream is a `DirectStream`.
+    Iterating gives messages until the peer closes.
     """
 
     def __init__(self, stream: ByteStream, incoming: Vocabulary[M], frame_bytes_max: int) -> None:
@@ -65,7 +69,7 @@ class MessageStream(Generic[M]):
         self._pot: Pot | None = None  # for frames that are larger than what one read brings
         self._taken = 0  # bytes from there: for the frame that is received, or was received last
         self._torn = False  # True while, and after, a frame is sent in part
-        self._rest = b""  # of what `send_nowait` was given; it goes before everything else
+        self._rest = memoryview(b"")  # of what `send_nowait` was given; it goes before everything else
         self.awaits_bytes = False  # True while its receiver waits for the peer: no byte that has arrived is kept here
 
     def __repr__(self) -> str:
@@ -128,19 +132,23 @@ class MessageStream(Generic[M]):
     async def send_encoded(self, *bodies: bytes) -> None:
         """The same of messages that are encoded already."""
         async with self._sending:
-            rest, self._rest = self._rest, b""
-            await self._send_bytes(rest + self._encoder.frames(*bodies))
+            if not isinstance(self._stream, DirectStream):
+                await self._send_bytes(self._encoder.frames(*bodies))
+                return
+            while not self.send_nowait(*bodies):
+                bodies = ()  # their rest waits in this object: a traceback of a cancelled send must not keep it
+                await self._stream.wait_room()
 
     def send_nowait(self, *bodies: bytes) -> bool:
         """Send these at once, if `is_direct` and while nobody else is sending. False: the peer has not taken all of
         them, and the rest goes with what is sent next.
         """
         assert isinstance(self._stream, DirectStream)
-        if self._torn:
-            raise ConnectionLost("an earlier message was sent in part only")
-        data = self._rest + self._encoder.frames(*bodies)
+        if bodies:
+            self._rest = memoryview(bytes(self._rest) + self._encoder.frames(*bodies))
         try:
-            self._rest = data[self._stream.send_nowait(data) :]
+            while self._rest and (taken := self._stream.send_nowait(self._rest)):
+                self._rest = self._rest[taken:]
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
             raise ConnectionLost(f"the connection is gone: {error!r}") from error
         return not self._rest
@@ -204,6 +212,7 @@ class MessageStream(Generic[M]):
     async def aclose(self) -> None:
         """Close the stream; a second call does nothing."""
         self._give_back()
+        self._rest = memoryview(b"")
         await self._stream.aclose()
 
     def _room_needed(self) -> int:

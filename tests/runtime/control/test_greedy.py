@@ -7,6 +7,7 @@ Covers `runtime.control.server` and `protocol.pot`.
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from tensorhub.messages import (
     Describe,
     Description,
     GetManifest,
+    GetPart,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -38,10 +40,12 @@ from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.frames import HEADER_BYTES, READ_BYTES_MAX
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import read_only_secret
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import server as server_module
 from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.session import ReadOnlyAnswers
 from tensorhub.runtime.control.store import MemoryStore
 from tensorhub.types import Location, Medium, OpKey, Options, Purpose, VersionInfo, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, nothing_left, tensors, until
@@ -170,45 +174,54 @@ async def test_full_sessions_frames_are_bounded_together_and_small_ones_do_not_w
         await until(lambda: server._full.pot.free == FRAME_BYTES)
 
 
-async def test_long_answers_that_read_only_sessions_do_not_take_are_bounded_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each is more than the kernel holds for a peer that does not read."""
-    made, manifest, encode = 0, bytes(15 * 2**20), codec.encode
-
-    def counted_encode(message: Any) -> bytes:
-        nonlocal made
-        made += isinstance(message, ManifestReply)
-        return encode(message)
-
-    monkeypatch.setattr(server_module, "READ_ONLY_ANSWERS_BYTES_MAX", 1, raising=False)  # one frame
-    options = replace(PATIENT, frame_bytes_max=2**24)
-    async with serving(options) as server, contextlib.AsyncExitStack() as stack:
-        trainer = await stack.enter_async_context(await joined(server, 1000, read_only=False))
-        await trainer.send(registers("trainer", 1))
-        await trainer.receive()
-        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred sessions ask for a part of a manifest and read nothing: each answer is more than the kernel holds."""
+    part, answers_max = bytes(6 * 2**20), 20 * 2**20
+    monkeypatch.setattr(server_module, "READ_ONLY_ANSWERS_BYTES_MAX", answers_max)
+    async with serving(replace(PATIENT, frame_bytes_max=2**23)) as server, contextlib.AsyncExitStack() as stack:
         core = server._core.cluster
+        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
         core.model("m").versions[1] = version
-        core.learn(version, version.holdings, 0, manifest)
-        greedy = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(4)]
-        monkeypatch.setattr(codec, "encode", counted_encode)
+        core.learn(version, version.holdings, 0, part)
+        question = GetPart(1, core.manifests.id_of(part))
+        reader = await stack.enter_async_context(await joined(server, 1000, read_only=True))
+        trainer = await stack.enter_async_context(await joined(server, 1001, read_only=False))
+        greedy = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(100)]
+        tracemalloc.start()
+        try:
+            for messages in greedy:
+                await messages.send(question)
+            await until(lambda: len(server._sessions) <= 5)  # three are left to take their answers
+            for messages in (reader, trainer):  # and others are answered
+                await messages.send(question)
+                assert await messages.receive() == ManifestReply(1, part)
+            assert tracemalloc.get_traced_memory()[1] < 4 * answers_max
+        finally:
+            tracemalloc.stop()
+        answers = server._read_only.answers
+        assert isinstance(answers, ReadOnlyAnswers)
+        assert answers.nbytes <= answers_max
         for messages in greedy:
-            await messages.send(GetManifest(1, "m", "content", 0))
-        await until(lambda: made == 2)  # one that there is room for, and one that waits for room
-        for number in range(5):  # a full one is answered meanwhile, also at length
-            await trainer.send(GetManifest(number, "m", "content", 0))
-            assert isinstance(await trainer.receive(), ManifestReply)
-        assert made == 2 + 5
+            await messages.aclose()
+        await until(lambda: answers.nbytes == 0)
 
-        async def take(messages: MessageStream[Any]) -> None:
-            assert isinstance(await messages.receive(), ManifestReply)
 
-        # Who takes one makes room for the next one. Whose turn is first is not said: trio shuffles its tasks.
-        with anyio.fail_after(WAIT_S):
-            async with anyio.create_task_group() as tasks:
-                for messages in greedy:
-                    tasks.start_soon(take, messages)
+async def test_a_read_only_session_asks_one_question_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = bytes(15 * 2**20)
+    async with serving(replace(PATIENT, frame_bytes_max=2**24)) as server, await joined(server, 1, read_only=True) as reader:
+        core = server._core.cluster
+        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+        core.model("m").versions[1] = version
+        core.learn(version, version.holdings, 0, part)
+        for number in range(5):
+            await reader.send(GetPart(number, core.manifests.id_of(part)))
+        (session,) = server._sessions.values()
+        most = 0
+        for number in range(5):
+            await until(lambda: session.unread > 0)
+            most = max(most, session.unread)
+            assert await reader.receive() == ManifestReply(number, part)
+        assert most == 1
 
 
 async def test_pages_of_digests_are_encoded_once_there_is_room_and_answers_do_not_wait_behind_them_all(
@@ -223,9 +236,10 @@ async def test_pages_of_digests_are_encoded_once_there_is_room_and_answers_do_no
         return encode(message)
 
     async with serving() as server, contextlib.AsyncExitStack() as stack:
-        sessions = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(5)]
+        sessions = [await stack.enter_async_context(await joined(server, number, read_only=False)) for number in range(5)]
         numbers = sorted(server._core.cluster.sessions)
-        answers = server._read_only.answers
+        answers = server._full.answers
+        assert isinstance(answers, Pot)
         await answers.take(answers.nbytes)
         monkeypatch.setattr(codec, "encode", counted_encode)
         for number in numbers[:4]:
@@ -253,7 +267,8 @@ async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> No
             with contextlib.suppress(ConnectionLost):
                 await deaf.send(Heartbeat(number))
             await anyio.sleep(0.01)
-        assert server._read_only.answers.free == server._read_only.answers.nbytes
+        assert isinstance(server._read_only.answers, ReadOnlyAnswers)
+        assert server._read_only.answers.nbytes == 0
 
 
 async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes_on() -> None:

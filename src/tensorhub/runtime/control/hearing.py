@@ -18,15 +18,15 @@ import anyio
 import anyio.lowlevel
 
 from tensorhub.coordinator import Event, Received
-from tensorhub.messages import Describe, FromWorker, GetManifest, GetPublication, Join, Register, Summarize
+from tensorhub.messages import Describe, FromWorker, GetManifest, GetPart, GetPublication, Join, Register, Summarize
 from tensorhub.runtime.control.reach import Reach
-from tensorhub.runtime.control.session import Session, call_soon
+from tensorhub.runtime.control.session import ReadOnlyAnswers, Session, call_soon
 
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
 TURNS_S = 0.005  # for the turns of all sessions, one message at least; then the loop does everything else
 
-LongQuestion = Describe | Summarize | GetManifest | GetPublication  # whose answer takes time to make
+LongQuestion = Describe | Summarize | GetManifest | GetPart | GetPublication  # whose answer takes time to make
 
 
 class Hearing:
@@ -89,7 +89,7 @@ class Hearing:
             if isinstance(message, LongQuestion):
                 await self._answer_at_length(session, message)
             else:
-                await session.wait_taken(ANSWERS_UNREAD_MAX)
+                await session.wait_taken(0 if isinstance(kind.answers, ReadOnlyAnswers) else ANSWERS_UNREAD_MAX)
                 async with kind.places or contextlib.nullcontext():
                     self.take(session, message)
                     if ear is None:
@@ -103,9 +103,13 @@ class Hearing:
         while True:
             await session.wait_taken(0)
             async with session.kind.turn:
+                if isinstance(session.kind.answers, ReadOnlyAnswers):
+                    await session.kind.answers.wait_room()
                 if session.unread == 0:  # nothing is in the way: the answer is encoded at once
                     self.take(session, message)
-                    if session.unread:
+                    if isinstance(session.kind.answers, ReadOnlyAnswers):
+                        await anyio.lowlevel.checkpoint()
+                    elif session.unread:
                         await session.wait_moved()
                     return
 

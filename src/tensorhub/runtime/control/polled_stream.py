@@ -136,9 +136,12 @@ class PolledStream(DirectStream):
         while rest:
             taken = self.send_nowait(rest)
             if not taken:
-                self._taken = anyio.Event()
-                await self._taken.wait()
+                await self.wait_room()
             rest = rest[taken:]
+
+    async def wait_room(self) -> None:
+        self._taken = anyio.Event()
+        await self._taken.wait()
 
     async def send_eof(self) -> None:
         self._connection.shutdown(socket.SHUT_WR)

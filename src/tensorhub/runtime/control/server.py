@@ -57,7 +57,7 @@ from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, descriptors_for, shares
 from tensorhub.runtime.control.polled_stream import Poller
 from tensorhub.runtime.control.pulse import TURNS_TO_CORE
-from tensorhub.runtime.control.session import Kind, Session, Turn
+from tensorhub.runtime.control.session import Kind, ReadOnlyAnswers, Session, Turn
 from tensorhub.runtime.control.store import Store
 from tensorhub.transport import sockets
 from tensorhub.transport.forks import close_in_children
@@ -72,7 +72,7 @@ READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes 
 UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not whole or not heard yet; one frame at least
 READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
 ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
-READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
+READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # of all answers that are queued to read-only sessions; one frame at least
 
 log = get_logger("tensorhub.coordinator")
 
@@ -114,7 +114,7 @@ class CoordinatorServer:
         self._read_only = Kind(
             min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max),
             Pot(max(READ_ONLY_UNDECODED_BYTES_MAX, READ_ONLY_FRAME_BYTES_MAX)),
-            Pot(max(READ_ONLY_ANSWERS_BYTES_MAX, frame_bytes_max)),
+            ReadOnlyAnswers(max(READ_ONLY_ANSWERS_BYTES_MAX, frame_bytes_max)),
             places=anyio.Semaphore(READ_ONLY_HEARD_MAX),
         )
         self._core: Coordinator
@@ -405,6 +405,8 @@ class CoordinatorServer:
             raise group.exceptions[0] from None
         finally:
             del self._sessions[number]
+            if isinstance(kind.answers, ReadOnlyAnswers):
+                kind.answers.ended(session)
             self._step(Disconnected(number))
 
     def _tell_if_short(self) -> None:

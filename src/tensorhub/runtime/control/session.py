@@ -2,6 +2,9 @@
 
 Responsible for the bounded queue to a peer, for one send for all that has gathered there in a turn of the loop, and for the
 turns and the room of long answers. Not responsible for what is heard (`hearing`).
+
+A long answer to a full session waits until there is room for it. An answer to a read-only session never waits: it is encoded
+when it is queued, and `ReadOnlyAnswers` counts its bytes.
 """
 
 from __future__ import annotations
@@ -46,13 +49,63 @@ LongAnswer = Description | Summary | ManifestReply | PublicationReply | Compare 
 log = get_logger("tensorhub.coordinator")
 
 
+class ReadOnlyAnswers:
+    """Counts the bytes of every answer that is queued to a read-only session. If there are too many, the session that has
+    taken nothing for the longest time is cut off.
+    """
+
+    def __init__(self, nbytes_max: int) -> None:
+        self.nbytes_max = nbytes_max
+        self.nbytes = 0
+        self._by_session: dict[Session, int] = {}  # the session that has taken nothing for the longest time is first
+        self._cut: dict[Session, int] = {}  # those that are cut off, and have not ended yet
+        self._fewer = anyio.Event()
+
+    def __repr__(self) -> str:
+        return f"<ReadOnlyAnswers: {self.nbytes} of {self.nbytes_max} bytes, to {len(self._by_session)} sessions>"
+
+    async def wait_room(self) -> None:
+        """Until the sessions that are cut off have ended, if there are too many bytes."""
+        while self.nbytes > self.nbytes_max:
+            self._fewer = anyio.Event()
+            await self._fewer.wait()
+
+    def add(self, session: Session, nbytes: int) -> None:
+        """So many bytes more are queued to this session."""
+        self.nbytes += nbytes
+        if session in self._cut:
+            self._cut[session] += nbytes
+            return
+        self._by_session[session] = self._by_session.get(session, 0) + nbytes
+        while self.nbytes - sum(self._cut.values()) > self.nbytes_max:
+            slowest = next(iter(self._by_session))
+            self._cut[slowest] = self._by_session.pop(slowest)
+            slowest.cut_off("read-only sessions do not take their answers")
+
+    def took_some(self, session: Session) -> None:
+        """The peer of this session has taken something. The bytes are given back once it has taken everything."""
+        nbytes = self._by_session.pop(session, 0)
+        if session.unread and nbytes:
+            self._by_session[session] = nbytes
+        else:
+            self._give_back(nbytes)
+
+    def ended(self, session: Session) -> None:
+        """Nothing is queued to this session any more."""
+        self._give_back(self._by_session.pop(session, 0) + self._cut.pop(session, 0))
+
+    def _give_back(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
+        self._fewer.set()
+
+
 @dataclass(slots=True)
 class Kind:
     """What all full sessions share, or all read-only ones: so read-only sessions never keep full ones waiting."""
 
     frame_bytes_max: int
     pot: Pot  # for their frames that are not whole or not heard yet
-    answers: Pot  # for what is long, and on its way to them
+    answers: Pot | ReadOnlyAnswers  # for what is long, and on its way to them; to read-only sessions, for everything
     turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
     page_turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be sent a page of digests
     places: anyio.Semaphore | None = None  # to be heard, in each round of all sessions; None: for every one
@@ -124,7 +177,7 @@ class Session:
         self.unread = 0  # messages that the peer has not taken, those that are on their way included
         self._options = options
         self._turn = turn
-        self._outbox: deque[FromCoordinator | None] = deque()  # None: nothing more is said
+        self._outbox: deque[FromCoordinator | bytes | None] = deque()  # bytes: encoded already; None: nothing more is said
         self._has_words = anyio.Event()  # for `talk`
         self._talks = False  # `talk` is at it
         self._begun = 0  # messages that `speak` has sent in part
@@ -151,15 +204,25 @@ class Session:
     def say(self, message: FromCoordinator | None) -> None:
         """Queue this for the peer. None: end the session when all is said."""
         if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
-            log.warning("session_too_slow", session=self.number, messages=OUTBOX_MESSAGES_MAX)
-            self.scope.cancel()
+            self.cut_off(f"it has {OUTBOX_MESSAGES_MAX} messages to take")
             return
-        self._outbox.append(message)
         self.unread += 1
+        if message is None or isinstance(self.kind.answers, Pot):
+            self._outbox.append(message)
+        else:
+            body = self._encoded(message)
+            self._outbox.append(body)
+            self.kind.answers.add(self, len(body))
         if not self._talks and self.messages.is_direct:
             self._turn.speaks_to(self)
         else:
             self._has_words.set()
+
+    def cut_off(self, reason: str) -> None:
+        """End the session without its last words."""
+        log.warning("session_too_slow", session=self.number, reason=reason)
+        self._outbox.clear()
+        self.scope.cancel()
 
     def speak(self) -> None:
         """Say at once what is queued, as far as the peer takes it. What takes time is left to `talk`."""
@@ -197,7 +260,8 @@ class Session:
                 begun, self._begun = self._begun, 0
                 self._were_said(begun + len(bodies))
             elif isinstance(message := self._outbox.popleft(), LongAnswer):
-                await self._say_at_length(message)
+                assert isinstance(self.kind.answers, Pot)
+                await self._say_at_length(message, self.kind.answers)
                 self._were_said(1)
             else:
                 return
@@ -207,6 +271,8 @@ class Session:
     def _were_said(self, messages: int) -> None:
         self.unread -= messages
         self._moved.set()
+        if isinstance(self.kind.answers, ReadOnlyAnswers):
+            self.kind.answers.took_some(self)
 
     def _take_words(self) -> list[bytes]:
         """The next messages, up to one that is long, or the end."""
@@ -215,22 +281,28 @@ class Session:
             message = self._outbox[0]
             if message is None or isinstance(message, LongAnswer):
                 break
-            bodies.append(self._turn.encoded(message))
+            bodies.append(message if isinstance(message, bytes) else self._turn.encoded(message))
             self._outbox.popleft()
         return bodies
 
-    async def _say_at_length(self, message: LongAnswer) -> None:
-        """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
-        Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
-        """
+    def _encoded(self, message: FromCoordinator) -> bytes:
+        """The body of its frame."""
+        if not isinstance(message, LongAnswer):
+            return self._turn.encoded(message)
         if isinstance(message, Description | Summary):
             late_s = self._turn.pulse.behind_s
             models: Any = tuple(replace(model, coordinator_behind_s=late_s) for model in message.models)
             message = replace(message, models=models)
+        return _encoded(message, self._options.frame_bytes_max)
+
+    async def _say_at_length(self, message: LongAnswer, answers: Pot) -> None:
+        """The turn stays this session's until there is room for its answer, so that no other answer is made meanwhile.
+        Nothing else can be said while an answer is on its way, so the peer must take it within a lease.
+        """
         # Pages go unasked to many at once: one is encoded and waits for room, and an answer waits for no more than that.
         async with self.kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
-            body = _encoded(message, self._options.frame_bytes_max)
-            await self.kind.answers.take(len(body))
+            body = self._encoded(message)
+            await answers.take(len(body))
         try:
             self._moved.set()
             with anyio.move_on_after(self._options.lease_s) as sending:
@@ -239,7 +311,7 @@ class Session:
                 text = f"an answer of {len(body)} bytes was not taken within {self._options.lease_s:g} s"
                 raise ConnectionLost(text)
         finally:
-            self.kind.answers.give_back(len(body))
+            answers.give_back(len(body))
 
 
 def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
