@@ -1,11 +1,10 @@
 """Reading out of a group that is neither in the published layout nor in the reader's: by each transport of one host, staged,
-prefetched, and within a site.
+and prefetched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 import tensorhub
 from tensorhub.hub import Hub
-from tensorhub.types import FetchReport, Location, VersionInfo
+from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
 from tests.test_resharding import (
@@ -25,8 +24,6 @@ from tests.test_resharding import (
     Array,
     Tensors,
     engine,
-    is_held,
-    is_published,
     new_version,
     read_from,
     rollout,
@@ -121,72 +118,6 @@ async def test_what_was_prefetched_out_of_it_is_copied() -> None:
         assert read_from([report]) == {"origin"}
         assert (await weights.update()).bytes_read == 0
         assert holds(mine, 2)
-
-
-def far(c: Cluster, name: str) -> AbstractAsyncContextManager[Hub]:
-    """A worker in another site than the trainer."""
-    where = Location(site="far")
-    return tensorhub.connect(c.address, name=name, location=where, transports=["tcp"], options=OPTIONS, token="")
-
-
-def waiting(c: Cluster) -> int:
-    """How many groups wait until another one there has all of it."""
-    server = c.coordinator._server
-    assert server is not None
-    return sum(len(gate.waiting) for v in server._core.cluster.models["m"].versions.values() for gate in v.gates.values())
-
-
-async def test_no_byte_enters_a_site_twice_while_a_group_of_another_layout_is_filled_there() -> None:
-    """Neither a third layout nor the published one reads of the trainer, though both begin before anything is complete."""
-    async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
-        trained, _ = await trainer(c.hubs[:1], 1)
-        await all_of(*(each.publish(1) for each in trained))
-        gate = stack.enter_context(gated(2))
-        hubs = [await stack.enter_async_context(far(c, name)) for name in ("first", "second", "twin")]
-        first, mine = await rollout(hubs[:1], "first")
-        second, theirs = await all_of_it(hubs[1])
-        twins, memory = await trainer(hubs[2:], 0, "twin")
-        entered, others = list[FetchReport](), list[FetchReport]()
-
-        async def fill(into: list[FetchReport], *ranks: Weights) -> None:
-            into += await all_of(*(each.replicate() for each in ranks))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(fill, entered, *first)
-            await until(lambda: gate.holds)
-            tasks.start_soon(fill, others, second)
-            tasks.start_soon(fill, others, *twins)
-            await until(lambda: waiting(c) == 2)
-            gate.open()
-        assert read_from(entered) == {"trainer", "first"}  # what the ranks have in common one of them has from the other
-        assert "trainer" not in read_from(others)
-        assert is_held(mine, 1)
-        assert holds(theirs, 1)
-        assert is_published(memory, 1)
-
-
-async def test_no_byte_enters_a_site_again_once_a_group_there_has_all_of_it() -> None:
-    """Whatever the layouts: the first one's group is the origin of the others, or they follow it."""
-    async with cluster("trainer", transports=["tcp"]) as c, AsyncExitStack() as stack:
-        hubs = [await stack.enter_async_context(far(c, name)) for name in ("first", "second", "third")]
-        trained, memory = await trainer(c.hubs[:1], 1)
-        await all_of(*(each.publish(1) for each in trained))
-        first, mine = await rollout(hubs[:1], "first")
-        entered = await all_of(*(each.replicate() for each in first))
-        assert read_from(entered) == {"trainer", "first"}
-        second, theirs = await all_of_it(hubs[1])
-        assert read_from([await second.replicate()]) == {"first"}
-        third, others = await rollout(hubs[2:], "third")
-        assert read_from(await all_of(*(each.replicate() for each in third))) <= {"first", "second"}
-        assert is_held(mine, 1)
-        assert holds(theirs, 1)
-        assert is_held(others, 1)
-        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
-        await all_of(*(each.update() for each in first))
-        reports = [await second.update(), *await all_of(*(each.update() for each in third))]
-        assert "trainer" not in read_from(reports)
-        assert holds(theirs, 2)
-        assert is_held(others, 2)
 
 
 @pytest.mark.parametrize("how", ["replicate", "update", "staged", "prefetch", "fetch"])

@@ -437,31 +437,6 @@ def test_after_a_restart_it_is_vouched_for_again_once_its_layout_was_read_of_its
     assert start.origin == again.publication
 
 
-def test_after_a_restart_who_has_begun_already_can_enclose_as_soon_as_it_is_vouched_for_again() -> None:
-    """It was told what its source has read before anybody could vouch for that: it would take the source for a liar."""
-    world, trainers = published()
-    readers = filling(world, site="there")
-    finish(world, readers, trainers)
-    info = world.version.info
-    world = world.restarted()
-    trainers = [back(world, each, held_by(each, info, is_publisher=True)) for each in trainers]
-    holder = back(world, readers[0], held_by(readers[0], info))
-    for each in trainers:
-        world.answer_questions(each, held_by(each, info, is_publisher=True))
-    reader, start = reads(world, site="there")
-    (grant,) = granted(reader)
-    assert (grant.source, grant.root, start.origin) == (holder.name, b"", holder.publication)
-    (again,) = filling(world, "again")
-    finish(world, [again], trainers)
-    world.vote(reader, root(OF_R))
-    for asked in reader.take(TellDigests):
-        world.say(reader, Digests(reader.name, reader.generation, 0, (), b"", True, asked.selection, asked.shard))
-    (compare,) = reader.take(Compare)
-    assert compare.enclose
-    world.say(reader, Compared(world.operation(reader).key, 0, 4, (), True, OF_R.selection, 0))
-    assert [(added.grant.source, bool(added.grant.root)) for added in reader.take(AddSource)] == [(holder.name, True)]
-
-
 def test_who_has_planned_before_its_source_was_vouched_for_cannot_enclose_and_goes_over() -> None:
     world, trainers = published()
     readers = filling(world)
@@ -501,15 +476,3 @@ def test_who_goes_on_after_a_restart_encloses_if_it_has_planned_so(is_told: bool
     assert [said.origin for said in late.take(Start)] == [origin]
     world.ready(late, OF_R)
     assert [bool(grant.root) for grant in granted(late)] == [is_told]
-
-
-def test_who_loses_the_origin_that_he_was_bound_to_goes_over_to_what_was_published() -> None:
-    world, trainers = published()
-    near = filling(world, "near", site="there")
-    finish(world, near, trainers)
-    (reader,) = world.group("o", [("own/o", ())], site="there")
-    world.fill([reader], "available")
-    assert reader.take(Start)[0].publication != near[0].publication  # what near has, and not what was published
-    world.lose(*near)
-    (outcome,) = reader.take(Outcome)
-    assert outcome.again

@@ -169,20 +169,6 @@ def test_what_describes_an_origin_stays_as_long_as_somebody_has_read_from_it() -
     assert not world.version.selections
 
 
-def test_in_another_site_it_is_read_of_who_has_it_there() -> None:
-    """No two groups bring a byte of a version into a site, whatever their layouts."""
-    world, trainers, _ = held(site="there")
-    near = begin(world, "x", "own/x", site="there")
-    (start,) = near.take(Start)
-    assert start.publication == reader_of(world, "own/r0")
-    world.ready(near, OF_R)
-    assert world.sources(near) == [("r0", "all of it", 0)]
-    far = begin(world, "y", "own/y")
-    (start,) = far.take(Start)
-    assert start.publication == world.version.holdings.described_as
-    assert trainers
-
-
 def test_a_reader_whose_origin_leaves_on_purpose_takes_another_way() -> None:
     world, trainers, _ = held()
     filling(world, "x", site="there")
@@ -311,18 +297,6 @@ def test_a_group_goes_on_with_what_some_rank_has_though_all_of_it_is_nearer_in_o
     assert world.sources(mine[1]) == [("u1", "", 0)]
 
 
-def test_an_origin_of_which_a_part_is_in_the_site_is_not_in_the_site() -> None:
-    world = World()
-    trainers = []
-    for rank, site in enumerate(("here", "there")):
-        trainers.append(world.arrive("t", rank, 2, *cut(rank), site=site))
-        world.answer_questions(trainers[-1])
-    world.publish(trainers, 1)
-    finish(world, filling(world, site="there"), trainers)
-    (start,) = begin(world, "x", "own/x", site="there").take(Start)
-    assert start.publication == reader_of(world, "own/r0")
-
-
 @pytest.mark.parametrize("site", ["here", "there"])
 def test_a_copy_of_a_shard_reads_the_layout_that_the_shard_is_of(site: str) -> None:
     """Another layout has a shard of that number, too, and lies nearer."""
@@ -338,17 +312,6 @@ def test_a_copy_of_a_shard_reads_the_layout_that_the_shard_is_of(site: str) -> N
     world.fill([rank])
     (start,) = rank.take(Start)
     assert start.publication == its
-
-
-def test_what_was_published_is_read_before_who_has_read_a_copy_in_the_same_layout_elsewhere() -> None:
-    world, _, _ = held(site="there")
-    first = begin(world, "s", "own/s", site="there")
-    world.ready(first, OF_R)
-    world.vote(first, root(OF_R))
-    world.tell(first, OF_R)
-    assert [outcome.committed for outcome in first.take(Outcome)] == [True]
-    (start,) = begin(world, "y", "own/s", site="elsewhere").take(Start)
-    assert start.publication == world.version.holdings.described_as
 
 
 def test_ranks_that_have_the_same_vouch_only_if_the_digests_of_all_of_them_are_known() -> None:

@@ -60,7 +60,6 @@ def source_that_wakes_nobody(cluster: Cluster) -> None:
         version, _ = cluster.uncounted.popitem()
         version.holdings.count()
         version.holdings.has_grown = False
-        version.holdings.sites.arrived.clear()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ nor for protecting memory: its owner does that. Where to look:
     readers, source_choice, feeding         read leases; which source a reader gets; who is filled from whom
     holdings, holders, withdrawals          what a rank's memory holds; who holds a shard; how a source is left
     layout_holdings, bridges                who holds a version in which layout; readers of other layouts
-    ways, sites, gates                      what is read in which layout; what is in which site, and who waits until it is
+    ways                                    what is read in which layout
     replicas                                ranks that have published the same: which may be read, whether they are equal
     retention, handovers                    what must stay, and who takes it over
     testimonies, tellers, digest_lists      what bytes must be, and who is asked for that

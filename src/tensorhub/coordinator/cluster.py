@@ -215,9 +215,6 @@ class Cluster:
             version, model = self.uncounted.popitem()
             for layout in version.layouts:
                 layout.count()
-                for site in sorted(layout.sites.arrived & version.gates.keys()):
-                    self.wake_all(version.gates[site].waiting)
-                layout.sites.arrived.clear()
                 if layout.has_grown:
                     layout.has_grown = False
                     self.wake_all(version.starving)

@@ -37,7 +37,6 @@ from tensorhub.coordinator.events import (
 )
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.fills import Fills
-from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.lineage import Lineages
@@ -111,7 +110,6 @@ class Coordinator(Stateful[CoordinatorState]):
             self._testimonies,
             manifest_questions,
             coverage,
-            Gates(self.cluster),
         )
         handlers: dict[OpKind, OperationHandler] = {kind: publishes if kind is OpKind.PUBLISH else fills for kind in OpKind}
         decisions = Decisions(self.cluster, self._retentions, handlers)
@@ -146,7 +144,6 @@ class Coordinator(Stateful[CoordinatorState]):
             "manifest": manifest_questions.due,
             "gone": lambda _: self._membership.give_up_gone(),
             "guest": lambda number: self._visitors.due(int(number)),
-            "gate": self._operations.gate_due,
             "woken": lambda _: None,  # see `_settle_woken`
             "notices": self._retentions.go_on_telling,
             "operation": self._operations.deadline_passed,

@@ -249,7 +249,6 @@ class Version(_Moving[VersionState]):
     bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
     guests_bound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
     starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
-    gates: dict[str, Gate] = field(default_factory=dict)  # by site: those through which somebody enters
     holdings: LayoutHoldings[Holding] = field(init=False)  # as it was published
 
     def __post_init__(self) -> None:
@@ -666,7 +665,6 @@ class Operation(_Moving[OperationState]):
     # Of whose ranks' sources something may have changed since they were looked at; None: of all of them.
     news: dict[RankPart, None] | None = None
     is_starving: bool = False  # `starves`, when it was settled last
-    gate: Gate | None = None  # behind which it waits; once it is bound, through which it enters
     filed_in: list[dict[OpKey, Operation]] = field(default_factory=list)  # `waits_in`, when it was settled last
     record: int | None = None  # of the entry that is being made durable, while PREPARED
     name: str = field(init=False)  # its key as a text, as timers name it
@@ -737,18 +735,6 @@ class Operation(_Moving[OperationState]):
 
     def __repr__(self) -> str:
         return f"<Operation {self.kind} {self.key} {self.state} ranks={len(self.parts)}/{self.group.world_size}>"
-
-
-@dataclass(slots=True, eq=False)
-class Gate:
-    """Through which a version enters a site: who fills memory there, and who waits until that is done (`gates`)."""
-
-    site: str
-    entering: dict[OpKey, Operation] = field(default_factory=dict)  # undecided ones, the one that was bound first is first
-    waiting: dict[OpKey, Operation] = field(default_factory=dict)  # not bound yet; of other layouts than some of these
-
-    def __repr__(self) -> str:
-        return f"<Gate to {self.site}: {len(self.entering)} enter, {len(self.waiting)} wait>"
 
 
 @dataclass(slots=True, eq=False)

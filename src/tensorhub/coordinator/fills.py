@@ -17,7 +17,6 @@ from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
-from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.manifest_questions import ManifestQuestions
 from tensorhub.coordinator.operation_handlers import Blame
@@ -56,7 +55,6 @@ class Fills:
     _testimonies: Testimonies
     _manifest_questions: ManifestQuestions
     _coverage: Coverage
-    _gates: Gates
 
     # -- questions
 
@@ -235,7 +233,6 @@ class Fills:
 
     def commit(self, operation: Operation) -> None:
         """What its ranks filled, and what they held already, is one replica, and counts."""
-        self._gates.ended(operation)
         if operation.is_staged:
             self._begin_staged(operation)
         filled = [p.holding for p in operation.parts.values() if p.holding is not None]
@@ -264,7 +261,6 @@ class Fills:
 
     def abort(self, operation: Operation) -> None:
         """Nobody reads any more; what was written to is torn."""
-        self._gates.ended(operation)
         replica = next((p.holding.replica for p in operation.parts.values() if p.holding is not None), None)
         for part in operation.parts.values():
             self._readers.release_all(part, "operation aborted")
@@ -303,7 +299,7 @@ class Fills:
         way = way or next(ways.of(self._cluster, version, operation), None)
         if is_none and (fresh or way is None) and self._is_there_another_way(operation, version):
             return refusals.must_go_over(operation, version)  # what was begun cannot be gone on with
-        if fresh and (is_none or way is None or self._gates.must_wait(operation, version, way)):
+        if fresh and is_none:
             return None
         if fresh and (self._must_wait(operation, version) or self._is_read_on(operation, version)):
             return None
@@ -333,7 +329,6 @@ class Fills:
                 self._cluster.keep_begun(part.member, b"")
             elif origin is not None:
                 self._cluster.learn(version, layout, part.shard, part.member.manifest)
-        self._gates.bound(operation)
         if not operation.unchanged:
             self._start(operation)
         return None

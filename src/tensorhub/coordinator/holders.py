@@ -35,13 +35,6 @@ class Counted(NamedTuple):
     is_steady: bool  # it is a source that is not spot
 
 
-class Place(NamedTuple):
-    """A site in which a holding can be read, since it lacks nothing or has a source."""
-
-    site: str
-    is_source: bool
-
-
 NOTHING: Final = Counted((False, False, False), None, False, False)
 
 
@@ -108,11 +101,6 @@ class Holders(Generic[H]):
             return counts > before
         mine.put(holding, now.standing)
         return is_new or counts > before
-
-    def place(self, holding: H) -> Place | None:
-        """Where it can be read, as of what is counted; None: nowhere."""
-        standing = self._fed.standing(holding)
-        return None if standing is None else Place(standing.location.site, self._counts[holding][2])
 
     def counted(self, holding: H) -> tuple[Counts, Standing | None, Standing | None]:
         """What it counts as; how it stands among those that can be read, and among those that lack a source."""

@@ -26,9 +26,8 @@ from tensorhub.coordinator.entities import (
     Withdrawal,
     Worker,
 )
-from tensorhub.coordinator.holders import Holders, Place
+from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
-from tensorhub.coordinator.sites import Sites
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -247,7 +246,7 @@ def _version(cluster: Cluster, version: Version) -> None:
     else:
         _available(version)
     demand(
-        not any(layout.uncounted or layout.has_grown or layout.sites.arrived for layout in version.layouts),
+        not any(layout.uncounted or layout.has_grown for layout in version.layouts),
         "what has changed is counted, and has woken who waits",
         version,
     )
@@ -262,15 +261,10 @@ def _version(cluster: Cluster, version: Version) -> None:
             for holding in there:
                 _candidate(cluster, version, layout, shard, holding)
             _counted(version, there)
-        demand(layout.sites.counts() == _sites(layout).counts(), "where shards can be read is counted", version)
         broken = sum(not any(h.complete for h in there) for there in layout.values())
         demand(layout.broken == broken, "shards that nobody holds all of are counted", version)
         sourceless = sum(not any(h.is_source for h in there) for there in layout.values())
         demand(layout.sourceless == sourceless, "shards without a source are counted", version)
-    for site, gate in version.gates.items():
-        demand(gate.site == site and len(gate.entering) > 0, "through a gate somebody enters", version)
-        bound = all(each.version is version and each.gate is gate for each in gate.entering.values())
-        demand(bound, "who enters is bound, and undecided", version)
     for shard, manifest in version.manifests.items():
         recorded = version.recorded(shard)
         is_its = recorded is None or recorded[0] == cluster.manifests.name(manifest)
@@ -311,17 +305,6 @@ def _candidate(cluster: Cluster, version: Version, layout: LayoutHoldings[Holdin
     demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
     _ordered(holding)
     _told(holding)
-
-
-def _sites(layout: LayoutHoldings[Holding]) -> Sites:
-    """The same by a look at all holders."""
-    found = Sites()
-    for shard, there in layout.items():
-        for holding in there:
-            standing = None if holding.is_stranded else holding.counted.standing
-            place = None if standing is None else Place(standing.location.site, holding.counted.counts[2])
-            found.move(shard, None, place)
-    return found
 
 
 def _counted(version: Version, there: Holders[Holding]) -> None:
@@ -424,9 +407,6 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     demand(known, "no operation is bound to a version that is no more", operation)  # R2
     bound = version is None or version.bound_with(operation).get(operation.key) is operation
     demand(bound, "a version knows the operations that are bound to it", operation)
-    gate = operation.gate
-    enters = version is None or gate is None or gate.entering.get(operation.key) is operation
-    demand(enters, "a gate knows who enters", operation)
     if operation.state is OperationState.PREPARED:
         demand(all_voted, "prepared means that every rank voted", operation)
         demand(recorded and version is not None, "a prepared operation is bound, and being recorded", operation)

@@ -90,12 +90,6 @@ class LayoutHoldings(Shards[H]):
         """The same, of workers that are heard of now."""
         return all(any(self.of(shard).live_sources for shard in shards) for shards in self.classes.values())
 
-    def has_each_class_in(self, site: str) -> bool:
-        """The same, within that site."""
-        return self.are_in(site, sources=True) or (
-            bool(self) and all(any(self.is_in(s, site) for s in shards) for shards in self.classes.values())
-        )
-
     def is_left(self) -> bool:
         """Whether of each shard somebody has something; or, where readers of other layouts can be told, of each class."""
         if all(self.values()):

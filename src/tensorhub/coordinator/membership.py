@@ -128,8 +128,6 @@ class Membership:
             operation = member.group.operation
             if operation is not None:
                 cluster.wake(operation)
-                if operation.gate is not None:  # who waits there may count on it, or cannot any more
-                    cluster.wake_all(operation.gate.waiting)
             if member.holding is not None:
                 cluster.wake_all(member.holding.version.starving)
                 cluster.wake_all(member.group.model.guests_unbound)

@@ -292,12 +292,6 @@ class Operations:
             self._readers.move_again(operation)
             self._cluster.wake(operation)
 
-    def gate_due(self, key: str) -> None:
-        """It has waited long enough for who enters its site, or that one has not moved."""
-        operation = self._cluster.undecided.get(key)
-        if operation is not None:
-            self._cluster.wake(operation)
-
     def deadline_passed(self, key: str) -> None:
         """A rank gives up: before all have voted, the operation is over for all of them."""
         operation = self._cluster.undecided.get(key)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-from tensorhub.coordinator.holders import Counted, Holders, Numbered, Place
-from tensorhub.coordinator.sites import Sites
+from tensorhub.coordinator.holders import Counted, Holders, Numbered
 
 
 class Held(Numbered, Protocol):
@@ -36,7 +35,6 @@ class Shards(dict[int, Holders[H]]):
         self.sourceless = self.broken = 0
         # Holdings of which something has changed since they were counted; none between two steps.
         self.uncounted: dict[H, None] = {}
-        self.sites = Sites()
         self.has_grown = False  # what is counted since the last wake shows more to read from; never so between two steps
 
     def lay_out(self, world_size: int) -> None:
@@ -56,7 +54,6 @@ class Shards(dict[int, Holders[H]]):
         there = self[holding.shard]
         sources, complete = there.sources, there.complete
         self.uncounted.pop(holding, None)
-        self.sites.move(holding.shard, there.place(holding), None)
         there.remove(holding)
         self._changed(there, sources, complete)
 
@@ -65,9 +62,7 @@ class Shards(dict[int, Holders[H]]):
         for holding in self.uncounted:
             there = self[holding.shard]
             sources, complete = there.sources, there.complete
-            before = there.place(holding)
             self.has_grown = there.count(holding, holding.counted) or self.has_grown
-            self.sites.move(holding.shard, before, there.place(holding))
             self._changed(there, sources, complete)
         self.uncounted.clear()
 
@@ -99,18 +94,6 @@ class Shards(dict[int, Holders[H]]):
         if self.uncounted:
             self.count()
         return not self.sourceless
-
-    def are_in(self, site: str, *, sources: bool) -> bool:
-        """Whether each shard has a source in that site that is heard of now; or somebody who is still being filled."""
-        if self.uncounted:
-            self.count()
-        return self.sites.shards(Place(site, sources)) == len(self) > 0
-
-    def is_in(self, shard: int, site: str) -> bool:
-        """Whether that one has such a source."""
-        if self.uncounted:
-            self.count()
-        return self.sites.has(shard, Place(site, True))
 
     def missing(self) -> list[int]:
         """The shards of which it is not so."""

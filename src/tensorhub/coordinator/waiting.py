@@ -27,8 +27,6 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
         found.append(model.guests_unbound if operation.is_of_guests else model.unbound)
         if next(iter(operation.parts.values())).member.is_of_one_shard:
             found.append(model.unbound_copies)
-        if operation.gate is not None:
-            found.append(operation.gate.waiting)
     elif operation.is_starving:
         found.append(version.starving)
     return found

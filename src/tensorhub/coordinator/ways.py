@@ -3,8 +3,7 @@
 Theory of operation. A version is read by a *way*: an origin, whose shards' selections are read, and the reader's own layout
 as it follows from that origin, whose holders he copies from chunk by chunk. The published layout is an origin. So is another
 one in which a group holds all of the version, if its ranks have said where their tensors lie. Who has the published layout
-reads it chunk by chunk, without an origin. He has an origin where nobody holds what was published any more, or where
-that would have to come from another site, and all of an origin is in his own.
+reads it chunk by chunk, without an origin. He has an origin where nobody holds what was published any more.
 
 The way is chosen when an operation is bound, and does not change any more: what has arrived is in its chunks. Where it
 cannot be gone on with, and there is another one, the operation ends, and its ranks make the same call again (`others`). Only
@@ -51,14 +50,6 @@ class Way(NamedTuple):
         return (self.layout is not None and self.layout.copies() > 0) or (
             self.origin is not None and self.origin.can_each_class_be_read()
         )
-
-    def follows_in(self, site: str) -> bool:
-        """Whether others in that site have the reader's own layout, or are being filled, whom he can copy from."""
-        return self.layout is not None and self.layout.are_in(site, sources=False)
-
-    def bridges_in(self, site: str) -> bool:
-        """Whether all of the origin is in that site, and can be read."""
-        return self.origin is not None and self.origin.has_each_class_in(site)
 
 
 def first_part(operation: Operation) -> RankPart:
@@ -116,18 +107,13 @@ def _all(cluster: Cluster, version: Version, operation: Operation, begun: Begun 
 
 def find(cluster: Cluster, version: Version, operation: Operation) -> Way | None:
     """By which its ranks read it best; None: there is none now."""
-    site, found = first_member(operation).worker.location.site, list[Way]()
-    for way in of(cluster, version, operation):
-        if way.serves:
-            if way.origin is None and way.follows_in(site):
-                return way  # it costs those who read what was published nothing that there are others
-            found.append(way)
+    found = [way for way in of(cluster, version, operation) if way.serves]
     if len(found) < 2:
         return found[0] if found else None
     held = _held(version, operation)
     found = [way for way in found if id(way.layout) in held] or found
     found = [way for way in found if not any(offered_in_vain(p, version, way) for p in operation.parts.values())] or found
-    return min(found, key=lambda way: _order(way, version, site))
+    return min(found, key=lambda way: _order(way, version))
 
 
 def _held(version: Version, operation: Operation) -> set[int]:
@@ -136,20 +122,11 @@ def _held(version: Version, operation: Operation) -> set[int]:
     return {id(holding.layout) for holding in held if holding is not None and holding.version is version}
 
 
-def holds_some(version: Version, operation: Operation) -> bool:
-    """Whether some of its ranks hold it already: the others read it in the same way."""
-    return bool(_held(version, operation))
-
-
-def _order(way: Way, version: Version, site: str) -> tuple[bool, bool, bool, bool, bool]:
-    """First comes a way by which nothing enters the site again: the reader's layout or the origin is there, or others there
-    are being filled whom he can follow. Then comes what was published, and then the reader's layout.
-    """
+def _order(way: Way, version: Version) -> tuple[bool, bool]:
+    """What was published comes first, and then the reader's layout."""
     layout, origin, _ = way
-    follows, bridges = layout is not None and layout.have_sources(), origin is not None and origin.has_each_class()
-    is_near = layout is not None and layout.are_in(site, sources=True)
-    is_published = origin is None or (bridges and origin is version.holdings)
-    return not is_near, not way.bridges_in(site), not way.follows_in(site), not is_published, not follows
+    is_published = origin is None or (origin is version.holdings and origin.has_each_class())
+    return not is_published, not (layout is not None and layout.have_sources())
 
 
 def offered_in_vain(part: RankPart, version: Version, way: Way) -> list[str]:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, source_choice, supply, ways
+from tensorhub.coordinator import bridges, source_choice, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
-from tensorhub.coordinator.gates import Gates
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
@@ -86,8 +85,7 @@ def replicas_vouch_unseen() -> Iterator[None]:
 @bug("R9: who is still filled in another layout than the published one is read by whoever needs selections of it")
 def fills_are_origins() -> Iterator[None]:
     anybody = replaced(LayoutHoldings, "has_each_class", lambda self: self.are_whole() or any(self.values()))
-    near = replaced(LayoutHoldings, "has_each_class_in", lambda self, site: self.are_in(site, sources=False))
-    with anybody, near, replaced(Holding, "is_no_origin", property(lambda self: False)):
+    with anybody, replaced(Holding, "is_no_origin", property(lambda self: False)):
         yield
 
 
@@ -198,23 +196,6 @@ def nobody_goes_over() -> Iterator[None]:
 )
 def another_grid_is_forgotten() -> Iterator[None]:
     with replaced(Owner, "former", lambda self, registration, generation: []):
-        yield
-
-
-@bug("R9: a group reads from another site what a group of another layout is bringing into its own just now", faults=())
-def gates_are_open() -> Iterator[None]:
-    with replaced(Gates, "must_wait", lambda self, operation, version, way: False):
-        yield
-
-
-@bug("R9: a group reads what was published from another site, though all of it is in its own in another layout", faults=())
-def what_was_published_comes_first() -> Iterator[None]:
-    def find(before: Callable[..., Any], cluster: Cluster, version: Version, operation: Operation) -> Any:
-        known = (way for way in ways.of(cluster, version, operation) if way.serves)
-        first = next((way for way in known if way.origin in (None, version.holdings)), None)
-        return first or before(cluster, version, operation)
-
-    with around(ways, "find", find):
         yield
 
 

@@ -19,7 +19,6 @@ def source_wakes_nobody() -> Iterator[None]:
             version, _ = self.uncounted.popitem()
             version.holdings.count()
             version.holdings.has_grown = False
-            version.holdings.sites.arrived.clear()
 
     with replaced(Cluster, "count", count):
         yield

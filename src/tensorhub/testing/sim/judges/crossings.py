@@ -1,9 +1,9 @@
-"""No byte of a version is brought into a site twice, as long as nothing goes wrong: by what arrives, whoever decided it.
+"""No byte of a version is brought into a site twice by groups of one layout, as long as nothing goes wrong.
 
-Two groups of a site may each read a version of other sites: where one of them gives up, or a holder leaves; where one reads
-less than all, or does not move; or where one has waited for the other for half of its time. Else what one has read from
-another site is in the site, and the group that was told later where to read has it from there. The ranks of one group each
-read for themselves.
+A group follows another group of its layout in its site: what the earlier group has read from another site, the later group
+reads from the earlier one. Both may read it from another site where the earlier group gives up, where a holder leaves, where
+the earlier group stages what it reads, or where it does not move. Groups of different layouts, and the ranks of one group,
+each read for themselves.
 
 Responsible for groups whose ranks are in one site. Not responsible for copies of one shard, which read what was published,
 nor for anything once a fault has happened: then bytes may be lost that had come.
@@ -19,6 +19,7 @@ from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedW
 from tensorhub.testing.sim.layouts import tags_in
 from tensorhub.testing.sim.memory import CHUNK_BYTES
 from tensorhub.types import HandleState, OpKey, Purpose
+from tensorhub.worker.calls import FillCall
 
 SLACK_S = 0.5  # until the coordinator hears what has happened, and its ranks what it says
 Where = tuple[str, str]  # a content id, and a site
@@ -39,10 +40,15 @@ class _Reading:
     moved_at: dict[JudgedHandle, float] = field(default_factory=dict)  # when something has arrived at each rank, last
 
     @property
-    def serves(self) -> bool:
-        """Whether others can read all of the version there, once it is complete."""
-        shards = [handle.shard for handle, _ in self.ranks]
-        return all(s.serves and not (s.declared is not None and s.declared.partial) for s in shards)
+    def can_be_followed(self) -> bool:
+        """Whether groups of its layout can read there what it reads: while it is filled, unless that is staged."""
+        is_staged = any(isinstance(call.what, FillCall) and call.what.staged for _, call in self.ranks)
+        return all(handle.shard.serves for handle, _ in self.ranks) and (self.is_done or not is_staged)
+
+    @property
+    def layout_id(self) -> str:
+        """Of its first rank, which names that of the group."""
+        return min(self.ranks, key=lambda each: each[0].shard.rank)[0].shard.layout_id
 
     @property
     def lasts(self) -> bool:
@@ -86,12 +92,12 @@ class CrossingJudge:
         if len(ranks) < handle.shard.world_size or len(sites) > 1 or is_one:
             return
         there = self._there.setdefault((content_id, sites.pop()), [])
-        half = min((call.began + call.until) / 2 for _, call in ranks)
         now, lease_s = self._world.now, self._world.options.lease_s
-        before = [each for each in there if each.serves and each.lasts and each.moves(now, lease_s)] if now < half else []
         holders = [each for each in self._world.live_handles() if _holds(each, content_id) or _gives_up(each, content_id)]
         beside = [each for each in there if each.lasts and not each.is_done]
-        self._known[key] = reading = _Reading(key, content_id, ranks, before, beside, holders)
+        self._known[key] = reading = _Reading(key, content_id, ranks, [], beside, holders)
+        alike = [each for each in there if each.layout_id == reading.layout_id and each.can_be_followed]
+        reading.before = [each for each in alike if each.lasts and each.moves(now, lease_s)]
         reading.moved_at = dict.fromkeys(handles, now)
         there.append(reading)
 
