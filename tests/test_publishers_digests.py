@@ -67,9 +67,9 @@ async def test_a_page_of_digests_takes_its_room_before_it_is_sent(monkeypatch: p
     taken: list[type] = []
     say = Session._say_at_length
 
-    async def noting(self: Session, message: Any) -> None:
+    async def noting(self: Session, message: Any, answers: Any) -> None:
         taken.append(type(message))
-        await say(self, message)
+        await say(self, message, answers)
 
     monkeypatch.setattr(Session, "_say_at_length", noting)
     async with cluster("trainer", "liar", "reader") as c:
