@@ -20,9 +20,9 @@ TITLES = {
     "handle": "Handle (`weights.state`)",
     "publish": "Phases of a publish",
     "fill": "Phases of a fill",
-    "leave": "Phases of a leave (unpublish, close; of a host copy: release, set aside)",
+    "leave": "Phases of a leave (unpublish, close; of a host copy: release)",
     "copy": "Phases of a copy from another registration",
-    "immediate call": "Phases of a call that ends when it starts (refuse, take back)",
+    "immediate call": "Phases of a call that ends when it starts (refuse)",
     "source": "Source of a pull",
 }
 

@@ -158,7 +158,7 @@ class ThinWorker:
         yield Publish(self._next_key(), self.rank, self.registration, version, self.generation, TIMEOUT_S)
 
     def unpublish(self) -> LeaveRequest:
-        return LeaveRequest(2, self.registration, self.generation, TIMEOUT_S, abandon=False, closes=False, hurry=False)
+        return LeaveRequest(2, self.registration, self.generation, TIMEOUT_S, abandon=False, closes=False)
 
     def fill(self, at_least: int | None = None) -> Fill:
         """Replicate, or update."""

@@ -302,7 +302,7 @@ class World:
         self.say(rank, Digests(rank.name, rank.generation, chunks, runs, list_of(chunks, value), True, *of))
 
     def leave(self, rank: Rank) -> None:
-        self.say(rank, LeaveRequest(next(self.numbers), rank.name, rank.generation, 1000.0, False, False, False))
+        self.say(rank, LeaveRequest(next(self.numbers), rank.name, rank.generation, 1000.0, False, False))
 
     def fenced(self, rank: Rank) -> None:
         self.say(rank, Fenced(rank.name, rank.generation))

@@ -201,7 +201,7 @@ def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:
         "retain": [Retain(7, "actor", 5)],
         "pin": [Pin(7, "p", "actor", 1)],
         "rollback": [Rollback(7, "i", "actor", 0)],
-        "unpublish": [LeaveRequest(7, "r0", 1, 60.0, True, False, False)],
+        "unpublish": [LeaveRequest(7, "r0", 1, 60.0, True, False)],
     }
 
 

@@ -347,7 +347,7 @@ def test_guests_whose_source_leaves_are_moved_in_their_turn(monkeypatch: pytest.
         lobby.say(session, Prepared(key, 0))
     assert lobby.readers("t", "r", "s") == [4, 0, 0]
     before = len(lobby.heard[1])
-    lobby.say(2, LeaveRequest(1, "t", 1, 10.0, False, False, False))
+    lobby.say(2, LeaveRequest(1, "t", 1, 10.0, False, False))
     assert lobby.heard[1][before:] == []
     assert lobby.ticks() == len(keys)
     moves = [type(heard) for heard in lobby.heard[1][before:]]
@@ -391,7 +391,7 @@ def test_guests_that_have_voted_wrongly_keep_no_version_that_nobody_holds() -> N
     for number in range(1, 6):
         lobby.publish(2, "t", number, number - 1)
         lobby.say(1, Prepared(lobby.asks(1, str(number)), 0, b"wrong"))
-        lobby.say(2, LeaveRequest(number, "t", number, 10.0, False, False, False))
+        lobby.say(2, LeaveRequest(number, "t", number, 10.0, False, False))
         lobby.say(2, Fenced("t", number))
     assert sorted(lobby.core.cluster.models["m"].versions) == [4, 5]
     errors = [heard.error for heard in lobby.heard[1] if isinstance(heard, Outcome)]

@@ -657,7 +657,7 @@ def test_a_copy_that_was_being_made_when_the_coordinator_died_is_made_anew() -> 
 
 
 def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_over_too() -> None:
-    """Its shell did not set them aside: there was another handle then, which was given up meanwhile."""
+    """The close did not begin with the copies: there was another handle then, which was given up meanwhile."""
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     other = cluster.handle("trainer", "second")
@@ -668,14 +668,16 @@ def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_ov
         cluster.run()
         assert number == 3 or ended_after(cluster, trainer.unpublish())
     assert copies(cluster) == {"trainer": 2}
-    trainer.close(60.0)
+    asked = trainer.close(60.0)
     cluster.run()
-    assert trainer.last_call is not None
-    assert not trainer.last_call.has_ended()  # version 3 has to stay
+    assert not asked.done  # version 3 has to stay
     other.close(60.0, abandon=True)
     cluster.run()
     assert other.member.state is HandleState.CLOSED
     cluster.world.host_bytes = ROOM
     cluster.worker("roomy")
     cluster.advance(61)
-    assert isinstance(trainer.last_call.error, RetentionError)  # there is room for one of the two only
+    assert trainer.member.state is HandleState.CLOSED
+    assert isinstance(asked.error, RetentionError)  # there is room for one of the three only
+    assert still_there(cluster, 2)
+    assert still_there(cluster, 3)

@@ -315,7 +315,7 @@ def acknowledge(world: World, rank: Rank) -> None:
 
 def asks_to_leave(world: World, rank: Rank) -> bool:
     """Whether it may at once."""
-    world.say(rank, LeaveRequest(7, rank.name, rank.generation, 3.0, False, False, False))
+    world.say(rank, LeaveRequest(7, rank.name, rank.generation, 3.0, False, False))
     return bool(rank.take(LeaveGranted))
 
 

@@ -425,7 +425,7 @@ def test_a_rank_that_never_says_that_its_fence_stands(desk: Desk) -> None:
         outcome = desk.publish(1, "a", number, number)
         assert isinstance(outcome, Outcome)
         assert outcome.committed
-        assert isinstance(desk.say(1, LeaveRequest(number, "a", number, 1.0, True, False, False)), LeaveGranted)
+        assert isinstance(desk.say(1, LeaveRequest(number, "a", number, 1.0, True, False)), LeaveGranted)
     outcome = desk.publish(1, "a", 99, real.LEAVING_OF_RANK_MAX)
     assert isinstance(outcome, Outcome)
     assert outcome.error is not None

@@ -177,7 +177,7 @@ def test_a_reader_that_asks_what_it_missed_is_not_given_the_source_that_it_was_t
     key = hall.replicates(4, "r")
     (source,) = [heard.grants[0] for heard in hall.heard[4] if isinstance(heard, Start)]
     leaves = {"trainer": (2, "t"), "copier": (3, "c")}[source.source]
-    hall.say(leaves[0], LeaveRequest(7, leaves[1], 1, 60.0, False, False, False))
+    hall.say(leaves[0], LeaveRequest(7, leaves[1], 1, 60.0, False, False))
     added, dropped = hall.heard[4][-2:]
     assert isinstance(added, AddSource)
     assert isinstance(dropped, DropSource)
@@ -252,7 +252,7 @@ def test_a_guest_that_reads_where_it_cannot_stay_is_moved_when_there_is_a_place(
         hall.asks(1, name)
     (first, second) = hall.core.cluster.leases.values()
     leaving, staying = (first, second) if first.holding.member.worker.name == "trainer" else (second, first)
-    hall.say(2, LeaveRequest(7, "t", 1, 60.0, False, False, False))
+    hall.say(2, LeaveRequest(7, "t", 1, 60.0, False, False))
     hall.say(1, Abandon(staying.part.operation.key, 0, ENOUGH))
     (added, dropped) = hall.heard[1][-2:]
     assert isinstance(added, AddSource)

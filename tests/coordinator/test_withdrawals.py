@@ -497,7 +497,7 @@ def test_a_wish_to_leave_with_what_nobody_knows_of_is_granted_and_changes_nothin
     world.publish([trainer], 1)
     world.say(trainer, Retain(1, "m", 1))
     for registration, generation in ((trainer.name, trainer.generation + 1), ("another", trainer.generation)):
-        world.say(trainer, LeaveRequest(7, registration, generation, 1000.0, False, False, False))
+        world.say(trainer, LeaveRequest(7, registration, generation, 1000.0, False, False))
         assert [granted.request for granted in trainer.take(LeaveGranted)] == [7]
         assert world.version.has_live_source()
 

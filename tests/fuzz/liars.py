@@ -226,7 +226,7 @@ class _Crowd(Shell):
         member, generation = holding.member, holding.generation
         name = member.registration
         if self.below(3) == 0:
-            yield LeaveRequest(self.below(9), name, generation, self.choice((9.0, 60.0)), self.flag(), self.flag(), False)
+            yield LeaveRequest(self.below(9), name, generation, self.choice((9.0, 60.0)), self.flag(), self.flag())
         yield RetainedAck(name, holding.version.info.content_id, holding.told, member.retained_seq)
         yield Digests(name, generation, CHUNKS, ((0, CHUNKS),), DIGESTS, last=True)
         if holding.leaving or self.rarely():

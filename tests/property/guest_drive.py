@@ -236,7 +236,7 @@ class GuestDrive:
         if session is not None and holding is not None and holding.complete:
             request = next(self.lobby.requests)
             name, abandons = self.trainers[session], self.random.random() < 0.5
-            self.lobby.say(session, LeaveRequest(request, name, holding.generation, 9.0, abandons, False, False))
+            self.lobby.say(session, LeaveRequest(request, name, holding.generation, 9.0, abandons, False))
 
     def trainer_answers(self) -> None:
         session = self.any_trainer()

@@ -398,7 +398,7 @@ class WaitDrive:
         picked = self.pick([(p, m, m.holding) for p, m in self.members() if m.holding is not None and m.holding.committed])
         if picked is not None:
             peer, member, holding = picked
-            how = (self.random.choice((9.0, 1000.0)), self.often(0.3), self.often(0.2), False)
+            how = (self.random.choice((9.0, 1000.0)), self.often(0.3), self.often(0.2))
             self.say(peer, LeaveRequest(next(self.numbers), member.registration, holding.generation, *how))
 
     def rank_closes(self) -> None:

@@ -57,7 +57,7 @@ def test_what_is_heeded_over_a_former_connection_is_noticed() -> None:
         trainer.worker.connect()
         cluster.do(Choice("up", "trainer"))  # it joins; nobody has noticed the former connection's end
         generation = trainer.member.content.generation if trainer.member.content is not None else 0
-        late = LeaveRequest(1, trainer.id, generation, 1.0, abandon=False, closes=False, hurry=False)
+        late = LeaveRequest(1, trainer.id, generation, 1.0, abandon=False, closes=False)
         with pytest.raises(GuaranteeBroken, match=r"incarnations: .*LeaveGranted.* follows of what came too late"):
             cluster.step(Received(former.session, late))
 

@@ -10,8 +10,6 @@ import pytest
 from tensorhub.errors import GroupAborted, IntegrityError, StateError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
-    Deregister,
-    Done,
     ErrorInfo,
     LeaveGranted,
     LeaveRequest,
@@ -27,7 +25,6 @@ from tensorhub.messages import (
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,
-    CloseCall,
     CopyCall,
     CopyLocally,
     Fence,
@@ -39,9 +36,7 @@ from tensorhub.worker.calls import (
     ReleaseCall,
     ReopenGeneration,
     Say,
-    SetAsideCall,
     StartPull,
-    TakeBackCall,
     UnpublishCall,
     staging_of,
 )
@@ -244,55 +239,6 @@ def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
     host.take()
     host.do(host.member.begin(ReleaseCall(), 60, 0))
     assert kinds(host.take()) == ["Fence", "FreeMemory", "Finish"]  # what was left of it
-
-
-def test_what_was_set_aside_is_held_again_or_given_up() -> None:
-    copies = LocalCopies()
-    host = Rank(copies, Medium.HOST, Purpose.PREFETCH)
-    host.hold(2)
-
-    def set_aside() -> None:
-        host.do(host.member.begin(SetAsideCall(), 60, 0))
-        (withdraw,) = host.said(LeaveRequest)
-        assert withdraw.closes
-        host.take()
-        host.do(host.member.receive(LeaveGranted(withdraw.request), 0))
-        host.fenced()
-        assert kinds(host.actions) == ["Say", "ReopenGeneration", "Finish"]
-        assert (host.member.state, host.member.version) == (HandleState.EMPTY, None)
-
-    set_aside()
-    under = of(host.take(), ReopenGeneration).generation
-    (found,) = copies.of_shard(Rank(copies).shard).find(
-        "content2", manifest().grid_id
-    )  # meanwhile it is of use to this worker
-    assert found == LocalCopy(host.shard.registration, under)
-    host.do(host.member.begin(TakeBackCall(), 60, 0))
-    (said,) = host.said(Register)
-    assert said.held is not None
-    assert (said.held.version, said.held.generation, host.member.version) == (2, under, 2)
-    assert kinds(host.take()) == ["Finish"]
-    set_aside()
-    under = of(host.take(), ReopenGeneration).generation
-    host.do(host.member.begin(CloseCall(), 60, 0))
-    (said_last,) = host.said(Deregister)
-    host.do(host.member.receive(Done(said_last.request), 0))
-    actions = host.take()
-    assert (kinds(actions), of(actions, Fence).generation) == (["Fence", "FreeMemory", "Finish"], under)
-
-
-def test_there_may_be_nothing_to_take_back() -> None:
-    host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
-    for call in (SetAsideCall(), TakeBackCall()):
-        host.do(host.member.begin(call, 60, 0))
-        assert kinds(host.take()) == ["Finish"]
-    host.fill(3, kind=OpKind.PREFETCH)
-    host.do(host.member.cancel(StateError("cancelled"), 0))
-    host.do(host.member.pull_stopped(0))
-    host.take()
-    host.do(host.member.begin(TakeBackCall(), 60, 0))
-    assert kinds(host.take()) == ["Finish"]
-    assert host.member.state is HandleState.TORN  # what a broken fill has left is not all of it
 
 
 def test_a_copy_from_ones_own_memory_is_held_when_it_is_whole() -> None:

@@ -40,8 +40,6 @@ from tensorhub.worker.calls import (
     RefuseCall,
     ReleaseCall,
     Say,
-    SetAsideCall,
-    TakeBackCall,
 )
 from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.host_copy_actions import (
@@ -90,7 +88,6 @@ class FakeMember:
     state: HandleState = HandleState.EMPTY
     content: Content | None = None
     is_answered: bool = False
-    is_aside: bool = False
     nbytes: int = 0  # of host memory
     running: Running | None = None
 
@@ -230,9 +227,7 @@ class World:
         running = member.running
         assert running is not None
         failed, actions = error or running.cancelled, list[CopyAction]()
-        if isinstance(running.call, TakeBackCall):
-            failed, member.is_aside = None, False
-        elif failed is None:
+        if failed is None:
             actions = self._succeed(member, running.call)
         member.running = None
         report = FetchReport(1, True) if isinstance(running.call, FillCall) and failed is None else None
@@ -252,8 +247,6 @@ class World:
                 member.state = HandleState.CLOSED if isinstance(call, CloseCall) else HandleState.EMPTY
                 member.content, member.nbytes = None, 0
                 return self.copies.freed(member.shard.registration, self.now)
-            case SetAsideCall():
-                member.is_aside = True
             case _:
                 pass
         return []
@@ -455,11 +448,13 @@ def test_who_is_cancelled_while_it_waits_for_room_is_in_nobodys_way(whom: int) -
 # --------------------------------------------------------------------------------------------------------------- closing
 
 
-def test_a_close_sets_aside_what_ends_with_it_first() -> None:
+def test_a_close_closes_what_ends_with_the_handle_first() -> None:
     world = World()
     handle, copy = world.filled()
     request = world.close(handle)
-    assert isinstance(copy.running and copy.running.call, SetAsideCall)
+    assert isinstance(copy.running and copy.running.call, CloseCall)
+    assert world.running() == [copy]
+    assert "is being closed" in str(world.error(world.prefetch(handle)))
     world.end_call(copy)
     assert isinstance(handle.running and handle.running.call, CloseCall)
     world.settle()
@@ -467,28 +462,39 @@ def test_a_close_sets_aside_what_ends_with_it_first() -> None:
     assert world.members == {}
 
 
-@pytest.mark.parametrize("fails", ["aside", "close", "cancelled aside", "cancelled close"])
-def test_a_close_that_fails_leaves_all_as_it_was(fails: str) -> None:
+@pytest.mark.parametrize("fails", ["copy", "handle", "cancelled copy", "cancelled handle"])
+def test_a_close_that_fails_leaves_the_handle(fails: str) -> None:
     world = World()
     handle, copy = world.filled()
     request = world.close(handle)
-    if "close" in fails:
+    if "handle" in fails:
         world.end_call(copy)
-    at = copy if "aside" in fails else handle
+    at = copy if "copy" in fails else handle
     if "cancelled" in fails:
         world.do(world.copies.cancel(request, world.now))
         world.end_call(at)
     else:
         world.end_call(at, RetentionError("it must stay"))
-    assert isinstance(copy.running and copy.running.call, TakeBackCall)
-    assert request not in world.finished
-    world.settle()
     assert isinstance(world.error(request), StateError if "cancelled" in fails else RetentionError)
-    assert not copy.is_aside
-    assert world.copies.budget.reserved_bytes == ONE
+    assert world.copies.budget.reserved_bytes == (ONE if "copy" in fails else 0)
     again = world.prefetch(handle)
     world.settle()
     assert world.error(again) is None
+
+
+def test_a_handle_that_becomes_the_last_one_while_it_closes_takes_the_copies_with_it() -> None:
+    world = World()
+    handle, other = world.handle("a", content=1), world.handle("b")
+    world.order("kept", source="a")
+    world.settle()
+    request = world.close(handle)
+    world.close(other, abandon=True)
+    world.end_call(other)
+    world.end_call(handle)
+    assert isinstance(world.members["kept"].running and world.members["kept"].running.call, CloseCall)
+    world.settle()
+    assert world.error(request) is None
+    assert world.members == {}
 
 
 def test_with_the_last_handle_goes_what_is_retained_and_what_is_being_made_is_refused() -> None:
@@ -505,8 +511,8 @@ def test_with_the_last_handle_goes_what_is_retained_and_what_is_being_made_is_re
     assert "this worker closes" in world.refused["making"]
     world.order("more")
     assert world.refused["more"] == "this worker closes"
-    assert isinstance(kept.running and kept.running.call, SetAsideCall)
-    world.drop("kept")  # it is said anew if it stays
+    assert isinstance(kept.running and kept.running.call, CloseCall)
+    world.drop("kept")
     world.settle()
     assert world.error(request) is None
     assert world.members == {}
@@ -728,7 +734,6 @@ class AnyOrder(RuleBasedStateMachine):
         assert not self.requests - world.finished.keys(), (
             f"unfinished: {self.requests - world.finished.keys()}, {world.copies}"
         )
-        assert not [member for member in world.members.values() if member.is_aside]
         world.copies.check_invariants()
 
 

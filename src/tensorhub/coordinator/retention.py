@@ -17,7 +17,6 @@ from tensorhub.coordinator.refusals import held_text
 from tensorhub.coordinator.ways import Layout
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
-from tensorhub.types import Purpose
 
 
 @dataclass(eq=False, repr=False)
@@ -33,23 +32,9 @@ class Retentions:
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """Holdings that nobody else would hold reliably once this holding has gone.
-
-        `going`: its worker, if the worker may end with this leave (R5). Then nothing else in that worker counts, and with a
-        caller's last handle the worker's own copies go, too. (Usually they were set aside before, each with its own leave.
-        They were not if there was another handle when the close began, which was given up since.)
-        """
-        yield from self._alone(holding, going)
-        callers = [m for m in going.members.values() if _is_callers(m)] if going is not None else []
-        if going is None or going.spot or callers != [holding.member]:
-            return
-        for copy in holding.member.group.model.copies.values():
-            if copy.worker is going and copy.holding is not None and copy.holding is not holding:
-                yield from self._alone(copy.holding, going)
-
-    def _alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
-        """The holdings of its replica whose shards nobody else holds reliably, if its version is retained, and not kept in
-        another layout.
+        """The holdings of its replica whose shards no other replica holds reliably, if its version is retained, and not kept
+        in another layout. `going`: its worker, if the worker may end with this leave (R5): then no holding of that worker
+        counts.
 
         A replica stops serving when its first rank leaves. A version that has lost another shard cannot be fetched any more:
         nothing is kept for it.
@@ -354,8 +339,3 @@ class Retentions:
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
         self._end(write, CoordinatorUnavailable(text))
-
-
-def _is_callers(member: Member) -> bool:
-    """Whether it is a handle that a caller has, as long as the worker lives."""
-    return member.serves and member.purpose is Purpose.USE

@@ -62,13 +62,7 @@ class Withdrawals:
             return
         self._cluster.note(member)
         model = member.group.model
-        known = model.withdrawals.get(member.registration)
-        if known is not None and known.request == message.request:
-            known.deadline = self._cluster.now + message.timeout_s
-            self._cluster.timers.set("withdrawal", member.registration, known.deadline)
-        elif message.hurry:
-            pass  # it was answered already
-        elif member.holding is None or member.holding.generation != message.generation:
+        if member.holding is None or member.holding.generation != message.generation:
             self._cluster.tell(member, LeaveGranted(message.request))  # nothing here counts on it
         else:
             deadline = self._cluster.now + message.timeout_s

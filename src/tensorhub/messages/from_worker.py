@@ -287,7 +287,7 @@ class LeaveRequest:
 
     While that would lose a retained version, nothing happens, until the deadline: Refused (RetentionError). `abandon`: lose
     the version. `closes`: the worker may close altogether, so that none of its registrations counts as another holder.
-    `hurry`: the same request again, which no longer waits. It has no effect if the request was answered already.
+    A new request takes the place of the one before it, which is not answered any more.
     """
 
     request: U64
@@ -296,7 +296,6 @@ class LeaveRequest:
     timeout_s: Seconds
     abandon: bool
     closes: bool
-    hurry: bool
 
 
 @dataclass(frozen=True, slots=True)

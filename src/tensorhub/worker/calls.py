@@ -68,16 +68,6 @@ class ReleaseCall:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAsideCall:
-    """The process of a host copy may end: withdraw what it holds, as a close does, but keep the bytes for a TakeBackCall."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakeBackCall:
-    """The process goes on: what was set aside is held again."""
-
-
-@dataclass(frozen=True, slots=True)
 class CopyCall:
     """Fill a host copy with what another registration of this worker holds; no other worker takes part in it."""
 
@@ -86,7 +76,7 @@ class CopyCall:
     source: LocalCopy
 
 
-Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall | SetAsideCall | TakeBackCall | CopyCall
+Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall | CopyCall
 
 # ------------------------------------------------------------------------------------------------- actions
 

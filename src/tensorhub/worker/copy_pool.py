@@ -39,7 +39,6 @@ class Copy:
     nbytes: int = 0  # of memory that it had when its last call ended
     fills: int = 0  # that were begun
     filling: bool = False
-    ends: set[object] = field(default_factory=set)  # one for each close, under way, of a handle with which it ends
     turn: Turns = field(default_factory=Turns)  # to fill or release it: no fill begins in the midst of a release
 
     @property

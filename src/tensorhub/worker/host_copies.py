@@ -5,8 +5,11 @@ be done, in order. What somebody has asked for ends with `FinishRequest`, under 
 
 Theory of operation. What takes several steps is a procedure (`worker.procedures`), made of the steps of `CopyPool`. A
 procedure takes a copy's turn before it fills or releases the copy, so no fill begins in the midst of a release. One
-procedure at a time makes room in the budget, by releasing copies that are outranked. A close first sets aside the copies
-that end with its handle (`Closings`).
+procedure at a time makes room in the budget, by releasing copies that are outranked.
+
+The prefetched copy of a handle ends with the handle. The worker's retention copies end with the caller's last handle, since
+the process may end then. A close of the handle closes these copies first, each with its own leave (R5). If a copy must stay,
+the close fails, and the handle is as it was.
 
 Responsible for which copies there are, and for how much memory they may take (`worker.budget`). Not responsible for what
 they hold (each copy's `Member` is), nor for who reads them (the coordinator is: to it copies are ordinary holders). Not
@@ -27,7 +30,6 @@ from tensorhub.messages import CopyRefused, DropCopy, ErrorInfo, MakeCopy
 from tensorhub.types import LATEST, FetchReport, HandleState, Medium, OpKind, Purpose, Selector, VersionInfo, host_group
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import Call, CloseCall, CopyCall, FillCall, LocalCopy, RefuseCall, Say
-from tensorhub.worker.closings import Closings
 from tensorhub.worker.copy_pool import Copy, CopyPool
 from tensorhub.worker.host_copy_actions import CopyAction, EndCopysPrefetch, FinishRequest, LogEvent
 from tensorhub.worker.member import Member
@@ -46,7 +48,8 @@ class HostCopies:
         self._in_files: set[str] = set()  # handles whose bytes are read by calls of the kernel only (see FileMemory)
         self._prefetched: dict[str, Copy] = {}  # by the registration of the handle that they are for
         self._ordered: dict[str, Procedure] = {}  # retention copies that are being made, by id
-        self._closings = Closings(self._pool, self._prefetched, self._ordered)
+        self._closing: list[str] = []  # registrations of handles that their callers are closing
+        self._has_closed = False  # a caller has closed one
         self._is_stopped = False  # the worker closes
 
     def __repr__(self) -> str:
@@ -100,7 +103,7 @@ class HostCopies:
         self, request: int, member: Member, timeout_s: float, now: float, *, abandon: bool = False
     ) -> list[CopyAction]:
         """Close a handle with the host copies that end with it."""
-        return self._begin(self._closings.close(member, timeout_s, abandon=abandon), now, request)
+        return self._begin(self._close(member, timeout_s, abandon=abandon), now, request)
 
     def make_room(self, request: int, ident: str, purpose: Purpose, nbytes: int, now: float) -> list[CopyAction]:
         """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
@@ -185,13 +188,13 @@ class HostCopies:
                 True,
                 gone.refusal or StateError(f"{gone.shard.title} was given up", retryable=True),
             )
-            self._forget_prefetched(gone)
-        if copy is not None and not copy.ends:
+        self._forget_prefetched(registration)
+        if copy is not None:
             self._pool.drop(copy)
         return self._go_on(now)
 
-    def _forget_prefetched(self, copy: Copy) -> None:
-        for registration in [each for each, other in self._prefetched.items() if other is copy]:
+    def _forget_prefetched(self, ident: str) -> None:
+        for registration in [each for each, copy in self._prefetched.items() if copy.ident == ident]:
             del self._prefetched[registration]
 
     # ----------------------------------------------------------------------------------- inputs: the coordinator, and time
@@ -200,7 +203,7 @@ class HostCopies:
         """The coordinator wants a copy."""
         if order.copy in self._pool.copies or order.copy in self._ordered:
             return []  # said again
-        if self._is_stopped or self._closings.process_ends:
+        if self._is_stopped or self._process_ends:
             return [Say(CopyRefused(order.copy, "this worker closes"))]
         source = self._pool.members.get(order.registration)
         self._ordered[order.copy] = self._pool.procedures.begin(self._make_ordered(order, source))
@@ -211,7 +214,7 @@ class HostCopies:
         making, copy = self._ordered.get(order.copy), self._pool.copies.get(order.copy)
         if making is not None:
             making.is_cancelled = True
-        elif copy is not None and not self._is_stopped and not copy.ends:  # set aside, it is said anew if it stays
+        elif copy is not None and not self._is_stopped:
             return self._begin(self._end_ordered(copy), now)
         return self._go_on(now)
 
@@ -230,6 +233,8 @@ class HostCopies:
         assert manifest is not None
         if member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
+        if shard.registration in self._closing:
+            raise StateError(f"{shard.title} is being closed")
         member.report_loss()
         copy = self._prefetched.get(shard.registration)
         if copy is not None and copy.refusal is not None and not copy.filling:
@@ -244,7 +249,7 @@ class HostCopies:
             try:
                 yield from self._pool.known(copy, timeout_s)
             except Exception:
-                self._forget_prefetched(copy)
+                self._forget_prefetched(copy.ident)
                 raise
         return (yield from self._refill(copy, selector, manifest.region_bytes, timeout_s))
 
@@ -294,7 +299,7 @@ class HostCopies:
         with self._pool.procedures.current.within(self._pool.now + timeout_s, lambda: OperationTimeout(late)):
             yield from copy.turn.take()
             try:
-                if copy.ends or copy.ident not in self._pool.copies:
+                if copy.ident not in self._pool.copies:
                     raise StateError(f"{copy.shard.title}: its handle was closed")
                 if self.budget.reservation(copy.ident) is None:
                     yield from self._take_room(copy, nbytes, timeout_s)
@@ -380,6 +385,48 @@ class HostCopies:
             yield from self._pool.call(copy.ident, CloseCall(), self._pool.op_timeout_s)
         except TensorHubError as error:
             self._pool.act(LogEvent("copy_not_ended", copy.ident, str(error), is_warning=True))
+
+    # ----------------------------------------------------------------------------------------------------- a handle's end
+
+    @property
+    def _process_ends(self) -> bool:
+        """Whether a caller has closed a handle, or is about to, and none is left: this process may end at any time."""
+        used = (m for m in self._pool.members.values() if m.shard.serves and m.shard.purpose is Purpose.USE)
+        mine = {m.shard.registration for m in used if m.state is not HandleState.CLOSED}
+        return (self._has_closed or bool(self._closing)) and mine <= set(self._closing)
+
+    def _close(self, member: Member, timeout_s: float, *, abandon: bool) -> Steps[None]:
+        pool, registration, until = self._pool, member.shard.registration, self._pool.now + timeout_s
+        self._closing.append(registration)
+        try:
+            if not abandon:
+                yield from self._close_copies(self._prefetched.get(registration), until)
+            if member.state is not HandleState.CLOSED:
+                yield from pool.call(registration, CloseCall(abandon), max(0.0, until - pool.now))
+            if not abandon:  # the handle may have become the last one meanwhile
+                yield from self._close_copies(None, until)
+        finally:
+            self._closing.remove(registration)
+            self._has_closed = self._has_closed or member.state is HandleState.CLOSED
+
+    def _close_copies(self, prefetched: Copy | None, until: float) -> Steps[None]:
+        """Close the copies that end with a handle. A copy that is being made is made by another worker instead."""
+        pool, ending = self._pool, [prefetched] if prefetched is not None else []
+        if self._process_ends and not pool.is_spot:
+            making = dict(self._ordered)
+            for each in making.values():
+                each.is_cancelled = True
+            yield lambda: not making.keys() & self._ordered.keys()
+            ending += [copy for copy in pool.copies.values() if copy.shard.purpose is Purpose.RETENTION]
+        for copy in ending:
+            yield from pool.end_call(copy.ident, StateError("its handle was closed"))
+            yield from copy.turn.take()
+            try:
+                if not pool.is_closed(copy.ident):
+                    yield from pool.call(copy.ident, CloseCall(), max(0.0, until - pool.now))
+            finally:
+                copy.turn.give_back()
+            pool.drop(copy)
 
     # ------------------------------------------------------------------------------------------------------------- checks
 

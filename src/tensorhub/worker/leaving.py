@@ -1,4 +1,4 @@
-"""A rank takes its memory back (R3, R4): unpublish and close; for a host copy, release and set aside.
+"""A rank takes its memory back (R3, R4): unpublish and close; for a host copy, release.
 
 The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody. It
 waits for the answer half of its time, and has the rest for the fence. An owner that knows that its version is retained waits
@@ -16,10 +16,10 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Deregister, Done, LeaveGranted, LeaveRequest
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import DEADLINE_SLACK_S, ActiveCall, C
-from tensorhub.worker.calls import CloseCall, FreeMemory, ReleaseCall, SetAsideCall, TakeBackCall, UnpublishCall
+from tensorhub.worker.calls import CloseCall, FreeMemory, ReleaseCall, UnpublishCall
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
-from tensorhub.worker.states import AT_ONCE_TABLE, LEAVE_TABLE, Phase
+from tensorhub.worker.states import LEAVE_TABLE, Phase
 
 
 class Leaving(ActiveCall[C]):
@@ -57,16 +57,16 @@ class Leaving(ActiveCall[C]):
     def say_again(self) -> None:
         """WITHDRAWING: ask. Over a new connection the wish is a new one."""
         if self.phase is Phase.WITHDRAWING:
-            self.request = self._context.new_request()
-            self._say_withdraw(hurry=False)
+            self._ask(max(0.0, self.deadline - self._context.now))
 
-    def _say_withdraw(self, *, hurry: bool) -> None:
+    def _ask(self, timeout_s: float) -> None:
+        """The answer to the newest request counts."""
+        self.request = self._context.new_request()
         content = self._memory.content
         assert content is not None
-        left_s = 0.0 if hurry else max(0.0, self.deadline - self._context.now)
         registration = self._context.shard.registration
         self._context.say(
-            LeaveRequest(self.request, registration, content.generation, left_s, self._abandon, self._closes, hurry)
+            LeaveRequest(self.request, registration, content.generation, timeout_s, self._abandon, self._closes)
         )
 
     def answered(self, message: LeaveGranted | Done) -> None:
@@ -146,7 +146,7 @@ class Leaving(ActiveCall[C]):
         if self.phase is not Phase.WITHDRAWING:
             self.give_up(error)
         elif self._context.session.online:
-            self._say_withdraw(hurry=True)  # it may have to stay
+            self._ask(0.0)  # the version may have to stay
         else:
             self.deadline = self._context.now
             self._take_unasked()
@@ -204,31 +204,6 @@ class Releasing(Leaving[ReleaseCall]):
 
     def _freed(self) -> None:
         self._context.act(FreeMemory())
-        self.finish()
-
-
-class SettingAside(Leaving[SetAsideCall]):
-    """A host copy gives up what it holds, as if its process ended, and keeps the bytes until that is certain."""
-
-    what = "set aside"
-    _closes = True
-
-    def _holds_nothing(self) -> None:
-        self.finish()
-
-    def fenced(self) -> None:
-        self._memory.set_aside()
-        self.finish()
-
-
-class TakingBack(ActiveCall[TakeBackCall]):
-    """What was set aside is held again, and said to the coordinator."""
-
-    machine, table, what = "immediate call", AT_ONCE_TABLE, "take back"
-    alone = True
-
-    def start(self) -> None:
-        self._memory.take_back()
         self.finish()
 
 

@@ -28,7 +28,7 @@ from tensorhub.worker.copying import Copying
 from tensorhub.worker.coverage import Found
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.known_parts import KnownParts
-from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
+from tensorhub.worker.leaving import Closing, Leaving, Releasing, Unpublishing
 from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.manifests import KnownManifests
 from tensorhub.worker.member_context import MemberContext
@@ -47,8 +47,6 @@ CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
     calls.CloseCall: Closing,
     calls.RefuseCall: Refusing,
     calls.ReleaseCall: Releasing,
-    calls.SetAsideCall: SettingAside,
-    calls.TakeBackCall: TakingBack,
     calls.CopyCall: Copying,
 }
 

@@ -74,8 +74,7 @@ class MemberMemory(Stateful[HandleState]):
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
         self.is_loss_unreported = False  # the coordinator has lost its state, and no call has said so yet (R2)
         self.pending_fence: int | None = None  # the generation of content that was given up without a call, until fenced
-        # TORN host copy: what was verified can be copied by this worker, under this; EMPTY: all of what was set aside.
-        self.salvage: Content | None = None
+        self.salvage: Content | None = None  # TORN host copy: this worker may copy what was verified, under this generation
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
         self._restate_pending = False  # what was said since the vote may be out of date: said again once it is applied
@@ -175,7 +174,7 @@ class MemberMemory(Stateful[HandleState]):
             self._context.act(calls.ReopenGeneration(self.salvage.generation))
 
     def drop_salvage(self) -> None:
-        """What was left of a broken fill, or set aside, is not wanted any more."""
+        """What was left of a broken fill is not wanted any more."""
         if self.salvage is not None:
             self._context.act(calls.Fence(self.salvage.generation))
             self.salvage = None
@@ -258,22 +257,6 @@ class MemberMemory(Stateful[HandleState]):
         """It is fenced, and the caller's."""
         self.content = None
         self._become(HandleState.EMPTY, why)
-
-    def set_aside(self) -> None:
-        """A host copy is fenced: it holds nothing, as far as others know, and has the bytes still."""
-        assert self.content is not None
-        aside = replace(self.content, generation=self._context.new_generation(), retained=False)
-        self.content = None
-        self._become(HandleState.EMPTY, "set aside")
-        self.salvage = aside
-        self._context.act(calls.ReopenGeneration(aside.generation))
-
-    def take_back(self) -> None:
-        """What was set aside, if it was, is held again."""
-        if self.salvage is not None and self.state is HandleState.EMPTY:
-            self.content, self.salvage = self.salvage, None
-            self._become(HandleState.READY, "taken back")
-            self.restate()
 
     def close(self) -> None:
         """Nothing is held (any more), and nothing will be."""

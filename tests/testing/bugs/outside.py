@@ -477,7 +477,7 @@ def cut_off_owner_does_not_wait() -> Iterator[None]:
     faults=(Fault.CRASH, Fault.SLOW, Fault.STALL),
 )
 def handover_ends_before_ready() -> Iterator[None]:
-    alone = Retentions._alone
+    alone = Retentions.alone
 
     def broken(self: Retentions, holding: Holding, going: Worker | None) -> Iterator[Holding]:
         under_way = [h for h in holding.member.group.model.handovers.values() if h.registered]
@@ -485,7 +485,7 @@ def handover_ends_before_ready() -> Iterator[None]:
             if not any(h.version is each.version and h.shard == each.shard for h in under_way):
                 yield each
 
-    with replaced(Retentions, "_alone", broken):
+    with replaced(Retentions, "alone", broken):
         yield
 
 

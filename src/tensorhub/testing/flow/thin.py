@@ -205,7 +205,7 @@ class ThinRank:
     def unpublish(self, left: Callable[[], None]) -> None:
         self.left = left
         request = (self.shell.request(self), self.registration, self.generation, TIMEOUT_S)
-        self.shell.say(LeaveRequest(*request, abandon=False, closes=False, hurry=False))
+        self.shell.say(LeaveRequest(*request, abandon=False, closes=False))
 
     def fill(self, kind: OpKind, ended: Callable[[VersionInfo | None], None]) -> None:
         self.ended = ended

@@ -30,7 +30,7 @@ from tensorhub.testing.sim.layouts import bytes_read, is_of_other_layout, part_o
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
-from tensorhub.worker.calls import Call, CloseCall, FillCall, SetAsideCall, UnpublishCall
+from tensorhub.worker.calls import Call, CloseCall, FillCall, UnpublishCall
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.member_memory import Content
 from tensorhub.worker.registration_session import LEASE_MARGIN
@@ -128,7 +128,7 @@ class Guarantees:
         if isinstance(error, DrainTimeout):
             self._given_up[handle.last_held] = self._world.now  # for a while
         if error is not None:
-            if isinstance(record.what, UnpublishCall | CloseCall | SetAsideCall):
+            if isinstance(record.what, UnpublishCall | CloseCall):
                 self.retained.refused(handle)
             demand(
                 isinstance(error, (TensorHubError, *self._world.user_errors)),
@@ -393,10 +393,10 @@ class Guarantees:
             self.contents.check_cells(handle, content.version)
 
     def check_closed(self, handle: JudgedHandle) -> None:
-        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory, or
-        was set aside, is not: its own worker may read it, under a generation that nobody else knows.)
+        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory
+        is not: its own worker may read it, under a generation that no other worker knows.)
         """
-        if handle.shard.medium is Medium.HOST and handle.member.state in (HandleState.TORN, HandleState.EMPTY):
+        if handle.shard.medium is Medium.HOST and handle.member.state is HandleState.TORN:
             return
         held = handle.worker.owner._memories.get(handle.id)
         if held is not None and held.is_open and held.serves:

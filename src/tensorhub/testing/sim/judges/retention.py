@@ -19,7 +19,7 @@ from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
 from tensorhub.types import Medium, Purpose, VersionInfo
-from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
+from tensorhub.worker.calls import CloseCall, UnpublishCall
 from tensorhub.worker.registration_session import LEASE_MARGIN
 
 Layout = tuple[str, str, int]  # what was read, in which layout, and by how many ranks: their copies alone belong together
@@ -130,7 +130,7 @@ class RetentionJudge:
         record.follows = goes or self._goes_before(handle, content_id)
         if record.follows:
             return  # its replica does not serve any more, whoever of them hears it first
-        if isinstance(record.what, CloseCall | SetAsideCall) and self._is_whole(handle, record, content_id):
+        if isinstance(record.what, CloseCall) and self._is_whole(handle, record, content_id):
             is_one = handle.shard.purpose is Purpose.RETENTION  # a copy of one shard; its worker's others ask for themselves
             alone = self._lacks(handle, record, elsewhere=True)
             alone = [shard for shard in alone if shard == handle.shard.number or not is_one]
