@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from tensorhub import shared_empty_like
 from tensorhub.errors import MutabilityViolation, RegistrationError, TensorHubError
 from tensorhub.hub import Hub
+from tensorhub.messages import Digests, TellDigests
 from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import Options
@@ -157,6 +159,42 @@ async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
             with pytest.raises(TensorHubError, match="'b'"):
                 await call()
         assert trainer.state == "empty"
+
+
+@pytest.mark.parametrize("change", [frees, replaces])
+async def test_what_was_replaced_or_freed_is_not_called_written_as_well(change: Callable[[torch.Tensor], None]) -> None:
+    async with cluster("trainer") as c:
+        mine = model()
+        trainer = await c.hubs[0].register("m", mine)
+        await trainer.publish(1)
+        unmerge({"a": mine["a"]})
+        change(mine["b"])
+        assert handle_of(trainer)._writes.broken() == "'a' (written); 'b' (replaced or freed)"
+
+
+@pytest.mark.usefixtures("lazily")
+async def test_digests_of_memory_that_was_written_since_are_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("trainer") as c:
+        mine = model()
+        trainer = await c.hubs[0].register("m", mine)
+        await trainer.publish(1)
+        handle, said = handle_of(trainer), list[object]()
+
+        async def tell() -> None:
+            make = handle._making()
+            assert make is not None
+            make()
+            unmerge(mine)
+            monkeypatch.setattr(handle._link, "say", said.append)
+            handle.tell_made(if_all=False)
+            content = handle.member.content
+            assert content is not None
+            asked = TellDigests(handle.member.shard.registration, content.generation, "")
+            await handle._tell_digests(asked, anyio.CapacityLimiter(1))
+            monkeypatch.undo()
+
+        await trainer._thread.call(tell)
+        assert not [each for each in said if isinstance(each, Digests)]
 
 
 @pytest.mark.parametrize("change", [frees, replaces])

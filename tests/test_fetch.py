@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.regions import MappedRegions
 from tensorhub.messages import Outcome, ToRank
 from tensorhub.runtime.loop_thread import finish_blocking
+from tensorhub.runtime.worker import fill
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.tools import fetch_into
@@ -551,3 +552,23 @@ def test_the_blocking_facade_fetches_too() -> None:
                 memory = AllocatedMemory("head")
                 assert finish_blocking(fetch_into(reader._hub, "m", 1, memory))[0].version == 1
                 assert torch.equal(memory.tensors()["head"], source["head"])
+
+
+async def test_what_has_arrived_is_noted_when_a_fetch_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later process goes on with it, also if the fetch ends before it has told its progress once."""
+    monkeypatch.setattr(fill, "PROGRESS_S", 1000.0)
+    noted = list[int]()
+
+    class Noting(AllocatedMemory):
+        def note(self, digests: Sequence[int | None]) -> None:
+            noted.append(sum(digest is not None for digest in digests))
+
+    async with cluster("trainer") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        with gated(2) as gate:
+            async with connect(c.address, "reader") as hub, anyio.create_task_group() as tasks:
+                tasks.start_soon(fetch_into, hub, "m", 1, Noting())
+                await until(lambda: gate.holds)
+                tasks.cancel_scope.cancel()
+    assert noted
+    assert noted[-1] > 0

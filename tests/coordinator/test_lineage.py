@@ -539,3 +539,24 @@ def test_a_rollback_wakes_who_asked_for_the_one_before_the_newest_though_the_new
     assert model_of(cluster).lost == (2,)
     cluster.run()
     assert asked.number == 1
+
+
+def test_a_call_by_selector_whose_version_was_rolled_back_while_its_worker_was_away_goes_on() -> None:
+    """R12: the coordinator has restarted, and does not know any more what the fill had begun to read."""
+    cluster = StepwiseCluster()
+    trainer, reader, other = map(cluster.handle, ("trainer", "reader", "other"))
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate("latest")
+    run_but(cluster, "read")
+    cluster.restart()
+    other.worker.connect()
+    run_but(cluster, "read")
+    rollback(cluster, other, 0)
+    reader.worker.connect()
+    run_but(cluster, "read")
+    assert not asked.has_ended()
+    other.publish(1)
+    cluster.run()
+    assert asked.number == 1

@@ -15,9 +15,9 @@ from tests.coordinator.layout_world import World
 from tests.coordinator.test_layouts_over_time import held_by
 
 
-def reading() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
+def reading(host_bytes: int = 0) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
     """A trainer that is being read: no byte has arrived yet."""
-    cluster = StepwiseCluster()
+    cluster = StepwiseCluster(host_bytes=host_bytes)
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -244,24 +244,36 @@ def test_an_update_gives_running_readers_without_another_source_the_grace() -> N
     assert (reader.last_call.number, asked.number) == (1, 2)
 
 
-def test_an_update_cuts_readers_at_the_end_of_the_grace() -> None:
+@pytest.mark.parametrize(("timeout_s", "grace_s"), [(60.0, 5.0), (4.0, 2.0)])
+def test_an_update_cuts_readers_at_the_end_of_the_grace(timeout_s: float, grace_s: float) -> None:
     cluster, trainer, reader = reading()
     second = cluster.handle("second")
     run_without_reads(cluster)
     second.publish(2)
     run_without_reads(cluster)
-    asked = trainer.update("latest")
+    asked = trainer.update("latest", timeout_s=timeout_s)
     run_without_reads(cluster)
     begun = cluster.now
     while trainer.pull is None:
-        assert cluster.now < begun + cluster.options.drain_grace_s + 0.2
+        assert cluster.now < begun + grace_s + 0.2
         cluster.advance(0.1, run=False)
         run_without_reads(cluster)
-    assert cluster.now > begun + cluster.options.drain_grace_s - 0.2
+    assert cluster.now > begun + grace_s - 0.2
     cluster.run()
     assert asked.number == 2
     assert reader.last_call is not None
     assert isinstance(reader.last_call.error, VersionUnavailable)
+
+
+def test_a_staged_update_does_not_wait_for_readers_before_it_overwrites_what_they_read() -> None:
+    cluster, trainer, _ = reading(host_bytes=2**30)
+    second = cluster.handle("second")
+    run_without_reads(cluster)
+    second.publish(2)
+    run_without_reads(cluster)
+    trainer.stage("latest")
+    run_without_reads(cluster)
+    assert trainer.pull is not None
 
 
 def test_an_update_does_not_wait_for_readers_that_have_another_source() -> None:

@@ -197,3 +197,21 @@ def test_each_rare_phase_is_entered(way: Callable[[], None]) -> None:
 
 def test_a_search_is_spared_what_is_entered_here_and_nothing_else() -> None:
     assert Counter(RARE) == Counter(each for rare in WAYS.values() for each in rare)
+
+
+@pytest.mark.parametrize(("number", "rebinds"), [(2, 0), (3, 1)])
+def test_a_call_that_is_bound_to_equal_content_again_counts_no_rebind(number: int, rebinds: int) -> None:
+    rank = Rank(LocalCopies())
+    rank.do(rank.member.begin(FillCall(OpKind.UPDATE, "latest"), 60, 0))
+    running = rank.member.running
+    assert running is not None
+
+    def starts(bound: int) -> None:
+        assert running is not None
+        assert running.key is not None
+        rank.do(rank.member.receive(Start(running.key, 0, version(bound), manifest().manifest_id, False, ()), 0))
+
+    starts(2)
+    is_gone(rank)
+    starts(number)
+    assert running.rebinds == rebinds

@@ -455,14 +455,14 @@ class Fills:
             if part.holding is not None and part.holding.condemned:
                 return Blame(refusals.condemned(operation, part), part.rank)
             if not reads:
-                is_unproved = operation.is_forsaken and part.is_abandoned and self._testimonies.cannot_be_proved(part)
+                is_unproved = operation.is_forsaken and self._testimonies.cannot_be_proved(part)
                 if is_unproved and not ways.serve(operation):
                     return refusals.abandoned(operation)
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = wants_source(part) and all(lease.dropping for lease in part.leases.values())
-            if alone and operation.is_forsaken and part.is_abandoned and not ways.serve(operation):
+            if alone and operation.is_forsaken and not ways.serve(operation):
                 return refusals.abandoned(operation)
         return None
 

@@ -21,6 +21,7 @@ import pytest
 import tensorhub
 from tensorhub import sync
 from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, ProtocolError, StateError, TensorHubError
+from tensorhub.runtime.control import link as link_module
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.types import Options
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
@@ -91,6 +92,13 @@ async def test_until_the_deadline_it_is_tried_again_and_a_lack_of_descriptors_en
     with pytest.raises(StateError, match="RLIMIT_NOFILE"):
         await link.connect_first()
     assert len(dialled) == 2
+
+
+async def test_the_deadline_ends_a_long_pause_between_two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "RECONNECT_S_FIRST", 1000.0)
+    link, _ = link_that_meets(itertools.repeat([errno.ECONNREFUSED]), Options(coordinator_wait_s=0.01))
+    with anyio.fail_after(WAIT_S), pytest.raises(CoordinatorUnavailable):
+        await link.connect_first()
 
 
 def link_that_meets(faults: Iterable[list[int]], options: Options) -> tuple[CoordinatorLink, list[str]]:

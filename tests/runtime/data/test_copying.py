@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
+
 from tensorhub.messages import Origin
 from tensorhub.runtime.data.copying import copy_chunks
+from tensorhub.transport.owner import CannotServe
 from tensorhub.worker.calls import LocalCopy
 from tests.runtime.data_rig import CHUNKS, CONTENT, Node, manifest_of
 
@@ -28,5 +31,21 @@ def test_whoever_copies_says_where_that_was_read() -> None:
         assert node.owner.enclosed(node.registration, node.generation) == {0}
     assert copy.owner.read_from(copy.registration, copy.generation, "publisher") == [0, 1, 2]
     assert [copy.has(chunk) for chunk in range(CHUNKS)] == [chunk in origins for chunk in range(CHUNKS)]
+    for node in (source, copy):
+        node.listener.close()
+
+
+def test_memory_that_its_owner_has_written_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = manifest_of()
+    source = Node("host", manifest, filled=True).open(complete=True)
+    copy = Node("copy", manifest, filled=False, owner=source.owner).open(complete=False)
+
+    def was_written(*_: object) -> None:
+        raise CannotServe("it was written")
+
+    monkeypatch.setattr(source.owner, "digests_of", was_written)
+    arrived = partial(copy.owner.mark_available, copy.registration, copy.generation)
+    sources = [LocalCopy(source.registration, source.generation)]
+    assert not copy_chunks(source.owner, sources, CONTENT, copy.memory, frozenset(), arrived, lambda: None)
     for node in (source, copy):
         node.listener.close()
