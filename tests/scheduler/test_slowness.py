@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, SUPPOSED_BYTES_PER_S, VOTE_S, Distance
-from tensorhub.scheduler.slowness import PEERS_MAX, SLOWNESS_MAX, Slowness, together
+from tensorhub.scheduler.slowness import PEERS_MAX, SLOWNESS_MAX, Slowness
 
 RACK, SITE = Distance.RACK, Distance.SITE
 FAST, SLOW = 800e6, 100e6  # bytes per second
@@ -152,25 +152,6 @@ def test_a_small_difference_is_none() -> None:
     assert told.slow() == {"slow": SLOWNESS_MAX}
 
 
-def test_nobody_knows_who_is_slow_before_another_reader_has_met_the_source() -> None:
-    told = Told()
-    told.reads("reader", "trainer", SUPPOSED_BYTES_PER_S[RACK])
-    assert not told.slowness.is_open("reader", "trainer", told.now)
-    told.reads("reader", "trainer", SLOW)
-    assert told.slowness.is_open("reader", "trainer", told.now)
-    assert not told.slowness.is_open("reader", "trainer", told.now + VOTE_S)
-    assert not told.slowness.is_open("another", "trainer", told.now)
-    told.waits("another", "trainer", SLOW)
-    assert not told.slowness.is_open("reader", "trainer", told.now)
-
-
-def test_who_has_shown_more_elsewhere_is_not_doubted() -> None:
-    told = Told()
-    told.reads("reader", "other", FAST)
-    told.reads("reader", "trainer", SLOW)
-    assert not told.slowness.is_open("reader", "trainer", told.now)
-
-
 def test_a_slow_reader_that_shares_a_source_or_waits_is_slow_still() -> None:
     told = Told()
     told.reads("fast", "trainer", FAST)
@@ -267,11 +248,3 @@ def test_honest_words_of_one_slow_machine_find_it_and_nobody_else(
             else:
                 told.waits(reader, source, carried)
     assert set(told.slow()) == {slow}
-
-
-@pytest.mark.parametrize(
-    ("slownesses", "slowness"),
-    [([0], 0), ([3], 3), ([5], 5), ([2, 2], 1), ([2, 2, 2], 0), ([2, 2, 2, 2], 0), ([3, 3], 2), ([1, 3], 1), ([0, 0], 0)],
-)
-def test_what_several_sources_bring_adds_up(slownesses: list[int], slowness: int) -> None:
-    assert together(slownesses) == slowness

@@ -19,7 +19,6 @@ from tensorhub.types import Location
 TCP = frozenset({"tcp"})
 RATE = 1e9  # bytes per second, of a link that is not slow
 RATES = (40e9, RATE, RATE, RATE)
-UNIT = 32  # what a reader that is not slow weighs
 
 
 @dataclass
@@ -90,9 +89,9 @@ class Tree:
         return len(self.above(worker))
 
     def load(self, worker: int, without: int | None = None) -> Load:
-        weights = [UNIT >> self.slowness[each] for each in self.readers(worker) if each != without]
-        whole = (sum(weights) << self.slowness[worker]) // UNIT
-        return Load(min(len(weights), whole), max(self.slowness[each] for each in (worker, *self.above(worker))))
+        readers = [each for each in self.readers(worker) if each != without]
+        readers = [each for each in readers if self.slowness[worker] or not self.slowness[each]]
+        return Load(len(readers), max(self.slowness[each] for each in (worker, *self.above(worker))))
 
     def rates(self) -> dict[int, float]:
         """With which each is filled."""

@@ -6,9 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tensorhub.coordinator.entities import Holding, RankPart
 from tensorhub.coordinator.readers import Readers
-from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.testing import run_seed
 from tests.testing.wild import wild_beliefs
 
@@ -19,21 +17,14 @@ SEEDS = range(60)
 @pytest.mark.timeout(600)
 def test_whatever_is_believed_the_guarantees_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     happened = Counter[str]()
-    swap, beside = Readers._swap, SourceChoice.beside
+    swap = Readers._swap
 
     def moved(self: Readers, *part_and_source: object) -> None:
         happened["moved"] += 1
         swap(self, *part_and_source)  # type: ignore[arg-type]
 
-    def striped(self: SourceChoice, part: RankPart, factor: float, gain_s: float) -> list[Holding]:
-        found = beside(self, part, factor, gain_s)
-        happened["striped"] += len(found)
-        return found
-
     monkeypatch.setattr(Readers, "_swap", moved)
-    monkeypatch.setattr(SourceChoice, "beside", striped)
     with wild_beliefs():
         for seed in SEEDS:
             run_seed(seed)
     assert happened["moved"] > 5
-    assert happened["striped"] > 0

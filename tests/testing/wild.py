@@ -1,6 +1,4 @@
-"""Beliefs about links and workers that are drawn at random: readers are moved in mid-fill, and read from several, again and
-again.
-"""
+"""Beliefs about links and workers that are drawn at random: readers are moved in mid-fill again and again."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from zlib import crc32
 from tensorhub.coordinator import readers, source_choice
 from tensorhub.coordinator.entities import Holding, RankPart
 from tensorhub.coordinator.readers import Readers
-from tensorhub.scheduler.links import Distance, distance
 from tensorhub.scheduler.slowness import SLOWNESS_MAX, Slowness
 
 LITTLE = 1e-9
@@ -41,23 +38,14 @@ def wild_beliefs() -> Iterator[None]:
         (is_far, _), number = known(holding, part, *what)
         return (is_far, 1.0 + drawn(holding.number, holding.member.registration, part.operation.name)), number
 
-    def uses_links(holding: Holding, part: RankPart) -> bool:
-        """Also what has a memory in common."""
-        return distance(part.member.worker.location, holding.member.worker.location) is not Distance.FAR
-
     with ExitStack() as patched:
         for owner, name, by in (
             (Readers, "improve", weighed),
             (Slowness, "of", slowness),
-            (Slowness, "is_open", lambda *_: True),
             (source_choice, "_estimate", estimate),
-            (source_choice, "_uses_links", uses_links),
-            (source_choice, "_bring_enough", lambda *_: False),
-            (source_choice, "DOUBTED_S_MIN", 0.0),
             (readers, "COMPARE_S", 0.0),
             (readers, "GAIN_S", LITTLE),
             (readers, "FASTER", 1.0),
-            (readers, "BESIDE", 1.0),
         ):
             patched.enter_context(patch.object(owner, name, by))
         yield

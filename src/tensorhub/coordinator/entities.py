@@ -53,7 +53,6 @@ from tensorhub.messages import (
     Unpin,
 )
 from tensorhub.scheduler.choice import Load
-from tensorhub.scheduler.slowness import SLOWNESS_MAX
 from tensorhub.scheduler.sources import Standing
 from tensorhub.types import (
     READ_ONLY,
@@ -70,7 +69,6 @@ from tensorhub.types import (
 LayoutKey = tuple[str, str]  # a layout's id, and its origin's
 SelectionKey = tuple[str, int, str]  # its origin's id, the shard that names the class, and its own id
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
-READER_WEIGHT = 1 << SLOWNESS_MAX  # of a reader that takes all that a link carries
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 
 S = TypeVar("S", bound=StrEnum)
@@ -373,7 +371,7 @@ class Holding:
     layout: LayoutHoldings[Holding]  # in which it is held: it is one of the holders of its shard there, until it leaves
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when its sources last changed; 0 once complete
-    behind: int = 0  # its sources' slowness together at that time; 0 once complete
+    behind: int = 0  # the slowness of its slowest source at that time; 0 once complete
     number: int = 0  # in the order in which its shard's holdings came
     verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
     is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
@@ -385,8 +383,7 @@ class Holding:
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # how many of these leases are ACTIVE
-    yielding: int = 0  # how many of these make way (`supply.makes_way`)
-    weight: int = 0  # of these, together
+    yielding: int = 0  # how many of these yield (`supply.yields`)
     guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
     readers_most: int = 0  # the most active readers at a time, since there were none
     version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
@@ -419,12 +416,9 @@ class Holding:
         return self.load_without(None)
 
     def load_without(self, lease: ReadLease | None) -> Load:
-        """The same without that one. Slow readers take a part of its uplink each; less than a whole one does not count."""
-        weight = 0 if lease is None else lease.weight
-        readers = self.active_readers - self.yielding - (weight > 0)
-        whole = (self.weight - weight) * 2**self.member.worker.slowness // READER_WEIGHT
-        yielding = self.yielding - (lease is not None and not lease.weight)
-        return Load(min(readers, whole), self.slowness, yielding)
+        """The same without that one. Every reader shares a slow source's uplink."""
+        yielding = 0 if self.member.worker.slowness else self.yielding - (lease is not None and lease.yields)
+        return Load(self.active_readers - (lease is not None) - yielding, self.slowness, yielding)
 
     @property
     def takes_readers(self) -> bool:
@@ -538,7 +532,7 @@ class ReadLease(_Moving[LeaseState]):
     partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
-    weight: int  # READER_WEIGHT, or less if its reader is slow; 0: it makes way
+    yields: bool  # as of `supply.yields`, while it is ACTIVE
     source_had: int = 0  # so many chunks, as far as was known at that report
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it
@@ -548,7 +542,7 @@ class ReadLease(_Moving[LeaseState]):
     @property
     def is_only(self) -> bool:
         """Whether everything comes through it, and nothing through another one."""
-        return self.part.reads_whole and len(self.part.leases) == 1
+        return len(self.part.leases) == 1 and self.need is None and not (self.partial or self.dropping)
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -614,11 +608,6 @@ class RankPart:
     def bridges(self) -> bool:
         """Whether the layout in which it reads is not the published one."""
         return self.origin is not None
-
-    @property
-    def reads_whole(self) -> bool:
-        """Whether each of its sources brings everything. If it has several, they bring it together."""
-        return not any(lease.need is not None or lease.partial or lease.dropping for lease in self.leases.values())
 
     @property
     def is_abandoned(self) -> bool:

@@ -13,7 +13,6 @@ from typing import assert_never
 from tensorhub.coordinator.cluster import Cluster, layouts_used
 from tensorhub.coordinator.coverage import must_cover
 from tensorhub.coordinator.entities import (
-    READER_WEIGHT,
     Group,
     Holding,
     Member,
@@ -35,7 +34,7 @@ from tensorhub.coordinator.states import (
     VersionState,
     WorkerState,
 )
-from tensorhub.coordinator.supply import is_filled_by, lasts, makes_way
+from tensorhub.coordinator.supply import is_filled_by, lasts, yields
 from tensorhub.coordinator.waiting import waits_in
 from tensorhub.machine import demand
 from tensorhub.types import OpKind, Purpose
@@ -129,14 +128,6 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         demand(member.worker is worker, "a member belongs to its worker", member)
         if member.holding is not None:
             _ordered(member.holding)
-        for lease in member.reads.values():
-            _weighed(lease)
-
-
-def _weighed(lease: ReadLease) -> None:
-    whole = 0 if makes_way(lease.part, lease.holding) else READER_WEIGHT
-    weighs = lease.weight * 2**lease.part.member.worker.slowness == whole
-    demand(weighs or lease.state is not LeaseState.ACTIVE, "a reader weighs as it is slow", lease)
 
 
 def _member(cluster: Cluster, member: Member) -> None:
@@ -187,10 +178,8 @@ def _held(member: Member, holding: Holding) -> None:
     demand(holding.member is member, "a holding is one member's", holding)
     readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
     demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
-    weight = sum(lease.weight for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
-    demand(holding.weight == weight, "a source's readers are weighed", holding)
-    yielding = sum(not lease.weight for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
-    demand(holding.yielding == yielding, "a source's readers that make way are counted", holding)
+    yielding = sum(lease.yields for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
+    demand(holding.yielding == yielding, "a source's readers that yield are counted", holding)
     guests = sum(worker.read_only for worker in readers)
     demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
     for ident, lease in holding.readers.items():
@@ -429,7 +418,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
             _ordered(part.member.holding)
         for lease in part.leases.values():
             demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
-            _weighed(lease)
+            demand(lease.yields == yields(part, lease.holding), "a reader that yields is known to", lease)
             demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
             demand(running, "only running operations read", lease)
             demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
@@ -470,7 +459,6 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         operation = part.operation
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
         demand(known, "a reader knows its leases", lease)
-        _weighed(lease)
         demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
         demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9

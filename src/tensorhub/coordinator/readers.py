@@ -11,22 +11,21 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import bridges, limits, replicas, supply
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import READER_WEIGHT, Holding, Member, Operation, RankPart, ReadLease, Version, Worker
+from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Version, Worker
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
-from tensorhub.scheduler.slowness import CLEARLY, together
+from tensorhub.scheduler.slowness import CLEARLY
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
 REFUSALS_MAX = 5  # of a neighbour, one and a half seconds together, before its reader reads from another site
 FASTER = CLEARLY  # so many times sooner a reader must have the rest elsewhere, to be moved while it reads
-BESIDE = 1.25  # so many times sooner with further sources besides: nobody has less for it, and nothing is left
 COMPARE_S = 1.0  # how often that is asked, at most
-MADE_WAY_MAX = 8  # readers of a source of which the slow ones make way for a fast one; among more it matters little
+YIELDING_MAX = 8  # readers of a source of which some yield to the others; among more it matters little
 
 
 @dataclass(eq=False, repr=False)
@@ -50,11 +49,9 @@ class Readers:
         return grant
 
     def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
-        if holding.active_readers == 1:
-            self._make_way(holding)
         ident = self._cluster.new_id()
-        flow, weight = Flow(ident, 0, 0.0), _weight(part, holding)
-        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, weight=weight, need=need)
+        flow, yields = Flow(ident, 0, 0.0), supply.yields(part, holding)
+        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, yields=yields, need=need)
         if need is not None and (root := bridges.enclosing_root(part, need, holding)):
             lease.root, lease.grid = root, self._grid_of(holding)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
@@ -67,8 +64,7 @@ class Readers:
         if part.member.worker.read_only:
             self._admit(holding, part.member.worker)
         holding.active_readers += 1
-        holding.yielding += not weight
-        holding.weight += weight
+        holding.yielding += yields
         readers = holding.active_readers
         self._cluster.reckon(holding)
         if part.holding is not None:
@@ -76,13 +72,6 @@ class Readers:
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
-
-    def _make_way(self, holding: Holding) -> None:
-        """Somebody comes to read there, and needs it more than a reader that has others besides: that one leaves."""
-        for lease in list(holding.readers.values()):
-            is_one = lease.state is LeaseState.ACTIVE and not (lease.dropping or lease.part.bridges)
-            if is_one and supply.is_spare(lease):
-                self._leave_for(lease, (), "others read there")
 
     def _feed(self, part: RankPart) -> None:
         """What fills its holding has changed."""
@@ -95,9 +84,8 @@ class Readers:
         holding = part.holding
         lasting = [lease.holding for lease in holding.fillers if supply.lasts(lease)] if holding is not None else []
         if holding is not None and lasting:
-            slow = [each.slowness for each in lasting]
             holding.depth = 1 + max(each.depth for each in lasting)
-            holding.behind = max(slow) if part.bridges else together(slow)
+            holding.behind = max(each.slowness for each in lasting)
 
     def _grid_of(self, holding: Holding) -> str:
         """The name of its own chunks."""
@@ -144,7 +132,7 @@ class Readers:
             self._weigh(each)
 
     def _weigh(self, worker: Worker) -> None:
-        """How slow it is, and what it takes of its sources' uplinks, now."""
+        """How slow it is now."""
         rates = self._cluster.links.rates(self._cluster.now)
         slowness = self._cluster.slowness.of(worker.incarnation, rates, self._cluster.now)
         if slowness == worker.slowness:
@@ -153,10 +141,10 @@ class Readers:
         self._cluster.note(worker)
         self._cluster.reckon_all_of(worker)
         for lease in (lease for member in worker.members.values() for lease in member.reads.values()):
-            if lease.state is LeaseState.ACTIVE:
-                weight = _weight(lease.part, lease.holding)
-                lease.holding.weight += weight - lease.weight
-                lease.weight = weight
+            yields = supply.yields(lease.part, lease.holding)
+            if lease.state is LeaseState.ACTIVE and yields is not lease.yields:
+                lease.holding.yielding += yields - lease.yields
+                lease.yields = yields
                 self._cluster.reckon(lease.holding)
                 self._cluster.note(lease, lease.holding.member)
 
@@ -331,9 +319,8 @@ class Readers:
             self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
 
     def improve(self, part: RankPart) -> None:
-        """A reader reads on. If its source is slow or shared, it may have the rest much earlier from another one, or from
-        several together. If it is fast, and slow ones read there too, these take a part of its uplink: they read at the end
-        of the chain instead. So do those who fill host memory in another site, if much comes through between the sites.
+        """A reader reads on. If its source is slow or shared, the reader may have the rest much earlier from another one.
+        Readers that yield leave the source to this one, and read at the end of its chain instead.
 
         That is asked once in a while, since each move costs a new connection.
         """
@@ -342,53 +329,34 @@ class Readers:
         if lease is None or part.compared_at + COMPARE_S > now:
             return
         holding, own = lease.holding, part.member.worker.slowness
-        others = 0 if lease.weight else holding.yielding
-        if holding.weight + others * READER_WEIGHT >= 2 * READER_WEIGHT or holding.slowness > own:
+        readers = holding.active_readers - (0 if lease.yields else holding.yielding)
+        if readers > 1 or holding.slowness > own:
             part.compared_at = now
             self._improve(part, FASTER, GAIN_S)
-        elif lease.weight < READER_WEIGHT:
-            return
-        elif (holding.weight > READER_WEIGHT or holding.yielding) and holding.active_readers <= MADE_WAY_MAX:
+        elif not lease.yields and holding.yielding and holding.active_readers <= YIELDING_MAX:
             part.compared_at = now
             for each in list(holding.readers.values()):
                 has_read = each.part.progress[0] > each.part.moved_with  # else whoever comes costs it what is on its way
-                if each.weight < READER_WEIGHT and has_read and (each.weight or self._takes_much(part, holding)):
+                if each.yields and has_read:
                     self._improve(each.part, 1.0)
-        elif holding.depth == 1 and (above := self._choice.doubted(lease)) is not None:
-            part.compared_at = now
-            self._swap(part, above.holding)
-            self._improve(above.part, 1.0)
-
-    def _takes_much(self, part: RankPart, holding: Holding) -> bool:
-        """Whether this reader would be done clearly sooner, if nothing went to another site from its source."""
-        rates = self._cluster.links.rates(self._cluster.now)
-        link = rates[distance(part.member.worker.location, holding.member.worker.location)]
-        return link > BESIDE * (link - rates[Distance.FAR])
 
     def _improve(self, part: RankPart, factor: float, gain_s: float = 0.0) -> None:
-        """If it has the rest so many times sooner elsewhere, and as much sooner; else from more sources together, if it has
-        it so much sooner then. (Without a gain: it makes way.)
-        """
-        if not (part.reads and part.reads_whole) or part.bridges or part.member.worker.read_only:
+        """It moves if it has the rest so many times sooner elsewhere, and as much sooner. (Without a gain: it yields.)"""
+        if not part.reads or part.bridges or part.member.worker.read_only:
             return
-        if not all(lease.holding.is_fed for lease in part.leases.values()):
+        if not all(lease.is_only and lease.holding.is_fed for lease in part.leases.values()):
             return
         found = self._choice.faster(part, factor, gain_s)
         if found is not None:
             part.moved_with = part.progress[0]
             self._swap(part, found)
-        elif gain_s > 0:
-            for each in self._choice.beside(part, BESIDE, gain_s):
-                self._tell_to_add(part, self.lend(part, None, each))
 
     def _swap(self, part: RankPart, holding: Holding) -> None:
         """It reads from that one instead."""
-        leases = list(part.leases.values())
-        for lease in leases:
-            lease.dropping = True  # what reads from the other one is not filled through these any more
+        (lease,) = part.leases.values()
+        lease.dropping = True  # what reads from the other one is not filled through this any more
         self._tell_to_add(part, self.lend(part, None, holding))
-        for lease in leases:
-            self._leave_for(lease, (), "another source is better")
+        self._leave_for(lease, (), "another source is better")
 
     def _leave_for(self, lease: ReadLease, grants: Iterable[Grant], why: str) -> None:
         part = lease.part
@@ -431,8 +399,7 @@ class Readers:
         holding, guest = lease.holding, lease.part.member.worker
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
             holding.active_readers -= 1
-            holding.yielding -= not lease.weight
-            holding.weight -= lease.weight
+            holding.yielding -= lease.yields
             holding.peers.patches -= lease.partial
             if guest.read_only:
                 if holding.guests.is_used_up:  # there is room for one more
@@ -451,12 +418,6 @@ def grant_of(
     worker, member = holding.member.worker, holding.member
     where = worker.name, worker.incarnation, member.registration, holding.generation, worker.endpoints, worker.location
     return Grant(lease, *where, complete, selection, shard, root, grid)
-
-
-def _weight(part: RankPart, holding: Holding) -> int:
-    """What it takes of that source's uplink."""
-    reader = part.member.worker
-    return 0 if supply.makes_way(part, holding) else READER_WEIGHT >> reader.slowness
 
 
 def _unfed(part: RankPart) -> list[Need]:

@@ -22,9 +22,7 @@ from tensorhub.scheduler.links import Distance, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
 
 LOOKS_MAX = 32  # at sources that might be faster
-DOUBTED_S_MIN = 1.0  # what a reader has before it, if it is to change places, so that a slow one is found
 GAIN_S = 0.25  # so much sooner at least a reader must have the rest elsewhere
-STRIPES_MAX = 4  # complete sources that one reader reads from together, where their uplinks are the limit
 PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
 
 
@@ -106,13 +104,13 @@ class SourceChoice:
         return refuses
 
     def faster(self, part: RankPart, factor: float, gain_s: float) -> Holding | None:
-        """A source from which this reader would have the rest so many times sooner, and as much sooner, than from those that
-        it has, if one of the first few is. It is as near at least. It has more than the reader, unless nothing is to be
+        """A source from which this reader would have the rest so many times sooner, and as much sooner, than from the one
+        that it has, if one of the first few is. It is as near at least. It has more than the reader, unless nothing is to be
         gained.
         """
         there, own, has = part.layout.of(part.shard), part.holding, part.progress[0]
-        now, rest, rates = _sources_of(part), _rest(part), self._cluster.links.rates(self._cluster.now)
-        now_s = _together_s(part, now, rest, rates)
+        (lease,), rest, rates = part.leases.values(), _rest(part), self._cluster.links.rates(self._cluster.now)
+        now_s = _estimate(lease.holding, part, rest, rates, lease)[0][1]
         if now_s <= gain_s:
             return None
         below: dict[Holding, None] | None = None
@@ -123,7 +121,7 @@ class SourceChoice:
             looks += 1
             if looks > LOOKS_MAX:
                 return False
-            if holding in now or holding is own or not holding.is_fed or self._is_out_of_question(holding, part):
+            if holding in (lease.holding, own) or not holding.is_fed or self._is_out_of_question(holding, part):
                 return True
             if holding.complete:
                 return False
@@ -136,64 +134,14 @@ class SourceChoice:
         found = self._best(part, there, refuses)
         if found is None or looks > LOOKS_MAX:
             return None
-        then_s = _together_s(part, [found], rest, rates)
+        then_s = _estimate(found, part, rest, rates)[0][1]
         return found if now_s > factor * then_s and now_s >= then_s + gain_s else None
 
-    def beside(self, part: RankPart, factor: float, gain_s: float) -> list[Holding]:
-        """Further sources, with each of which this reader would have the rest so many times sooner, and as much sooner, if
-        the uplinks of those that it has are the limit. All are complete, nobody else reads there, and none is farther: so
-        nobody is slower for it, and no byte enters a site twice.
-        """
-        sources, rest, rates = _sources_of(part), _rest(part), self._cluster.links.rates(self._cluster.now)
-        found, looks = list[Holding](), 0
-        is_alone = all(each.complete and each.active_readers == 1 and not each.leaving for each in sources)
-        if not (is_alone and all(_uses_links(each, part) for each in sources)):
-            return []
-
-        def refuses(holding: Holding) -> bool:
-            nonlocal looks
-            looks += 1
-            if looks > LOOKS_MAX:
-                return False
-            worker = holding.member.worker
-            is_idle = not any(each.active_readers for member in worker.members.values() for each in member.holdings)
-            if not (holding.complete and is_idle and _uses_links(holding, part)):
-                return True
-            return any(each.member.worker is worker for each in found) or self._is_out_of_question(holding, part)
-
-        while len(sources) < STRIPES_MAX and not _bring_enough(sources, part):
-            each = self._best(part, part.layout.of(part.shard), refuses)
-            if each is None or looks > LOOKS_MAX:
-                break
-            now_s, then_s = (_together_s(part, those, rest, rates) for those in (sources, [*sources, each]))
-            if now_s <= factor * then_s or now_s < then_s + gain_s:
-                break
-            sources.append(each)
-            found.append(each)
-        return found
-
     def _is_out_of_question(self, holding: Holding, part: RankPart) -> bool:
-        """Whether no reader leaves its source for that one, or takes it besides: it is farther, or has failed this one."""
+        """Whether no reader leaves its source for that one: it is farther, or has failed this one."""
         if holding.member.worker.incarnation in part.failures or not self._reachable(holding, part):
             return True
-        return any(_is_nearer(each, holding, part) for each in _sources_of(part))
-
-    def doubted(self, lease: ReadLease) -> ReadLease | None:
-        """The lease through which this lease's source is filled, if that goes slowly, and nobody can know which of its two
-        workers is slow: nobody else reads there, all others wait behind its reader. If that reader and this lease's one
-        change places, it costs nothing, and is seen.
-        """
-        part, now = lease.part, lease.holding
-        above = next(iter(now.fillers), None)
-        if above is None or not (lease.is_only and above.is_only and above.is_of_whole):
-            return None
-        first, source = now.member.worker, above.holding.member.worker
-        if not self._cluster.slowness.is_open(first.incarnation, source.incarnation, self._cluster.now):
-            return None
-        left = 1 - part.progress[0] / max(1, now.peers.chunks)
-        rest_s = left * now.peers.nbytes * above.flow.seconds / max(1, above.flow.nbytes)
-        can_read = self._reachable(above.holding, part) and not _is_nearer(now, above.holding, part)
-        return above if can_read and rest_s >= DOUBTED_S_MIN else None
+        return any(_is_nearer(lease.holding, holding, part) for lease in part.leases.values())
 
     def partial_holdings(
         self, part: RankPart, version: Version, there: Holders[Holding], need: Need | None = None
@@ -282,33 +230,11 @@ def _estimate(
     return rank(apart, load, holding.depth, wanted, rates), -holding.number
 
 
-def _sources_of(part: RankPart) -> list[Holding]:
-    """Those that it has; each brings everything."""
-    return [lease.holding for lease in part.leases.values()]
-
-
 def _rest(part: RankPart) -> Wanted:
     """What it still has to read."""
     there = part.layout.of(part.shard)
     left, wanted = max(0, there.chunks - part.progress[0]) / max(1, there.chunks), _wanted(there, None)
     return Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
-
-
-def _together_s(part: RankPart, sources: Sequence[Holding], wanted: Wanted, rates: Sequence[float]) -> float:
-    """When it would have that from all of these together. It reads from some of them already."""
-    own = {lease.holding: lease for lease in part.leases.values()}
-    first, *others = (_estimate(each, part, wanted, rates, own.get(each))[0][1] for each in sources)
-    return 1 / sum(1 / each for each in (first, *others)) if others else first
-
-
-def _bring_enough(sources: Sequence[Holding], part: RankPart) -> bool:
-    """Whether their uplinks together carry what this reader's own link does."""
-    return sum(0.5**each.slowness for each in sources) >= 0.5**part.member.worker.slowness
-
-
-def _uses_links(holding: Holding, part: RankPart) -> bool:
-    """Whether the two workers' own links are between them: neither memory that they share, nor another site's link."""
-    return distance(part.member.worker.location, holding.member.worker.location) in (Distance.RACK, Distance.SITE)
 
 
 def _is_far(holding: Holding, part: RankPart) -> bool:

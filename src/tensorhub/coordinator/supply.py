@@ -12,12 +12,13 @@ from tensorhub.messages import Need
 from tensorhub.types import OpKind
 
 
-def makes_way(part: RankPart, holding: Holding) -> bool:
-    """Whether, if it reads there, it leaves that source to readers of its own site: it is in another one, and nobody is
-    stalled by it.
+def yields(part: RankPart, holding: Holding) -> bool:
+    """Whether the reader does not count as one that shares the source's uplink. A slow reader takes little of the uplink.
+    A seed or a prefetch in another site stalls no worker, and leaves the source to the readers of the source's site.
     """
-    is_far = part.member.worker.location.site != holding.member.worker.location.site
-    return is_far and part.operation.kind is OpKind.PREFETCH
+    reader, source = part.member.worker, holding.member.worker
+    is_far = reader.location.site != source.location.site
+    return reader.slowness > 0 or (is_far and part.operation.kind is OpKind.PREFETCH)
 
 
 def lasts(lease: ReadLease) -> bool:

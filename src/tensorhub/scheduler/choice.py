@@ -28,8 +28,8 @@ class Wanted:
 
 class Load(NamedTuple):
     """What makes a source slower than its distance. `readers`: how many share its uplink already. `slowness`: its own, or
-    that of somebody through whom it is filled, as a power of two. `yielding`: how many more read there from other sites, and
-    make way for those of its own: only who comes from afar has to share with them.
+    that of somebody through whom it is filled, as a power of two. `yielding`: how many more read there and leave
+    its uplink to others: only a reader in another site has to share with them.
     """
 
     readers: int

@@ -17,23 +17,15 @@ Responsible for what is believed. Not responsible for what follows from it (`cho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, SUPPOSED_BYTES_PER_S, VOTE_S, Distance, bounded
+from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, VOTE_S, Distance, bounded
 
 CLEARLY = 1.5  # times as fast: rates that differ by less are taken for equal
 SLOWNESS_MAX = 5  # who is slower than others by more than this power of two counts as so slow
 PEERS_MAX = 16  # with whom a worker was met: the newest ones
-
-
-def together(slownesses: Iterable[int]) -> int:
-    """How slow several sources of one reader are together: what they bring adds up."""
-    share, slowness = sum(0.5**each for each in slownesses), 0
-    while CLEARLY * share * (1 << slowness) <= 1:
-        slowness += 1
-    return slowness
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +108,6 @@ class Slowness:
         else:
             self._slow.pop(worker, None)
         return slowness
-
-    def is_open(self, reader: str, source: str, now: float) -> bool:
-        """Whether one of the two is slow, and nobody can tell which: nobody else has read from that source."""
-        met = self._fresh(reader, now)
-        said = met.pop(source, None)
-        if said is None or not said.as_reader or CLEARLY * said.most > SUPPOSED_BYTES_PER_S[said.apart]:
-            return False
-        return all(each.shown < CLEARLY * said.most for each in met.values()) and not self._fresh(source, now).keys() - {
-            reader
-        }
 
     def _fresh(self, worker: str, now: float) -> dict[str, _Met]:
         return {other: each for other, each in self._met.get(worker, {}).items() if each.said_at + VOTE_S > now}

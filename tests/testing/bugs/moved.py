@@ -1,19 +1,17 @@
-"""Bugs in what becomes of readers that change their source in mid-fill, or read from several. Whatever is believed of links
+"""Bugs in what becomes of readers that change their source in mid-fill. Whatever is believed of links
 and workers (`tests.testing.wild`), so that they do so again and again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from tensorhub.coordinator.entities import Holding, RankPart
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.testing import Fault
 from tests.testing.bugs import bug as any_bug, replaced
-from tests.testing.bugs.inside import around
 
 bug = partial(any_bug, is_wild=True, faults=(Fault.SLOW, Fault.CRASH))
 
@@ -21,16 +19,6 @@ bug = partial(any_bug, is_wild=True, faults=(Fault.SLOW, Fault.CRASH))
 @bug("R9: a reader is moved to what is filled from it: both wait for each other")
 def moved_to_what_it_fills() -> Iterator[None]:
     with replaced(SourceChoice, "_below", lambda self, holding: {}):
-        yield
-
-
-@bug("R9: who reads from several sources is sent to one that is filled from it, too")
-def beside_what_it_fills() -> Iterator[None]:
-    def beside(before: Callable[..., list[Holding]], self: SourceChoice, part: RankPart, *limits: Any) -> list[Holding]:
-        filled = [] if part.holding is None else [*self._below(part.holding)][1:]
-        return before(self, part, *limits) or [each for each in filled if self._reachable(each, part)]
-
-    with around(SourceChoice, "beside", beside):
         yield
 
 
