@@ -296,6 +296,9 @@ class Readers:
         if withdrawal is not None and not holding.active_readers:
             model.pressing[registration] = withdrawal
             self._cluster.touch(model)
+        operation = holding.member.group.operation
+        if operation is not None and operation.grace_until is not None and operation.version is None:
+            self._cluster.wake(operation)
 
     # -- another source
 
