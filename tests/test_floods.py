@@ -148,9 +148,9 @@ async def test_a_reader_that_wants_nothing_is_disconnected_and_is_back_when_it_w
         async with connect(c.address, "reader", options, token=read_only_token("secret")) as reader:
             life = worker_of(reader).incarnation
             for times in (1, 2):
-                monkeypatch.setattr(limits, "GUEST_IDLE_S", 0.2)
+                monkeypatch.setattr(limits, "IDLE_S", 0.2)
                 await until(lambda times=times: caplog.text.count(gone) >= times)  # type: ignore[misc]
-                monkeypatch.setattr(limits, "GUEST_IDLE_S", 60.0)  # else, on a busy machine, it is gone again while it asks
+                monkeypatch.setattr(limits, "IDLE_S", 60.0)  # else, on a busy machine, it is gone again while it asks
                 await until(lambda: caplog.text.count("worker_welcomed") == 2 + caplog.text.count(gone))
                 fetched = await reader.fetch("m")
                 assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, 1)

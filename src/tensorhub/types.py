@@ -281,7 +281,6 @@ class Options:
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
     wan_connections: int = 4  # reader's: at most, over tcp, to one source in another site
     sessions_max: int = 16_384  # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
-    guest_share: float = 0.5  # coordinator's: of sessions, registrations and watches, for who is read-only or has not joined
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
@@ -330,10 +329,6 @@ class Options:
                 self._refuse(name, str, "give 'warn', 'error' or 'ignore'")
         if self.digest not in ("xxh3-64", "sha-256"):
             self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
-        share: object = self.guest_share
-        if not isinstance(share, Real) or not 0 < float(share) < 1:
-            self._refuse("guest_share", float, "give a number between 0.0 and 1.0")
-        object.__setattr__(self, "guest_share", float(share))
 
     def _refuse(self, name: str, kinds: type, advice: str) -> NoReturn:
         value = getattr(self, name)

@@ -75,7 +75,7 @@ JOIN = Join("dashboard", Location(), (Endpoint("tcp", "nowhere"),), 1, 2**40)
 MINE = "read-only-1"
 
 
-class Guest:
+class Reader:
     """A peer with the read-only token, by hand."""
 
     def __init__(self, cluster: StepwiseCluster, session: int = SESSION, incarnation: str = "read-only-x") -> None:
@@ -120,16 +120,16 @@ def fills(key: OpKey, kind: OpKind, registration: str = MINE, resume: Begun | No
     return Fill(key, 0, registration, kind, "latest", None, 9, False, False, 60.0, (key,), resume)
 
 
-def world() -> tuple[StepwiseCluster, Guest, SimHandle]:
-    """A trainer that has published version 1 and is read by nobody, and a guest that has joined."""
+def world() -> tuple[StepwiseCluster, Reader, SimHandle]:
+    """A trainer that has published version 1 and is read by nobody, and a reader that has joined."""
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
     cluster.run()
-    guest = Guest(cluster)
-    assert guest.say(JOIN) == [Welcome("c", 1, 10.0, False, read_only=True)]
-    return cluster, guest, trainer
+    reader = Reader(cluster)
+    assert reader.say(JOIN) == [Welcome("c", 1, 10.0, False, read_only=True)]
+    return cluster, reader, trainer
 
 
 def key(cluster: StepwiseCluster, group: str = "trainer") -> OpKey:
@@ -141,38 +141,38 @@ def key(cluster: StepwiseCluster, group: str = "trainer") -> OpKey:
 
 
 def test_what_it_says_of_links_is_not_believed() -> None:
-    cluster, guest, _ = world()
-    (grant,) = guest.fetch().grants
+    cluster, reader, _ = world()
+    (grant,) = reader.fetch().grants
     before = cluster.coordinator.cluster.links.rates(cluster.now)
-    assert guest.say(Progress(guest.key, 0, 1, 10**6, (Flow(grant.lease, 10**6, 1.0),))) == []
+    assert reader.say(Progress(reader.key, 0, 1, 10**6, (Flow(grant.lease, 10**6, 1.0),))) == []
     assert cluster.coordinator.cluster.links.rates(cluster.now) == before
 
 
 def test_it_fetches_and_looks() -> None:
-    cluster, guest, trainer = world()
+    cluster, reader, trainer = world()
     content = trainer.member.content
     assert content is not None
     trainer.worker.say(Digests(trainer.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
     cluster.run()
-    (news,) = guest.say(Watch("actor"))
+    (news,) = reader.say(Watch("actor"))
     assert isinstance(news, Announce)
     assert news.newest is not None
-    assert isinstance(guest.say(Describe(7, None))[0], Description)
-    assert isinstance(guest.say(Summarize(8, None))[0], Summary)
-    assert guest.say(Check(9, "actor", 9)) == [Done(9)]
-    assert isinstance(guest.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
-    assert isinstance(guest.say(GetPublication(8, "actor", "latest"))[0], PublicationReply)
-    start = guest.fetch()
+    assert isinstance(reader.say(Describe(7, None))[0], Description)
+    assert isinstance(reader.say(Summarize(8, None))[0], Summary)
+    assert reader.say(Check(9, "actor", 9)) == [Done(9)]
+    assert isinstance(reader.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
+    assert isinstance(reader.say(GetPublication(8, "actor", "latest"))[0], PublicationReply)
+    start = reader.fetch()
     assert start.write
     assert [grant.source for grant in start.grants] == ["trainer"]
-    (page,) = guest.say(Prepared(guest.key, 0))
-    assert page == Compare(guest.key, 0, 0, b"x" * 8 * CHUNKS, last=True)
-    (outcome,) = guest.say(Compared(guest.key, 0, CHUNKS, ()))
+    (page,) = reader.say(Prepared(reader.key, 0))
+    assert page == Compare(reader.key, 0, 0, b"x" * 8 * CHUNKS, last=True)
+    (outcome,) = reader.say(Compared(reader.key, 0, CHUNKS, ()))
     assert isinstance(outcome, Outcome)
     assert outcome.committed
-    assert guest.say(Unpin(9, "no pin", "actor")) == [Done(9)]
+    assert reader.say(Unpin(9, "no pin", "actor")) == [Done(9)]
     assert not cluster.coordinator.cluster.leases
-    assert not guest.closed
+    assert not reader.closed
 
 
 def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:
@@ -207,10 +207,10 @@ def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:
 
 @pytest.mark.parametrize("call", refused_messages(world()[0]))
 def test_what_changes_something_is_refused_by_name_and_the_session_goes_on(call: str) -> None:
-    cluster, guest, _ = world()
+    cluster, reader, _ = world()
     before = books(cluster)
     for message in refused_messages(cluster)[call]:
-        (answer,) = guest.say(message)
+        (answer,) = reader.say(message)
         assert isinstance(answer, Refused | Outcome)
         assert answer.error is not None
         error = answer.error.error()
@@ -218,12 +218,12 @@ def test_what_changes_something_is_refused_by_name_and_the_session_goes_on(call:
         assert f"this token is read-only: {call} needs" in str(error)
         assert not error.retryable
     assert books(cluster) == before
-    assert not guest.closed
-    assert len(guest.say(Heartbeat(1))) == 1
+    assert not reader.closed
+    assert len(reader.say(Heartbeat(1))) == 1
 
 
 def test_what_is_said_of_memory_that_others_read_is_not_heard() -> None:
-    cluster, guest, trainer = world()
+    cluster, reader, trainer = world()
     (held,) = holdings(cluster)
     before = books(cluster)
     for message in (
@@ -233,21 +233,21 @@ def test_what_is_said_of_memory_that_others_read_is_not_heard() -> None:
         CopyRefused("x", ""),
         ReaderCut("x"),
     ):
-        assert guest.say(message) == []
+        assert reader.say(message) == []
     assert books(cluster) == before
 
 
 def test_its_host_memory_is_none_and_it_is_no_source() -> None:
-    cluster, guest, trainer = world()
-    guest.fetch()
-    guest.say(Prepared(guest.key, 0))
+    cluster, reader, trainer = world()
+    reader.fetch()
+    reader.say(Prepared(reader.key, 0))
     core = cluster.coordinator.cluster
-    assert core.workers[guest.incarnation].host_bytes == 0
-    assert guest.incarnation not in core.hosts
+    assert core.workers[reader.incarnation].host_bytes == 0
+    assert reader.incarnation not in core.hosts
     asked = trainer.close()  # retained versions would go to whoever has room
     cluster.run()
     assert asked.done
-    assert all(holding.member.worker.incarnation != guest.incarnation for holding in holdings(cluster))
+    assert all(holding.member.worker.incarnation != reader.incarnation for holding in holdings(cluster))
 
 
 def holdings(cluster: StepwiseCluster) -> list[Any]:
@@ -256,25 +256,25 @@ def holdings(cluster: StepwiseCluster) -> list[Any]:
 
 
 def test_it_is_never_taken_for_a_full_worker_nor_the_other_way_round() -> None:
-    cluster, guest, trainer = world()
-    thief = Guest(cluster, SESSION + 1, trainer.worker.incarnation)  # the handshake lets nobody be called so
+    cluster, reader, trainer = world()
+    thief = Reader(cluster, SESSION + 1, trainer.worker.incarnation)  # the handshake lets nobody be called so
     (answer,) = thief.say(JOIN)
     assert "another kind of token" in str(answer)
     assert thief.closed
     assert cluster.coordinator.cluster.workers[trainer.worker.incarnation].session != thief.session
     full = SESSION + 2
-    cluster.coordinator.step(Connected(full, guest.incarnation, "worker"), cluster.now)
+    cluster.coordinator.step(Connected(full, reader.incarnation, "worker"), cluster.now)
     actions = cluster.coordinator.step(Received(full, JOIN), cluster.now)
     assert CloseSession in map(type, actions)
-    assert cluster.coordinator.cluster.workers[guest.incarnation].session == guest.session
+    assert cluster.coordinator.cluster.workers[reader.incarnation].session == reader.session
 
 
-def test_a_guest_is_not_in_another_guests_way() -> None:
-    cluster, guest, _ = world()
-    guest.fetch()
-    other = Guest(cluster, SESSION + 1, "read-only-y")
+def test_a_reader_is_not_in_another_readers_way() -> None:
+    cluster, reader, _ = world()
+    reader.fetch()
+    other = Reader(cluster, SESSION + 1, "read-only-y")
     other.say(JOIN)
-    guest.step(Disconnected(guest.session))  # a full worker could take its place now
+    reader.step(Disconnected(reader.session))  # a full worker could take its place now
     for names in ((MINE, "read-only-2"), ("read-only-2", MINE)):
         (answer,) = other.say(registers(*names, serves=False, manifest=b""))
         assert isinstance(answer, Refused)
@@ -284,20 +284,20 @@ def test_a_guest_is_not_in_another_guests_way() -> None:
 # --------------------------------------------------------------------------------------------------- a lying reader
 
 
-def test_however_many_guests_doubt_a_source_it_digests_once_a_second() -> None:
-    cluster, guest, trainer = world()
+def test_however_many_readers_doubt_a_source_it_digests_once_a_second() -> None:
+    cluster, reader, trainer = world()
     questions = []
     trainer.worker.hear = lambda message: questions.append(message)  # type: ignore[method-assign]
     for number in range(20):
-        each = Guest(cluster, SESSION + 1 + number, f"read-only-{number}")
+        each = Reader(cluster, SESSION + 1 + number, f"read-only-{number}")
         each.say(JOIN)
         (grant,) = each.fetch(name=f"read-only-g{number}").grants
         each.say(ReadFailed(each.key, 0, grant.lease, "corrupt", "", 0))
     cluster.run()
     assert sum(isinstance(message, DigestAgain) for message in questions) == 1
     cluster.now += INQUIRY_S
-    (grant,) = guest.fetch().grants
-    guest.say(ReadFailed(guest.key, 0, grant.lease, "corrupt", "", 0))
+    (grant,) = reader.fetch().grants
+    reader.say(ReadFailed(reader.key, 0, grant.lease, "corrupt", "", 0))
     cluster.run()
     assert sum(isinstance(message, DigestAgain) for message in questions) == 2
     del trainer.worker.hear
@@ -305,7 +305,7 @@ def test_however_many_guests_doubt_a_source_it_digests_once_a_second() -> None:
     assert [shard.state for replica in info.replicas for shard in replica.shards] == ["complete"]
 
 
-def test_a_manifest_that_a_guest_claims_to_have_begun_with_is_its_own() -> None:
+def test_a_manifest_that_a_reader_claims_to_have_begun_with_is_its_own() -> None:
     """After a restart nobody has said yet what the version's manifest is."""
     cluster, _, trainer = world()
     content_id = cluster.coordinator.cluster.models["actor"].versions[1].info.content_id
@@ -313,37 +313,37 @@ def test_a_manifest_that_a_guest_claims_to_have_begun_with_is_its_own() -> None:
     cluster.run()
     cluster.restart()
     cluster.run()
-    guest = Guest(cluster, SESSION + 1)
-    guest.say(JOIN)
-    (registered,) = guest.say(registers(MINE, MINE, serves=False, manifest=b""))
+    reader = Reader(cluster, SESSION + 1)
+    reader.say(JOIN)
+    (registered,) = reader.say(registers(MINE, MINE, serves=False, manifest=b""))
     assert isinstance(registered, Registered)
     operation = OpKey("actor", MINE, registered.epoch, registered.sequence)
     begun = Begun(operation, 1, content_id, id_of(b"forged"), written=True)
-    assert guest.say(BegunWith(MINE, b"forged")) == []
-    (start,) = guest.say(fills(operation, OpKind.FETCH, resume=begun))
+    assert reader.say(BegunWith(MINE, b"forged")) == []
+    (start,) = reader.say(fills(operation, OpKind.FETCH, resume=begun))
     assert isinstance(start, Start)
     assert start.manifest_id == id_of(b"forged")
     assert cluster.coordinator.cluster.models["actor"].versions[1].manifests == {}
     assert cluster.coordinator.cluster.manifests.nbytes == 0
 
 
-def test_what_a_guest_registers_for_a_fetch_holds_nothing() -> None:
-    cluster, guest, _ = world()
-    guest.say(JOIN)
+def test_what_a_reader_registers_for_a_fetch_holds_nothing() -> None:
+    cluster, reader, _ = world()
+    reader.say(JOIN)
     held = Held(1, "content", 9, 1, 1, b"x" * 1000)
-    (refused,) = guest.say(registers(MINE, MINE, serves=False, manifest=b"", held=held))
+    (refused,) = reader.say(registers(MINE, MINE, serves=False, manifest=b"", held=held))
     assert isinstance(refused, Refused)
     assert MINE not in cluster.coordinator.cluster.members
 
 
-def test_a_guests_calls_that_are_over_are_not_piled_up() -> None:
+def test_a_readers_calls_that_are_over_are_not_piled_up() -> None:
     """It ends each before it calls the next, with as long an error as it likes."""
-    cluster, guest, _ = world()
-    guest.say(JOIN)
-    guest.fetch()
+    cluster, reader, _ = world()
+    reader.say(JOIN)
+    reader.fetch()
     for sequence in range(20):
-        key = dataclasses.replace(guest.key, sequence=sequence)
-        guest.say(Abandon(key, 0, ErrorInfo("StateError", "x" * 16_000, False)))
+        key = dataclasses.replace(reader.key, sequence=sequence)
+        reader.say(Abandon(key, 0, ErrorInfo("StateError", "x" * 16_000, False)))
     (group,) = (g for g in cluster.coordinator.cluster.models["actor"].groups.values() if g.name == MINE)
     assert len(group.decided) == 1
 
@@ -354,7 +354,7 @@ SAID = [kind for kind in typing.get_args(FromWorker) if kind not in (Join, Leave
 
 
 def books(cluster: StepwiseCluster) -> dict[str, Any]:
-    """All that others can see, or that would change what becomes of them; leases of guests aside."""
+    """All that others can see, or that would change what becomes of them; leases of readers aside."""
     core, found = cluster.coordinator.cluster, dict[str, Any]()
     full = {incarnation: worker for incarnation, worker in core.workers.items() if not worker.read_only}
     for worker in full.values():
@@ -374,10 +374,10 @@ def books(cluster: StepwiseCluster) -> dict[str, Any]:
             )
     for name in sorted(core.models):
         model = core.models[name]
-        if not model.versions and not any(g for g in model.groups.values() if not _guests(g)):
+        if not model.versions and not any(g for g in model.groups.values() if not _readers(g)):
             continue  # a name that was only asked for is forgotten when nobody does any more
         versions = {v.number: (v.state, v.info, v.lineage, dict(v.manifests)) for v in model.versions.values()}
-        groups = {g.name: (g.epoch, g.sequence, g.operation) for g in model.groups.values() if not _guests(g)}
+        groups = {g.name: (g.epoch, g.sequence, g.operation) for g in model.groups.values() if not _readers(g)}
         pins, rest = (
             dict(model.pins),
             (model.mark, model.lineage, model.retain, list(model.withdrawals), list(model.rollbacks)),
@@ -390,12 +390,12 @@ def _of(member: Any) -> list[Any]:
     return [each for each in (member.holding, *member.leaving) if each is not None]
 
 
-def _guests(group: Any) -> bool:
+def _readers(group: Any) -> bool:
     return bool(group.members) and all(member.worker.read_only for member in group.members.values())
 
 
 class Babble(Babbler):
-    """A guest that says well-formed messages with the ids of others in them."""
+    """A reader that says well-formed messages with the ids of others in them."""
 
     def pools(self) -> dict[str, list[Any]]:
         pools = super().pools()
@@ -417,23 +417,23 @@ class Babble(Babbler):
 
 @given(st.randoms(use_true_random=False), st.integers(20, 80))
 @settings(max_examples=30)
-def test_whatever_a_guest_says_the_books_of_others_stay_as_they_are(random: Random, many: int) -> None:
-    cluster, guest, _ = world()
-    reader = cluster.handle("reader")
+def test_whatever_a_reader_says_the_books_of_others_stay_as_they_are(random: Random, many: int) -> None:
+    cluster, reader, _ = world()
+    replica = cluster.handle("reader")
     cluster.run()
-    reader.replicate()
+    replica.replicate()
     cluster.run()
     babble = Babble(cluster, random)  # type: ignore[arg-type]
     before = books(cluster)
     for number in range(many):
         kind = SAID[number % len(SAID)] if random.random() < 0.7 else Register if random.random() < 0.5 else Fill
         said: FromWorker = babble.value("", kind, babble.pools())
-        guest.say(said)
-        assert not guest.closed, said
+        reader.say(said)
+        assert not reader.closed, said
         assert books(cluster) == before, said
     cluster.run()
     assert books(cluster) == before
     cluster.world.check()
-    guest.say(Leave("done"))
+    reader.say(Leave("done"))
     cluster.run()
     assert books(cluster) == before  # its incarnation pushes nobody's out of the list of those that are lost

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tensorhub.coordinator import Connected, Received, Send
+from tensorhub.coordinator import Connected, Disconnected, Received, Send
 from tensorhub.messages import (
+    Announce,
     Check,
     Describe,
     Done,
@@ -12,6 +13,7 @@ from tensorhub.messages import (
     GetManifest,
     ManifestReply,
     Refused,
+    Watch,
 )
 from tensorhub.testing import MANIFEST, SimHandle, StepwiseCluster
 
@@ -63,3 +65,28 @@ def test_describing_an_unknown_model_names_the_known_ones() -> None:
     refused = ask(cluster, Describe(1, "criti"))
     assert isinstance(refused, Refused)
     assert "no model 'criti' is known here; known models: actor" in refused.error.message
+
+
+def test_watchers_hear_the_newest_version_now_and_whenever_it_changes() -> None:
+    cluster, trainer = observed()
+    assert ask(cluster, Watch("actor")) == Announce("actor", None)
+    heard: list[Announce] = []
+    step = cluster.coordinator.step
+
+    def listen(event: object, now: float) -> list[object]:
+        actions = step(event, now)  # type: ignore[arg-type]
+        heard.extend(a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Announce))
+        return list(actions)
+
+    cluster.coordinator.step = listen  # type: ignore[assignment, method-assign]
+    for number in (1, 2):
+        trainer.publish(number)
+        cluster.run()
+        trainer.unpublish()
+        cluster.run()
+    assert [a.newest.version for a in heard if a.newest is not None] == [1, 2]
+    step(Disconnected(OBSERVER), cluster.now)
+    trainer.publish(3)
+    cluster.run()
+    assert len(heard) == 2
+    assert cluster.coordinator.cluster.watchers == {}

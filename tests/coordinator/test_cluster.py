@@ -15,7 +15,7 @@ from tensorhub.types import Options
 
 @pytest.mark.parametrize("wakes", [(True,), (False,), (True, False), (False, True)])
 def test_who_waits_for_a_model_is_looked_at_if_anything_of_the_step_may_concern_it(wakes: tuple[bool, ...]) -> None:
-    """A guest that goes concerns nobody; a worker that goes in the same step does."""
+    """A read-only worker that goes concerns nobody; a worker that goes in the same step does."""
     idents = count()
     cluster = Cluster("c", 1, Options(), lambda: f"id{next(idents)}")
     for each in wakes:

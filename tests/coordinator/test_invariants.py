@@ -24,7 +24,6 @@ UNCHECKED = {
     "story",
     "heard_at",
     "unbound",
-    "guests_unbound",
     "restless",
     "flexible",
     "starving",

@@ -253,14 +253,14 @@ def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
     for i in range(10):
         assert isinstance(desk.say(1, Deregister(i, f"read-only-{i}", True)), Done)
     assert next(looked) <= 2 * 20
-    assert len(desk.core.cluster.models["m"].guests_unbound) == 10
+    assert len(desk.core.cluster.models["m"].unbound) == 10
     desk.connect(2)
     desk.register(2, "t")
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
-    assert not desk.core.cluster.models["m"].guests_unbound  # whoever waited is told now
+    assert not desk.core.cluster.models["m"].unbound  # whoever waited is told now
 
 
-def test_however_many_guests_wait_the_steps_of_others_are_short(
+def test_however_many_read_only_calls_wait_the_steps_of_others_are_short(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, looked: list[Operation]
 ) -> None:
     monkeypatch.setattr(real, "WOKEN_PER_STEP", 3)
@@ -277,9 +277,9 @@ def test_however_many_guests_wait_the_steps_of_others_are_short(
     desk.register(2, "t")
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
     assert {operation.group.name for operation in looked} == {"t"}
-    assert len(desk.core.cluster.woken_guests) == 10
+    assert len(desk.core.cluster.woken) == 10
     started = []
-    while desk.core.cluster.woken_guests:
+    while desk.core.cluster.woken:
         deadline = desk.core.next_deadline()
         assert deadline is not None
         assert deadline <= desk.now  # nobody waits for a clock
@@ -287,7 +287,7 @@ def test_however_many_guests_wait_the_steps_of_others_are_short(
         desk.step(Tick())
         started.append(len([each for each in desk.heard[1][before:] if isinstance(each, Start)]))
     assert started == [3, 3, 3, 1]
-    assert not desk.core.cluster.models["m"].guests_unbound
+    assert not desk.core.cluster.models["m"].unbound
 
 
 def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.readers import RETRY_S_MAX
 from tensorhub.digests import root_of
 from tensorhub.messages import (
-    Abandon,
     AddSource,
     DropSource,
     ErrorInfo,
@@ -23,7 +22,6 @@ from tensorhub.messages import (
     Held,
     Join,
     Leave,
-    LeaveGranted,
     LeaveRequest,
     Outcome,
     Prepared,
@@ -37,7 +35,7 @@ from tensorhub.messages import (
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
-from tests.coordinator.test_guests import Lobby
+from tests.coordinator.test_read_only import Lobby
 
 LEASE_S = Options().lease_s
 ENOUGH = ErrorInfo("StateError", "enough", False)
@@ -66,12 +64,6 @@ class Hall(Lobby):
         (operation,) = [o for o in self.core.cluster.undecided.values() if o.key.group == name]
         (lease,) = operation.parts[0].leases
         return lease
-
-
-@pytest.fixture
-def one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one guest at each copy. To be set before anything is published."""
-    monkeypatch.setattr(limits, "GUESTS_OF_HOLDING_MAX", 1)
 
 
 @pytest.fixture
@@ -209,22 +201,12 @@ def test_whoever_is_back_over_a_connection_of_which_nobody_has_heard_the_end_is_
     assert question in hall.heard[4]
 
 
-@pytest.mark.usefixtures("one_place")
-def test_who_waits_for_a_place_has_it_at_a_source_that_is_back_with_another_transport(hall: Hall) -> None:
-    hall.guest(1)
-    for name in "ab":
-        hall.asks(1, name)
-    hall.arrives(4, "copier", "rdma", "tcp")
-    starts = [heard for heard in hall.heard[1] if isinstance(heard, Start)]
-    assert [grant.source for start in starts for grant in start.grants] == ["trainer", "copier"]
-
-
-def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(looked: list[Operation]) -> None:
+def test_a_reader_that_registers_again_has_nobody_elses_call_looked_at(looked: list[Operation]) -> None:
     lobby = Lobby()
     lobby.connect(2)
     lobby.register(2, "t")
     lobby.publish(2, "t", 1, 0)
-    lobby.guest(1)
+    lobby.reader(1)
     keys = [lobby.asks(1, str(number)) for number in range(3)]
     lobby.say(2, Leave("done"))
     for key in keys:
@@ -236,29 +218,6 @@ def test_a_guest_that_registers_again_has_nobody_elses_call_looked_at(looked: li
     lobby.say(1, Register(99, "read-only-0", "m", "read-only-0", 0, 0, 1, *use))
     assert isinstance(lobby.heard[1][-1], Registered)
     assert not looked
-
-
-@pytest.mark.usefixtures("one_place")
-def test_a_guest_that_reads_where_it_cannot_stay_is_moved_when_there_is_a_place() -> None:
-    """Else the owner of that memory waits for it: for a whole grace."""
-    hall = Hall()
-    hall.arrives(2, "trainer", "tcp")
-    hall.register(2, "t")
-    hall.publish(2, "t", 1, 0)
-    hall.arrives(3, "copier", "tcp")
-    hall.holds(3, "c")
-    hall.guest(1)
-    for name in "ab":
-        hall.asks(1, name)
-    (first, second) = hall.core.cluster.leases.values()
-    leaving, staying = (first, second) if first.holding.member.worker.name == "trainer" else (second, first)
-    hall.say(2, LeaveRequest(7, "t", 1, 60.0, False, False))
-    hall.say(1, Abandon(staying.part.operation.key, 0, ENOUGH))
-    (added, dropped) = hall.heard[1][-2:]
-    assert isinstance(added, AddSource)
-    assert isinstance(dropped, DropSource)
-    hall.say(1, ReadFailed(leaving.part.operation.key, 0, leaving.id, "dropped", ""))
-    assert LeaveGranted(7) in hall.heard[2]
 
 
 def test_a_leave_goes_on_when_the_other_holder_is_counted_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,11 +263,11 @@ def test_a_leave_goes_on_when_a_worker_with_room_for_a_copy_is_heard_again() -> 
 # ------------------------------------------------------------------------------------------------- a busy coordinator
 
 
-def test_a_guest_that_joins_has_no_handovers_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 8,192 models a Join took some milliseconds longer, and guests may come as often as they like."""
+def test_a_reader_that_joins_has_no_handovers_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 8,192 models a Join took some milliseconds longer, and read-only workers may come as often as they like."""
     lobby, asked = Lobby(), list[object]()
     monkeypatch.setattr(Handovers, "back", lambda self, worker: asked.append(worker))
-    lobby.guest(1)
+    lobby.reader(1)
     lobby.connect(2)
     assert len(lobby.core.cluster.workers) == 2
     assert not asked
@@ -323,11 +282,11 @@ def beat_until(lobby: Lobby, end: float, *sessions: int) -> None:
 
 
 def test_deadlines_that_wait_for_their_turn_are_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guests can have very many at one time. Nobody who has died was lost while they were heeded, some in each step."""
+    """Read-only workers can have very many at one time. No dead worker was lost while they were heeded."""
     monkeypatch.setattr(limits, "TIMERS_PER_STEP", 1)
     lobby, calls = Lobby(), 100
     lobby.connect(2)
-    lobby.guest(1)
+    lobby.reader(1)
     for number in range(calls):
         lobby.asks(1, str(number), timeout_s=10.0 - lobby.now)
     beat_until(lobby, 9.5, 1, 2)
@@ -345,7 +304,7 @@ def test_deadlines_that_wait_for_their_turn_are_no_gap(monkeypatch: pytest.Monke
 def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at it passes over all of these: a step would be long with as many looks as at others."""
     lobby, many = Lobby(), 3 * limits.WOKEN_PER_STEP
-    lobby.guest(1)
+    lobby.reader(1)
     keys = [lobby.asks(1, str(number)) for number in range(many)]
     for key in keys:
         lobby.core.cluster.undecided[str(key)].parts[0].failures = {f"life{number}": 1 for number in range(15)}
@@ -354,25 +313,6 @@ def test_a_reader_whom_many_sources_have_failed_counts_as_several(monkeypatch: p
     lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
     (record,) = lobby.core.cluster.records
     lobby.core.step(Persisted(record), lobby.now)
-    before = len(lobby.core.cluster.woken_guests)
+    before = len(lobby.core.cluster.woken)
     lobby.core.step(Tick(), lobby.now)
-    assert before - len(lobby.core.cluster.woken_guests) == limits.WOKEN_PER_STEP / 16
-
-
-def test_a_guest_whom_many_sources_have_failed_is_looked_at_in_its_turn(looked: list[Operation]) -> None:
-    """Where 2,000 held a version, each of its words took 10 ms, and 16 of them may come before a trainer's."""
-    lobby = Lobby()
-    lobby.connect(2)
-    lobby.register(2, "t")
-    lobby.publish(2, "t", 1, 0)
-    lobby.guest(1)
-    key = lobby.asks(1, "a")
-    (part,) = lobby.core.cluster.undecided[str(key)].parts.values()
-    part.failures = {f"life{number}": 1 for number in range(100, 100 + limits.WOKEN_PER_STEP)}
-    looked.clear()
-    lobby.say(1, ReadFailed(key, 0, next(iter(part.leases)), "lost", ""))
-    assert list(lobby.core.cluster.woken_guests) == [key]
-    assert not looked
-    lobby.now += 1.0
-    lobby.ticks()
-    assert isinstance(lobby.heard[1][-1], AddSource)
+    assert before - len(lobby.core.cluster.woken) == limits.WOKEN_PER_STEP / 16

@@ -86,7 +86,7 @@ class LayoutDrive(WaitDrive):
         is_odd = self.often(0.05) and not self.is_healed
         transports = self.random.sample(TRANSPORTS[1:], 1) if is_odd else TRANSPORTS
         where = Location(site=self.random.choice(SITES), host=self.random.choice(HOSTS))
-        self.step(Connected(peer.session, peer.incarnation, "worker", peer.read_only, self.random.choice("AB")))
+        self.step(Connected(peer.session, peer.incarnation, "worker", peer.read_only))
         endpoints = tuple(Endpoint(transport, "x") for transport in transports)
         self.say(peer, Join(peer.incarnation, where, endpoints, 1, 0 if self.often(0.5) else 2**40))
 

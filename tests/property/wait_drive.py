@@ -71,7 +71,7 @@ from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 
-SMALL = {"GUESTS_OF_HOLDING_MAX": 1, "WOKEN_PER_STEP": 3, "TIMERS_PER_STEP": 3, "NOTED_PER_STEP": 6}
+SMALL = {"WOKEN_PER_STEP": 3, "TIMERS_PER_STEP": 3, "NOTED_PER_STEP": 6}
 LEASE_S = 10.0
 PEERS_MAX = 9
 GROUPS = "abcde"
@@ -116,7 +116,7 @@ class WaitDrive:
         self.sessions: dict[int, Peer] = {}
         self.unstored: list[Persist] = []
         self.looked_for: list[int] = []
-        self.guest_share = self.random.choice((0.0, 0.3, 0.6))
+        self.read_only_share = self.random.choice((0.0, 0.3, 0.6))
         self.manifest = self.random.choice((PLAIN, DIGESTED))
         self.world_size = self.random.choice((1, 1, 2))
         self.actions: list[tuple[float, Callable[[], None]]] = [
@@ -205,7 +205,7 @@ class WaitDrive:
         cluster = self.core.cluster
         asks = ("digests", "m") in cluster.timers
         news = [a for a in cluster._actions if not (asks and isinstance(a, Send) and isinstance(a.message, TellDigests))]
-        if news or cluster.changed_models or cluster.changed_operations or cluster.woken or cluster.woken_guests:
+        if news or cluster.changed_models or cluster.changed_operations or cluster.woken:
             raise Forgotten(f"{settled!r} was not woken: {news}. Story:\n{getattr(settled, 'story', '')}")
 
     def say(self, peer: Peer, message: FromWorker) -> None:
@@ -264,7 +264,7 @@ class WaitDrive:
 
     def peer_comes(self) -> None:
         if len(self.peers) < PEERS_MAX:
-            read_only, number = self.often(self.guest_share), next(self.numbers)
+            read_only, number = self.often(self.read_only_share), next(self.numbers)
             peer = Peer(f"read-only-{number}" if read_only else f"p{number}", read_only=read_only)
             self.peers.append(peer)
             self.connect(peer)
@@ -280,7 +280,7 @@ class WaitDrive:
         transports = self.random.sample(TRANSPORTS, self.random.choice((1, 2, 2, 3, 3, 3)))
         where = Location(host=self.random.choice(HOSTS))
         host_bytes = 0 if self.often(0.5) else 2**40
-        self.step(Connected(peer.session, peer.incarnation, "worker", peer.read_only, self.random.choice("AB")))
+        self.step(Connected(peer.session, peer.incarnation, "worker", peer.read_only))
         endpoints = tuple(Endpoint(transport, "x") for transport in transports)
         self.say(peer, Join(peer.incarnation, where, endpoints, 1, host_bytes))
 

@@ -5,7 +5,7 @@ nor for protecting memory: its owner does that. Where to look:
 
     core                                    the step: `events` come in, `actions` go out
     cluster, entities, states               what is known; `invariants`, `invariant_counts` say what always holds
-    sessions, visitors, guests, access      sessions: who is let in, for how much (`sharing`), and who may say what
+    sessions, access                        sessions: which ones are admitted, and what each may say
     membership, registrations               workers, ranks and groups; what may be registered
     announcements                           what those hold who come back
     versions, lineage                       numbers, visibility, what selectors mean; rollbacks

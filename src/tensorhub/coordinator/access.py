@@ -1,23 +1,120 @@
-"""What a session with the read-only token may say (G11): it fetches and looks, and changes nothing for anybody else.
+"""Which sessions are admitted, what each may watch, and what a session with the read-only token may say (G11).
 
-Everything else is refused, with an answer if the sender waits for one, and the session goes on. What such a session fetches
-into has a name of its own (`READ_ONLY`), and so has its incarnation (the handshake sees to that). So no name of it is ever
-in the way of a full worker.
+A read-only session fetches and looks, and changes nothing for other sessions. What else it says is refused, with an answer
+if the sender waits for one, and the session goes on. What it fetches into has a name of its own (`READ_ONLY`), and so has
+its incarnation (the handshake sees to that). So no name of it is ever in the way of a full worker.
 
-Three other modules treat such a session differently. Its host memory counts as none (`membership`). All read-only sessions
-share one corruption check a second (`corruption_checks`). Of a version's manifest such a session names only the id, and is
-believed for itself only (`fills`).
+Caps protect full workers from the holders of the read-only token: on read-only sessions, on their registrations and on their
+watches. At a cap the read-only session that was idle longest makes room.
+
+Not responsible for workers (`membership`). Three other modules treat a read-only session differently: its host memory counts
+as none (`membership`); all read-only sessions share one corruption check a second (`corruption_checks`); of a version's
+manifest a read-only session names only the id, and is believed for itself only (`fills`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import assert_never
 
 from tensorhub import messages
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.events import Connected
+from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.sessions import Session
-from tensorhub.errors import read_only_refusal
+from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, read_only_refusal
 from tensorhub.types import READ_ONLY, OpKind, Purpose
+
+
+@dataclass(eq=False, repr=False)
+class Access:
+    """Begins sessions. `Membership` makes workers of them, and ends them."""
+
+    _cluster: Cluster
+    _membership: Membership
+
+    def connect(self, event: Connected) -> None:
+        """Begin a session, or refuse it."""
+        cluster, most = self._cluster, self._cluster.options.sessions_max
+        if len(cluster.sessions) >= most:
+            text = f"the coordinator has {most} connections already (Options.sessions_max, or its `ulimit -n`)"
+            cluster.refuse_session(event.session, CoordinatorUnavailable(f"{text}: try again later"))
+            return
+        session = Session(event.session, event.incarnation, event.role, event.read_only)
+        session.heard_at = session.called_at = cluster.now
+        if session.read_only:
+            others = cluster.read_only
+            if len(others.sessions) >= others.sessions_max:
+                text = f"it makes room: {others.sessions_max} read-only sessions are the most (half of Options.sessions_max)"
+                self._end(next(iter(others.sessions)), CoordinatorUnavailable(text))
+            others.called(session)
+        cluster.sessions[event.session] = session
+        if session.read_only or session.role != "worker":  # the shell sees to it that other sessions join soon
+            cluster.timers.set("idle", str(session.number), self._deadline(session))
+
+    def heard(self, session: Session, message: messages.FromWorker) -> None:
+        """The session has said something."""
+        session.heard_at = self._cluster.now
+        if not isinstance(message, (messages.Heartbeat, messages.Join)):
+            session.called_at = self._cluster.now
+            if session.read_only:
+                self._cluster.read_only.called(session)
+
+    def due(self, number: int) -> None:
+        """End a session that is idle: it waits for nothing, and says nothing but heartbeats, or not even those."""
+        cluster, session = self._cluster, self._cluster.sessions.get(number)
+        if session is None:
+            return
+        deadline = self._deadline(session)
+        if cluster.now < deadline:
+            cluster.timers.set("idle", str(number), deadline)
+            return
+        self._membership.disconnected(session)
+        what = "no heartbeat, watch or call came" if session.worker is None else "no registration, watch or call came"
+        cluster.close_session(number, f"{what} for {cluster.now - session.called_at:.0f} s")
+
+    def _deadline(self, session: Session) -> float:
+        """When it will be idle unless it says something. (A worker that sends no heartbeats loses its lease.)"""
+        idle_at = session.called_at + limits.IDLE_S
+        if session.watched or (session.worker is not None and session.worker.members):
+            idle_at = self._cluster.now + limits.IDLE_S
+        if session.worker is not None:
+            return idle_at
+        return min(idle_at, max(session.heard_at, self._cluster.listens_since) + self._cluster.options.lease_s)
+
+    def watch(self, session: Session, name: str) -> None:
+        """A session wants to hear of this model's newest version, now and whenever another one is the newest."""
+        if self._may_watch(session, name):
+            self._cluster.watch(session, name)
+            watched = self._cluster.models.get(name)
+            newest = watched.newest_visible() if watched is not None else None
+            self._cluster.send(session.number, messages.Announce(name, newest.info if newest is not None else None))
+
+    def _may_watch(self, session: Session, name: str) -> bool:
+        """Whether it may watch one more model. If not, a session ends: a Watch has no answer that could refuse it."""
+        cluster = self._cluster
+        if name in session.watched:
+            return True
+        if len(session.watched) >= 2 * messages.WATCHES_MAX:
+            self._end(session, StateError(f"this worker follows {2 * messages.WATCHES_MAX} models already (WATCHES_MAX)"))
+            return False
+        if session.read_only and cluster.read_only.watches >= limits.READ_ONLY_WATCHES_MAX:
+            idle = (each for each in cluster.read_only.sessions if each.watched and each is not session)
+            victim = next(idle, session)
+            text = "it makes room: read-only sessions follow {} models (READ_ONLY_WATCHES_MAX)"
+            self._end(victim, CoordinatorUnavailable(text.format(cluster.read_only.watches)))
+            return victim is not session
+        if cluster.watched >= limits.WATCHED_MAX:
+            text = f"all workers together follow {cluster.watched} models already (WATCHED_MAX): try again later"
+            self._end(session, CoordinatorUnavailable(text))
+            return False
+        return True
+
+    def _end(self, session: Session, error: TensorHubError) -> None:
+        """Give its place to another session. Its connection ends once it has heard why."""
+        self._membership.disconnected(session)
+        self._cluster.refuse_session(session.number, error)
 
 
 def admits(cluster: Cluster, session: Session, message: messages.FromWorker) -> bool:

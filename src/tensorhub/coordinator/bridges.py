@@ -183,9 +183,9 @@ def disagreement(part: RankPart, needs: Sequence[Need]) -> StateError | None:
         if known is None or known.need is None or known.need == need:
             continue
         theirs = [each for each in version.others.values() if any(known.need in its for its in each.needs.values())]
-        guests = all(each.layout_id.startswith(READ_ONLY) for each in theirs)
-        if not theirs or (guests and not part.member.worker.read_only):
-            continue  # what a guest has said gives way
+        are_read_only = all(each.layout_id.startswith(READ_ONLY) for each in theirs)
+        if not theirs or (are_read_only and not part.member.worker.read_only):
+            continue  # what a read-only worker has said gives way
         return StateError(
             f"rank {part.rank} of group {part.member.group.name!r} says that the selection {need.selection} of shard "
             f"{need.shard} of version {version.number} has {need.chunks} chunks of {need.nbytes} bytes; who reads as "

@@ -40,10 +40,9 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
-from tensorhub.coordinator.guests import Guests
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.manifests import Manifests
-from tensorhub.coordinator.sessions import Session
+from tensorhub.coordinator.sessions import ReadOnlySessions, Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.digests import head_of
@@ -81,10 +80,9 @@ class Cluster:
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.model_names: list[str] = []  # theirs, sorted
-        self.guest_models: set[str] = set()  # those that only guests wait for, as of the end of the last step
         self.watchers: dict[str, set[int]] = {}  # sessions by the name that they watch, whether there is a model or not
         self.watched = 0  # all watches: the sum of the sets' sizes
-        self.guests = Guests(options)
+        self.read_only = ReadOnlySessions(options.sessions_max)
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as a text, as timers name it
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
@@ -101,9 +99,8 @@ class Cluster:
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
         self.changed_operations: dict[OpKey, Operation] = {}
-        # The same, of those that waited: some of them in each step, oldest first; guests' come last.
+        # The same, of those that waited: some of them in each step, oldest first.
         self.woken: dict[OpKey, Operation] = {}
-        self.woken_guests: dict[OpKey, Operation] = {}
         self.uncounted: dict[Version, Model] = {}  # of which holdings are to be counted anew in this step
         self.renumbered: dict[Group, None] = {}  # whose ranks have not been told their new epoch yet; none between two steps
         self.followed = 0  # links of chains of readers, in this step
@@ -218,7 +215,6 @@ class Cluster:
                 if layout.has_grown:
                     layout.has_grown = False
                     self.wake_all(version.starving)
-                    self.wake_all(model.guests_unbound)
                     self.wake_all(model.unbound_copies)
 
     def reckon_all_of(self, worker: Worker) -> None:
@@ -243,21 +239,14 @@ class Cluster:
     def bind(self, operation: Operation, version: Version) -> None:
         """From now on, until it is decided, the operation acts on this version."""
         operation.version = version
-        version.bound_with(operation)[operation.key] = operation
+        version.bound[operation.key] = operation
         self.note(operation, version)
 
     def wake(self, operation: Operation) -> None:
         """Have an operation settled in its turn: in this step, unless there are many."""
         operation.news = None
         if not operation.decided:
-            (self.woken_guests if operation.is_of_guests else self.woken)[operation.key] = operation
-
-    def wants_source(self, operation: Operation) -> None:
-        """Have it settled since a rank reads on: a guest's in its turn, since very many sources may have failed it."""
-        if operation.is_of_guests:
-            self.wake(operation)
-        else:
-            self.changed(operation)
+            self.woken[operation.key] = operation
 
     def wake_all(self, waiting: dict[OpKey, Operation]) -> None:
         """What they wait for may be there. They leave where they wait: who is woken again and again is looked at once."""
@@ -267,7 +256,7 @@ class Cluster:
 
     def is_woken(self, operation: Operation) -> bool:
         """Whether it will be looked at."""
-        return operation.key in self.woken or operation.key in self.woken_guests
+        return operation.key in self.woken
 
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""
@@ -306,7 +295,6 @@ class Cluster:
         if layout.is_described and not was_described:
             model = self.models[version.info.model]
             self.wake_all(model.unbound)
-            self.wake_all(model.guests_unbound)
 
     def _are_as_published(
         self, version: Version, layout: LayoutHoldings[Holding], shard: int, parts: tuple[bytes, ...]
@@ -440,21 +428,15 @@ class Cluster:
         return (self.models[self.model_names[place]] for place in range(start, len(self.model_names)))
 
     def forget_if_unused(self, model: Model) -> None:
-        """Forget a name that was only waited for or fetched in vain; and note whether only guests need it."""
+        """Forget a name that was only waited for or fetched in vain."""
         ordered = any(write.model is model for write in self.pending_writes.values())
         if not model.is_used and not ordered:
             del self.models[model.name]
             del self.model_names[bisect_left(self.model_names, model.name)]
-            self.guest_models.discard(model.name)
-        elif model.is_of_workers or ordered:
-            self.guest_models.discard(model.name)
-        else:
-            self.guest_models.add(model.name)
 
     def has_room_for(self, name: str) -> bool:
-        """Whether somebody who may write may name this model."""
-        known = name in self.models and name not in self.guest_models
-        return known or len(self.models) - len(self.guest_models) < limits.MODELS_MAX
+        """Whether this model may be named."""
+        return name in self.models or len(self.models) < limits.MODELS_MAX
 
     def counts_on(self, worker: Worker) -> bool:
         """Whether the worker knows that it is counted on. It may have been cut off a lease after what it answered last was
@@ -482,8 +464,8 @@ class Cluster:
 
     def _count_watch(self, session: Session, more: int) -> None:
         self.watched += more
-        if session.is_guest:
-            self.guests.watches.add(session.origin, session, more)
+        if session.read_only:
+            self.read_only.watches += more
 
     @property
     def is_recovering(self) -> bool:
@@ -499,8 +481,7 @@ class Cluster:
 
 def layouts_used(version: Version) -> set[int]:
     """The identities of the layouts in which somebody holds or fills it, and of their origins."""
-    operations = (*version.bound.values(), *version.guests_bound.values())
-    parts = [part for operation in operations for part in operation.parts.values()]
+    parts = [part for operation in version.bound.values() for part in operation.parts.values()]
     used = {id(layout) for part in parts for layout in (part.in_layout, part.origin)}
     for layout in version.layouts:
         if layout.has_holders or id(layout) in used:

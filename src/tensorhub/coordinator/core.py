@@ -15,7 +15,8 @@ from itertools import islice
 from typing import assert_never
 
 from tensorhub import messages
-from tensorhub.coordinator import access, invariants, limits
+from tensorhub.coordinator import invariants, limits
+from tensorhub.coordinator.access import Access, admits
 from tensorhub.coordinator.actions import Action, Durable
 from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.answers import Answers
@@ -53,7 +54,6 @@ from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.tellers import Tellers
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.coordinator.visitors import Visitors
 from tensorhub.coordinator.waiting import awaits_agreement, is_of_available
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.machine import InvariantBroken, Stateful
@@ -136,14 +136,14 @@ class Coordinator(Stateful[CoordinatorState]):
             Announcements(self.cluster, self._holdings, self._testimonies),
             manifest_questions,
         )
-        self._visitors = Visitors(self.cluster, self._membership)
+        self._access = Access(self.cluster, self._membership)
         self._answers = Answers(self.cluster, self._versions)
         self._due: dict[str, Callable[[str], None]] = {  # by kind of timer: what is done when one is due, by its key
             "worker": self._membership.lease_due,
             "restate": self._membership.restate_due,
             "manifest": manifest_questions.due,
             "gone": lambda _: self._membership.give_up_gone(),
-            "guest": lambda number: self._visitors.due(int(number)),
+            "idle": lambda number: self._access.due(int(number)),
             "woken": lambda _: None,  # see `_settle_woken`
             "notices": self._retentions.go_on_telling,
             "operation": self._operations.deadline_passed,
@@ -212,7 +212,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self._run_timers()
         self._handle(event)
         self._settle()
-        if cluster.woken or cluster.woken_guests:
+        if cluster.woken:
             self._settle_woken(is_their_turn=isinstance(event, Tick))
         return cluster.take_actions()
 
@@ -281,7 +281,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 if session is not None:
                     self._receive(session, event.message)
             case Connected():
-                self._visitors.connect(event)
+                self._access.connect(event)
             case Disconnected():
                 session = sessions.get(event.session)
                 if session is not None:
@@ -309,13 +309,13 @@ class Coordinator(Stateful[CoordinatorState]):
             component.not_recorded(write, failure)
 
     def _receive(self, session: Session, message: messages.FromWorker) -> None:
-        self._visitors.heard(session, message)
+        self._access.heard(session, message)
         worker = session.worker
         if worker is not None:
             answers = message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
             if not isinstance(message, messages.Join):  # which answers nothing, also if it comes twice
                 self._membership.heard(worker, answers)
-        if session.read_only and not access.admits(self.cluster, session, message):
+        if session.read_only and not admits(self.cluster, session, message):
             return
         if worker is not None and isinstance(message, Often):
             self._operations.hear(worker, message)
@@ -341,7 +341,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case messages.Join():
                 self.cluster.close_session(session.number, "only a worker joins, and only once")
             case messages.Watch():
-                self._visitors.watch(session, message.model)
+                self._access.watch(session, message.model)
             case messages.Unwatch():
                 self.cluster.unwatch(session, message.model)
             case messages.Describe():
@@ -433,7 +433,7 @@ class Coordinator(Stateful[CoordinatorState]):
         steps of their own, a few in each step; other events come in between.
         """
         cluster, left = self.cluster, limits.WOKEN_PER_STEP
-        while queue := cluster.woken or cluster.woken_guests:
+        while queue := cluster.woken:
             are_few = len(queue) <= left and sum(map(_looks, queue.values())) <= left
             if left <= 0 or not (are_few or is_their_turn):
                 cluster.timers.set("woken", "", cluster.now)

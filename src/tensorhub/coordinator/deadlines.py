@@ -78,9 +78,6 @@ class Deadlines:
             if staying:
                 error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
                 return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
-        if bound is None and target is not None and self._fills.has_no_room(operation, target):
-            why = f"no holder of version {target.number} can be reached now, or has room for another read-only reader"
-            return Blame(VersionUnavailable(f"{what}: {why} (GUESTS_OF_HOLDING_MAX); waited {call.timeout_s:g} s"))
         if bound is None:
             why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least, operation)
             if operation.resumes is not None and target is not None:

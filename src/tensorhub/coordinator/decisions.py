@@ -125,9 +125,9 @@ class Decisions:
         for timer in ("operation", "retry"):
             self._cluster.timers.cancel(timer, name)
         if operation.version is not None:
-            operation.version.bound_with(operation).pop(operation.key, None)
+            operation.version.bound.pop(operation.key, None)
             self._cluster.note(operation.version)
-        for changed in (self._cluster.changed_operations, self._cluster.woken, self._cluster.woken_guests):
+        for changed in (self._cluster.changed_operations, self._cluster.woken):
             changed.pop(operation.key, None)
         self._cluster.file(operation)
         self._cluster.undecided.pop(name, None)
@@ -138,8 +138,7 @@ class Decisions:
         serves = any(member.serves for member in group.members.values())
         while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):  # memory that is fetched into has one call
             group.decided.pop(next(iter(group.decided)))
-        mattered = any(not part.member.worker.read_only for part in operation.parts.values())
-        self._cluster.touch(group.model, wakes=mattered)
+        self._cluster.touch(group.model, wakes=not operation.is_read_only)
 
     # -- what was decided
 

@@ -23,12 +23,11 @@ from enum import StrEnum
 from math import inf
 from typing import Any, ClassVar, TypeVar
 
-from tensorhub.coordinator import limits, states
+from tensorhub.coordinator import states
 from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.digest_lists import DigestList
 from tensorhub.coordinator.holders import Counted, Holders
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
-from tensorhub.coordinator.sharing import Share
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -100,7 +99,6 @@ class Worker(_Moving[WorkerState]):
     answers: float  # the newest time at which the coordinator said something that this worker has answered
     host_bytes: int  # what its copies in host memory may take; 0 if it is read-only
     read_only: bool = False  # it fetches and looks: it never holds anything for others
-    origin: str = ""  # where it first came from
     spot: bool = False  # it has registered as such: all that is in its memory may be gone at any time
     slowness: int = 0  # how many times slower than others its link is, as a power of two, by what readers said last
     members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
@@ -207,7 +205,7 @@ class Group:
     @property
     def reads_as(self) -> str:
         """The layout in which it reads what was published in another one. What the first who reads so says of it holds for
-        all others, so guests have layouts of their own: workers do not depend on their word.
+        all others, so read-only workers have layouts of their own: full workers do not depend on their word.
         """
         layout_id = self.layout_id or ""
         return READ_ONLY + layout_id if self.name.startswith(READ_ONLY) else layout_id
@@ -231,7 +229,7 @@ class Version(_Moving[VersionState]):
     # The layouts of which each class of shards has a source, once it is visible: ids of the layout and of its origin, and
     # whether each shard has one.
     readable_in: list[tuple[str, str, bool]] = field(default_factory=list)
-    outlived: bool = False  # it is old, and nobody but guests that are bound to it keeps it
+    outlived: bool = False  # it is old, and only read-only calls that are bound to it keep it
     others: dict[LayoutKey, LayoutHoldings[Holding]] = field(default_factory=dict)  # in which it is held or filled
     # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
     refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
@@ -244,8 +242,7 @@ class Version(_Moving[VersionState]):
     drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
-    bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
-    guests_bound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
+    bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version
     starving: dict[OpKey, Operation] = field(default_factory=dict)  # bound ones that lack a source, or agreed digests
     holdings: LayoutHoldings[Holding] = field(init=False)  # as it was published
 
@@ -265,10 +262,6 @@ class Version(_Moving[VersionState]):
     def is_kept(self) -> bool:
         """Whether it may be, or become, visible."""
         return self.state not in (VersionState.DISCARDED, VersionState.RETIRED)
-
-    def bound_with(self, operation: Operation) -> dict[OpKey, Operation]:
-        """Where that one is found while it is bound."""
-        return self.guests_bound if operation.is_of_guests else self.bound
 
     @property
     def manifests(self) -> dict[int, bytes]:
@@ -384,7 +377,6 @@ class Holding:
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # how many of these leases are ACTIVE
     yielding: int = 0  # how many of these yield (`supply.yields`)
-    guests: Share[Worker] = field(default_factory=lambda: Share(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
     readers_most: int = 0  # the most active readers at a time, since there were none
     version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
 
@@ -675,8 +667,8 @@ class Operation(_Moving[OperationState]):
         return self.state in (OperationState.COMMITTED, OperationState.ABORTED)
 
     @property
-    def is_of_guests(self) -> bool:
-        """Whether only read-only workers have called: nobody else depends on it."""
+    def is_read_only(self) -> bool:
+        """Whether only a read-only worker has called. A group of such a worker has no other worker's ranks."""
         return all(part.member.worker.read_only for part in self.parts.values())
 
     @property
@@ -781,7 +773,6 @@ class Model:
     serving: dict[str, Group] = field(default_factory=dict)  # those of them that have, or had, memory that serves others
     steady: dict[str, Group] = field(default_factory=dict)  # those of these that are not spot
     unbound: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for a version
-    guests_unbound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers; or for a place
     unbound_copies: dict[OpKey, Operation] = field(default_factory=dict)  # of `unbound`, those that may lack one shard only
     restless: dict[OpKey, Operation] = field(default_factory=dict)  # that wait for what anything of the model may bring
     flexible: dict[OpKey, Operation] = field(default_factory=dict)  # the same, for "available": there may be very many
@@ -790,7 +781,6 @@ class Model:
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
-    members: int = 0  # registrations of workers that may write
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
     unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
@@ -803,13 +793,8 @@ class Model:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is known of it, or anybody has memory for it."""
-        return bool(self.groups or self.is_of_workers)
-
-    @property
-    def is_of_workers(self) -> bool:
-        """Whether anything is known of it, or anybody who may write has memory for it; else only guests wait for it."""
-        known = self.versions or self.members or self.pins or self.copies or self.retain or self.mark is not None
+        """Whether anything is known of it, or a worker has memory for it."""
+        known = self.groups or self.versions or self.pins or self.copies or self.retain or self.mark is not None
         return bool(known or self.rollbacks or self.unanswered)
 
     @property

@@ -15,7 +15,6 @@ class Connected:
     incarnation: str
     role: str  # "worker" or "observer"
     read_only: bool = False  # it has proved that it knows the read-only token; its incarnation is none of a full worker's
-    origin: str = ""  # where it comes from; what counts as one is the shell's to say
 
 
 @dataclass(frozen=True, slots=True)

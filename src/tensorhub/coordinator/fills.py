@@ -303,7 +303,7 @@ class Fills:
             return None
         if fresh and (self._must_wait(operation, version) or self._is_read_on(operation, version)):
             return None
-        if way is None or (way.origin is None and self.has_no_room(operation, version)):
+        if way is None:
             return None
         operation.staying = []
         self._cluster.bind(operation, version)
@@ -332,11 +332,6 @@ class Fills:
         if not operation.unchanged:
             self._start(operation)
         return None
-
-    def has_no_room(self, operation: Operation, version: Version) -> bool:
-        """Whether a guest has to wait for a place at that version's sources; it is told nothing before it has one."""
-        waits = operation.is_of_guests and version.has_live_source() and ways.as_published(version, operation)
-        return waits and any(self._choice.choose(part, version) is None for part in operation.parts.values())
 
     def _no_way(self, operation: Operation, version: Version, way: Way | None) -> Blame | None:
         """Which rank has no transport in common with its shard's sources, if one has none."""

@@ -132,7 +132,7 @@ class Holdings:
 
     def _reconsider_readers(self, version: Version) -> None:
         """Its readers, also those that have not begun, may have to end, or to complete one another."""
-        for operation in (*version.bound.values(), *version.guests_bound.values()):
+        for operation in version.bound.values():
             self._cluster.wake(operation)
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:

@@ -49,31 +49,24 @@ def check(cluster: Cluster) -> None:
     demand(cluster.pins == pins, "pins are counted", cluster.pins)
     waiting = [*cluster.pending_writes.values(), *(write for model in cluster.models.values() for write in model.unanswered)]
     writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
-    guests = cluster.guests
     for session in cluster.sessions.values():
         demand(session.pending_writes == writes[session.number], "what a session has asked for is counted", session)
         watched = {name for name, sessions in cluster.watchers.items() if session.number in sessions}
         demand(session.watched == watched, "what a session watches is known", session)
-        mine = len(session.watched) if session.is_guest else 0
-        demand(guests.watches.of(session.origin, session) == mine, "what a guest watches is counted", session)
     demand(all(cluster.watchers.values()), "what nobody watches is forgotten", cluster.watchers)
     total = sum(map(len, cluster.watchers.values()))
     demand(cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()), "watches are counted", total)
-    readers = [member.worker for member in cluster.members.values() if member.worker.read_only]
-    for worker, registrations in Counter(readers).items():
-        counted = guests.registrations.of(worker.origin, worker)
-        demand(counted == registrations, "a read-only worker's registrations are counted", worker)
-    demand(guests.registrations.total == len(readers), "read-only registrations are counted", guests.registrations)
+    read_only = cluster.read_only
+    sessions = {session for session in cluster.sessions.values() if session.read_only}
+    demand(read_only.sessions.keys() == sessions, "read-only sessions are known", read_only)
+    demand(read_only.watches == sum(len(s.watched) for s in sessions), "their watches are counted", read_only)
+    registrations = sum(member.worker.read_only for member in cluster.members.values())
+    demand(read_only.registrations == registrations, "their registrations are counted", read_only)
+    away = {worker for worker in cluster.workers.values() if worker.read_only and worker.session is None}
+    demand(read_only.away.keys() == away, "read-only workers without a session are known", read_only)
     patches = Counter(
         lease.holding.peers for lease in cluster.leases.values() if lease.partial and lease.state is LeaseState.ACTIVE
     )
     for version in (version for model in cluster.models.values() for version in model.versions.values()):
         for there in (there for layout in version.layouts for there in layout.values()):
             demand(there.patches == patches[there], "partial leases are counted", version)
-    for model in cluster.models.values():
-        members = sum(not m.worker.read_only for group in model.groups.values() for m in group.members.values())
-        demand(model.members == members, "a model's members are counted", model)
-        ordered = any(write.model is model for write in cluster.pending_writes.values())
-        of_guests = not model.is_of_workers and not ordered
-        demand((model.name in cluster.guest_models) <= of_guests, "only guests wait for it", model)
-    demand(cluster.guest_models <= cluster.models.keys(), "forgotten models are forgotten", cluster.guest_models)

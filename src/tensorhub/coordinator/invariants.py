@@ -180,8 +180,6 @@ def _held(member: Member, holding: Holding) -> None:
     demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
     yielding = sum(lease.yields for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
     demand(holding.yielding == yielding, "a source's readers that yield are counted", holding)
-    guests = sum(worker.read_only for worker in readers)
-    demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
     for ident, lease in holding.readers.items():
         demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
         demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
@@ -221,12 +219,10 @@ def _version(cluster: Cluster, version: Version) -> None:
     if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(layout.has_holders for layout in version.layouts)
         demand(gone, "only discarded and retired versions are forgotten", version)
-        demand(
-            not version.bound and not version.guests_bound, "no operation is bound to a version that is no more", version
-        )  # R2
+        demand(not version.bound, "no operation is bound to a version that is no more", version)  # R2
         return
     demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
-    for operation in (*version.bound.values(), *version.guests_bound.values()):
+    for operation in version.bound.values():
         demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
     demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
     demand(version.lineage <= model.lineage, "lineages only grow", version)
@@ -394,7 +390,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     version = operation.version
     known = version is None or group.model.versions.get(version.number) is version
     demand(known, "no operation is bound to a version that is no more", operation)  # R2
-    bound = version is None or version.bound_with(operation).get(operation.key) is operation
+    bound = version is None or version.bound.get(operation.key) is operation
     demand(bound, "a version knows the operations that are bound to it", operation)
     if operation.state is OperationState.PREPARED:
         demand(all_voted, "prepared means that every rank voted", operation)

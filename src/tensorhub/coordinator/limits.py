@@ -8,7 +8,6 @@ may be at a time is an option: `Options.sessions_max`.
 from __future__ import annotations
 
 REGISTRATIONS_OF_WORKER_MAX = 8192
-REGISTRATIONS_OF_GUEST_MAX = 1024  # of one read-only worker, all of which end in one step with it
 REGISTRATIONS_MAX = 2**18
 MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counted; one of 10,000 tensors has about 1.5 MB
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions, with the parts of layouts; equal ones count once
@@ -16,18 +15,16 @@ WAIT_FOR_MANIFESTS_MAX = 2**14  # registrations that wait for a manifest which a
 DIGEST_BYTES_MAX = 2**28  # of publishers' lists of digests; 9 for each chunk, 2.4 MB for a TB in chunks of 4 MiB
 ANNOUNCED_SHARDS_MAX = 2**14  # of what a copy was read from, as its holder says after a restart; of one version together
 SELECTIONS_MAX = 2**17  # of published shards, that readers of other layouts need; 64 ranks that read of 64 have 4096
-GUEST_REGISTRATIONS_MAX = 2**13  # of all read-only workers; each is a fetch, and a rollback ends all of them in one step
-GUESTS_OF_HOLDING_MAX = (
-    256  # that read one copy, all of which are moved in one step; far more than its owner serves at a time
-)
+READ_ONLY_REGISTRATIONS_MAX = 1024  # of all read-only workers; each is a fetch, and one step may end all of them
+READ_ONLY_WATCHES_MAX = 2**18  # of all read-only sessions together; each counts in WATCHED_MAX, too
 WOKEN_PER_STEP = 64  # ranks whose calls waited and may go on, those with many failed sources counted several times
 NOTICES_PER_STEP = 512  # holders of a model that are told what is retained from now on
-TIMERS_PER_STEP = 64  # that one step heeds when very many are due at once, as a guest can arrange
+TIMERS_PER_STEP = 64  # that one step heeds when very many are due at once
 NOTED_PER_STEP = 256  # entities that these timers may have changed; after that, the other timers wait
 FOLLOWED_PER_STEP = 2**14  # links of chains of readers that these timers have followed; the same
-MODELS_MAX = 2**16  # that somebody who may write has named; names that are only watched, or waited for by guests, are none
+MODELS_MAX = 2**16  # that a registration or a call has named; a name that is only watched is no model
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
-GUEST_IDLE_S = 60.0  # without a registration, a watch or a call
+IDLE_S = 60.0  # of a read-only session or an observer, without a registration, a watch or a call
 RETAINED_MAX = 1024  # versions of one model
 PINS_OF_WORKER_MAX = 1024
 PENDING_WRITES_OF_SESSION_MAX = 4096  # retain, pin and unpin: what is not answered yet

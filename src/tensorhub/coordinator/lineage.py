@@ -93,7 +93,6 @@ class Lineages:
             self._versions.retire(version, model, reason)
         self._versions.refresh(model)  # who hears Done has heard what is newest now
         self._cluster.wake_all(model.unbound)  # another one may be the newest, or the one before it
-        self._cluster.wake_all(model.guests_unbound)
         self._decide(write, None)
 
     def not_recorded(self, write: PendingWrite, reason: str) -> None:

@@ -93,7 +93,6 @@ class Membership:
                 cluster.now,  # it holds nothing yet, and says what it holds only when it has heard the Welcome
                 0 if session.read_only else message.host_bytes,
                 session.read_only,
-                session.origin,
             )
             cluster.workers[session.incarnation] = worker
             if worker.host_bytes:
@@ -110,8 +109,7 @@ class Membership:
         if worker.transports != before:
             self._reach_changed(worker)
         session.worker, session.welcomed_at = worker, cluster.now
-        cluster.guests.joined(session)
-        cluster.guests.away.pop(worker, None)
+        cluster.read_only.away.pop(worker, None)
         self.heard(worker, worker.answers)
         self._set_deadline(worker)
         if known:
@@ -130,7 +128,6 @@ class Membership:
                 cluster.wake(operation)
             if member.holding is not None:
                 cluster.wake_all(member.holding.version.starving)
-                cluster.wake_all(member.group.model.guests_unbound)
 
     def heard(self, worker: Worker, answers: float) -> None:
         """Any message renews the lease. The worker counts only while it answers what was said less than a lease ago.
@@ -167,10 +164,10 @@ class Membership:
         """
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
-        cluster.timers.cancel("guest", str(session.number))
+        cluster.timers.cancel("idle", str(session.number))
         for name in list(session.watched):
             cluster.unwatch(session, name)
-        cluster.guests.went(session)
+        cluster.read_only.sessions.pop(session, None)
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
@@ -182,9 +179,9 @@ class Membership:
             self._wake_askers(member)
         self._withdrawals.readers_away(worker)
         if worker.read_only:
-            cluster.guests.away[worker] = None
-            if len(cluster.guests.away) > cluster.guests.places:
-                self.lose(next(iter(cluster.guests.away)), "too many read-only workers are away (Options.guest_share)")
+            cluster.read_only.away[worker] = None
+            if len(cluster.read_only.away) > cluster.read_only.sessions_max:
+                self.lose(next(iter(cluster.read_only.away)), "too many read-only workers are away")
 
     def lease_due(self, incarnation: str) -> None:
         """Half a lease of silence makes a worker suspect, a whole one lost, unless what it has said lies unread."""
@@ -205,7 +202,7 @@ class Membership:
 
     def _look_for(self, worker: Worker, timer: str) -> None:
         """No verdict is given by a timer alone: the coordinator may be behind with reading, or with letting in who comes
-        back. Strangers can be in the way there, but for so long only.
+        back. Other connections can be in the way there, but for so long only.
         """
         cluster, lease_s = self._cluster, self._cluster.options.lease_s
         cluster.timers.set(timer, worker.incarnation, cluster.now + lease_s * LOOKS_APART)
@@ -297,7 +294,7 @@ class Membership:
         del cluster.workers[worker.incarnation]
         cluster.slowness.forget(worker.incarnation)
         self.arrived(worker)
-        cluster.guests.away.pop(worker, None)
+        cluster.read_only.away.pop(worker, None)
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._handovers.room_changed()
@@ -366,7 +363,7 @@ class Membership:
         cluster.manifest_bytes[worker.incarnation] += sum(map(len, (member.manifest, *member.parts)))
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
-        self._count(member, 1)
+        cluster.read_only.registrations += worker.read_only
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
         if member.serves:
@@ -449,22 +446,17 @@ class Membership:
             self._cluster.keep_begun(member, manifest)
 
     def _make_room(self, worker: Worker) -> TensorHubError | None:
-        """A read-only worker registers. If the share of all of them is used up, another one may have to give way."""
-        share = self._cluster.guests.registrations
-        if not share.is_used_up:
+        """A read-only worker registers. At the cap the worker that was idle longest, of those with registrations, leaves."""
+        registrations = self._cluster.read_only.registrations
+        if registrations < limits.READ_ONLY_REGISTRATIONS_MAX:
             return None
-        victim = share.at_whose_expense(worker.origin, worker)
+        idle = (each for each in self._cluster.read_only.idle_workers() if each.members and each is not worker)
+        victim = next(idle, None)
         if victim is None:
-            text = f"read-only workers have {share.total} registrations (Options.guest_share): try again soon"
+            text = f"it has {registrations} fetches under way (READ_ONLY_REGISTRATIONS_MAX): let some of them end first"
             return RegistrationError(f"worker {worker.name!r} cannot register: {text}", retryable=True)
-        self.leave(victim, f"others need some of its {len(victim.members)} registrations (Options.guest_share)")
+        self.leave(victim, "it makes room for another read-only worker (READ_ONLY_REGISTRATIONS_MAX)")
         return None
-
-    def _count(self, member: Member, more: int) -> None:
-        if member.worker.read_only:
-            self._cluster.guests.registrations.add(member.worker.origin, member.worker, more)
-        else:
-            member.group.model.members += more
 
     def deregister(self, worker: Worker, message: Deregister) -> None:
         """A rank closes its handle, or says so again."""
@@ -486,7 +478,7 @@ class Membership:
             cluster.keep_arranged(member, ())
             cluster.manifests.release(member.manifest, *member.parts)
             cluster.manifest_bytes[member.worker.incarnation] -= sum(map(len, (member.manifest, *member.parts)))
-            self._count(member, -1)
+            cluster.read_only.registrations -= member.worker.read_only
         self._wake_askers(member)
         if group.model.copies.pop(member.registration, None) is not None:
             self._handovers.room_changed()

@@ -120,7 +120,7 @@ class Operations:
                 if lease is not None and message.reason == "corrupt" and message.chunk is not None:
                     need = None if lease.root else lease.need  # else it is one of the source's own chunks
                     self._corruption_checks.ask(part, lease.holding, message.chunk, need)
-                self._cluster.wants_source(operation)
+                self._cluster.changed(operation)
             case _:
                 assert_never(message)
 
@@ -250,7 +250,7 @@ class Operations:
     def rolled_back(self, model: Model, to: int) -> None:
         """A new lineage begins after `to`: operations that fill from a later version, or publish one, are over."""
         later, left = [version for version in model.versions.values() if version.number > to], held_text(model)
-        for operation in [o for version in later for o in (*version.bound.values(), *version.guests_bound.values())]:
+        for operation in [o for version in later for o in version.bound.values()]:
             what = f"version {operation.bound.number} of {model.name!r}"
             if operation.kind is OpKind.PUBLISH:
                 text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"

@@ -61,8 +61,6 @@ class Readers:
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
         holding.peers.patches += partial
-        if part.member.worker.read_only:
-            self._admit(holding, part.member.worker)
         holding.active_readers += 1
         holding.yielding += yields
         readers = holding.active_readers
@@ -93,14 +91,6 @@ class Readers:
         if not layout.origin_id:
             return id_of(layout.manifests[shard])
         return grid_id(layout.origin_id, id_of(layout.parts[shard][-1]), shard)
-
-    def _admit(self, holding: Holding, guest: Worker) -> None:
-        """Count one more read-only reader. If there are too many, another one makes room."""
-        victim = holding.guests.at_whose_expense(guest.origin, guest) if holding.guests.is_used_up else None
-        if victim is not None:
-            active = (lease for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
-            self.cut(next(lease for lease in active if lease.part.member.worker is victim), "others read there")
-        holding.guests.add(guest.origin, guest)
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
         """A reader reports what has come from its sources. A read-only reader is not believed; nor is anything kept of a
@@ -303,8 +293,8 @@ class Readers:
     # -- another source
 
     def move(self, lease: ReadLease) -> None:
-        """Give the reader another source, if there is one, and let it leave this one. A guest is given it in its turn: there
-        may be many of them, and each looks at all sources.
+        """Give the reader another source, if there is one, and let it leave this one. A read-only reader is given it in its
+        turn: there may be many of them, and each looks at all sources.
         """
         if lease.part.member.worker.read_only:
             self._cluster.wake(lease.part.operation)
@@ -399,16 +389,11 @@ class Readers:
                     self._cluster.wake(lease.part.operation)
 
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
-        holding, guest = lease.holding, lease.part.member.worker
+        holding = lease.holding
         if lease.state is LeaseState.ACTIVE:  # no state leads back there
             holding.active_readers -= 1
             holding.yielding -= lease.yields
             holding.peers.patches -= lease.partial
-            if guest.read_only:
-                if holding.guests.is_used_up:  # there is room for one more
-                    self._cluster.wake_all(holding.version.starving)
-                    self._cluster.wake_all(holding.member.group.model.guests_unbound)
-                holding.guests.add(guest.origin, guest, -1)
             self._cluster.reckon(holding)
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)

@@ -86,7 +86,7 @@ def gone(operation: Operation, error: VersionUnavailable) -> Blame:
 
 
 def outlived(operation: Operation) -> Blame | None:
-    """Whether only this guest still keeps its version, and neither reads (as from a worker that is lost) nor has voted."""
+    """Whether only this read-only call still keeps its version, and neither reads (as from a lost worker) nor has voted."""
     model, version = operation.group.model, operation.version
     assert version is not None
     if not version.outlived or operation.all_voted or any(part.leases for part in operation.parts.values()):

@@ -61,15 +61,13 @@ def too_much(cluster: Cluster, worker: Worker, message: Register, *parts: tuple[
     what, in_all = "", False
     if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
         what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
-    elif worker.read_only and len(worker.members) >= limits.REGISTRATIONS_OF_GUEST_MAX:
-        what = f"it has {len(worker.members)} fetches under way already (REGISTRATIONS_OF_GUEST_MAX)"
     elif bytes_here > limits.MANIFEST_BYTES_OF_WORKER_MAX:
         what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
     elif len(cluster.members) >= limits.REGISTRATIONS_MAX:
         what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
     elif not cluster.manifests.has_room_for(*blobs):
         what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
-    elif not worker.read_only and not cluster.has_room_for(message.model):
+    elif not cluster.has_room_for(message.model):
         what, in_all = f"there are {limits.MODELS_MAX} models in all (MODELS_MAX)", True
     if not what:
         return None

@@ -196,7 +196,6 @@ class Retentions:
             return
         model = self._cluster.model(message.model)
         self._cluster.note(model)
-        self._cluster.guest_models.discard(model.name)  # now somebody needs it who may write
         self._record(PendingWrite(model, message, session, self._cluster.now), Retention(model.name, message.latest))
 
     def _too_much(self, session: int | None, message: Retain | Pin | Unpin) -> TensorHubError | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tensorhub.coordinator import bridges, replicas
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version, Worker
+from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.holders import Holders
 from tensorhub.coordinator.states import WorkerState
@@ -189,14 +189,7 @@ class SourceChoice:
             return False
         if part.retry_at.get(source.incarnation, 0.0) > self._cluster.now:
             return False
-        return bool(reader.reaches(source, across=part.bridges)) and self._has_room(holding, reader)
-
-    @staticmethod
-    def _has_room(holding: Holding, worker: Worker) -> bool:
-        """Whether this worker may read there, if need be in another guest's place."""
-        guests = holding.guests
-        is_full = worker.read_only and guests.is_used_up
-        return not is_full or guests.at_whose_expense(worker.origin, worker) is not None
+        return bool(reader.reaches(source, across=part.bridges))
 
 
 def _holders(part: RankPart, version: Version, need: Need | None) -> tuple[list[Holders[Holding]], list[Holders[Holding]]]:

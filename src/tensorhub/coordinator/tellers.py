@@ -163,7 +163,7 @@ class Tellers:
         known, readers that fill are not asked: their list is not the published one yet.
         """
         version, seen = testimony.version, set[str]()
-        running = [] if testimony.root else version.bound.values()  # no guests': there may be very many
+        running = [] if testimony.root else [each for each in version.bound.values() if not each.is_read_only]
         parts = [p for o in running for p in o.parts.values() if p.reading and _reads(p, testimony)]
         for part in sorted(parts, key=lambda p: p.claim is None):
             seen.add(part.member.registration)

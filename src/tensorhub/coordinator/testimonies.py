@@ -66,7 +66,7 @@ class Testimonies:
         """This rank, which bridges, has said what it needs: it will name roots of that."""
         for need in part.needs or ():
             testimony = self.of_need(part, need)
-            if testimony.need != need:  # a guest has said it has other chunks: see `disagreement`
+            if testimony.need != need:  # a read-only worker has said it has other chunks: see `disagreement`
                 key = part.layout.origin_id, need.shard, need.selection
                 self._cluster.forget_selection(part.operation.bound, key)
                 testimony = self.of_need(part, need)
@@ -182,7 +182,7 @@ class Testimonies:
             part.comparisons += 1
             if part.holding is not None:
                 self._holdings.verified(part.holding, is_so=False)
-            self._cluster.wants_source(part.operation)
+            self._cluster.changed(part.operation)
         elif part.encloses or not testimony.root:  # all that it has of that was read with what encloses it
             part.page = None
             part.comparisons += 1
@@ -205,7 +205,7 @@ class Testimonies:
 
     def _is_evidence(self, part: RankPart, testimony: Testimony, stray: Stray) -> bool:
         """Whether that chunk has come from its publisher, or from another one who holds what it is of. (Workers do not
-        depend on what guests say.)
+        depend on what read-only workers say.)
         """
         publisher, origin = testimony.publisher, stray.origin
         if part.member.worker.read_only or origin is None:
@@ -309,7 +309,7 @@ class Testimonies:
             waits = part.claim is not None or part.rereads is not None or wants_source(part)
             if part.operation.decided or not waits:
                 continue  # it waits for no digests, nor for a source: there may be others once those are known
-            if part.operation.is_of_guests:  # who may be very many
+            if part.operation.is_read_only:  # there may be many
                 self._cluster.wake(part.operation)
             elif not self._is_left_as_it_is(part, testimony):
                 self._cluster.changed(part.operation, part)
@@ -424,7 +424,7 @@ class Testimonies:
         found = replicas.drifted(version, first) if first not in version.drifted else None
         if found is not None:
             version.drifted[first] = *found, replicas.what_differs(version, *found)
-            for operation in (*version.bound.values(), *version.guests_bound.values()):
+            for operation in version.bound.values():
                 self._cluster.changed(operation)
 
     def _record(self, version: Version) -> None:

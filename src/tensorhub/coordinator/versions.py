@@ -243,7 +243,7 @@ class Versions:
                 self._cluster.become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is not VersionState.UNAVAILABLE or not self._is_left(version):
                 continue
-            if version.guests_bound:
+            if version.bound:
                 self._outlive(version, model)
             else:
                 self._cluster.unlearn(version)  # manifests are large, and a holder that comes back tells them again
@@ -254,10 +254,9 @@ class Versions:
         info = newest.info if newest is not None else None
         if others_changed or info != model.announced or any(version.state is not state for version, state in before):
             self._cluster.wake_all(model.unbound)
-            self._cluster.wake_all(model.guests_unbound)
             for version, _ in before:  # a selector may name another version now
                 self._cluster.wake_all(version.starving)
-                for operation in (*version.bound.values(), *version.guests_bound.values()):
+                for operation in version.bound.values():
                     if not operation.writing:
                         self._cluster.wake(operation)
         if info != model.announced:  # after a rollback it is an older one, or none
@@ -283,17 +282,18 @@ class Versions:
         return changed
 
     def _outlive(self, version: Version, model: Model) -> None:
-        """Guests that neither read nor answer would keep it for as long as they like: they are looked at once it is old."""
+        """Read-only calls that neither read nor answer would keep the version: they are looked at once it is old."""
         if not version.outlived and self._is_old(model, version):
             version.outlived = True
             self._cluster.note(version)
-            for operation in version.guests_bound.values():
+            for operation in version.bound.values():
                 self._cluster.wake(operation)
 
     def _is_left(self, version: Version) -> bool:
-        """Whether nobody but guests holds, fills or is about to announce any of it."""
+        """Whether nothing but read-only calls holds, fills or is about to announce any of it."""
         held = any(layout.has_holders for layout in version.layouts)
-        return not (self._cluster.is_recovering or version.bound or held)
+        bound = any(not operation.is_read_only for operation in version.bound.values())
+        return not (self._cluster.is_recovering or bound or held)
 
     @staticmethod
     def _is_old(model: Model, version: Version) -> bool:

@@ -6,9 +6,7 @@ is. (Only to find the next workers, each part looks at all of the model's regist
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from heapq import heapify, heappop, nsmallest
-from itertools import islice
+from heapq import heapify, heappop
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
@@ -84,15 +82,11 @@ def describe(model: Model, version: int | None = None, after: Place | None = Non
 
 
 def _members(model: Model) -> dict[str, list[Member]]:
-    """Its registrations by their workers' incarnations. Of read-only workers only the first ones: there may be very many."""
+    """Its registrations by their workers' incarnations."""
     found: dict[str, list[Member]] = {}
     for group in model.groups.values():
         for member in group.members.values():
             found.setdefault(member.worker.incarnation, []).append(member)
-    guests = [(members[0].worker.name, incarnation) for incarnation, members in found.items() if members[0].worker.read_only]
-    if len(guests) > limits.DESCRIBED_MAX:
-        for _, incarnation in set(guests) - set(nsmallest(limits.DESCRIBED_MAX, guests)):
-            del found[incarnation]
     return found
 
 
@@ -131,15 +125,9 @@ def _info(
         model.retain,
         versions,
         tuple(_replica(replica, shards[replica]) for replica in in_order),
-        tuple(_lease(lease) for lease in _told(leases)),
+        tuple(_lease(lease) for lease in leases),
         tuple(WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints) for w in workers),
     )
-
-
-def _told(leases: list[ReadLease]) -> Iterator[ReadLease]:
-    """Those of workers, and as many of guests as one answer has room for."""
-    yield from (lease for lease in leases if not lease.part.member.worker.read_only)
-    yield from islice((lease for lease in leases if lease.part.member.worker.read_only), limits.DESCRIBED_MAX)
 
 
 def _lease(lease: ReadLease) -> LeaseView:

@@ -24,7 +24,7 @@ def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
     if is_of_available(operation) and is_open and not operation.unchanged:
         found.append(model.flexible)
     if version is None:
-        found.append(model.guests_unbound if operation.is_of_guests else model.unbound)
+        found.append(model.unbound)
         if next(iter(operation.parts.values())).member.is_of_one_shard:
             found.append(model.unbound_copies)
     elif operation.is_starving:

@@ -236,7 +236,7 @@ def fenced_lease_leaks() -> Iterator[None]:
 def readers_not_reconsidered() -> Iterator[None]:
     def leave(before: Callable[..., None], self: Any, holding: Held, why: str, **named: Any) -> None:
         version = holding.version
-        with replaced(version, "bound", {}), replaced(version, "guests_bound", {}):
+        with replaced(version, "bound", {}):
             before(self, holding, why, **named)
 
     with around(Holdings, "leave", leave):

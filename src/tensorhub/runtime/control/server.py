@@ -389,7 +389,7 @@ class CoordinatorServer:
         if handshake.peer.role == "worker":
             session.scope.deadline = self._now() + self._options.connect_timeout_s
         self._tell_if_short()
-        self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only, origin))
+        self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only))
         try:
             with session.scope:
                 async with anyio.create_task_group() as tasks:
