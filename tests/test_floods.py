@@ -115,9 +115,11 @@ def registers(number: int) -> FromWorker:
 async def test_readers_that_take_all_they_can_leave_trainers_and_other_readers_what_they_need(
     words: Callable[[int], FromWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without limits of their own, four sessions of the read-only token used up all names, or all registrations."""
+    """Without caps, four sessions of the read-only token used up all names, or all registrations."""
     for name in ("MODELS_MAX", "REGISTRATIONS_MAX", "WATCHED_MAX"):
-        monkeypatch.setattr(limits, name, 64, raising=False)
+        monkeypatch.setattr(limits, name, 64)
+    for name in ("READ_ONLY_REGISTRATIONS_MAX", "READ_ONLY_WATCHES_MAX"):
+        monkeypatch.setattr(limits, name, 32)
     secret = read_only_token("secret").encode()
     options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)
     async with cluster("trainer", options=options, token="secret") as c:
