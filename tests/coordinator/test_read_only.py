@@ -229,7 +229,7 @@ def test_readers_that_have_voted_wrongly_keep_no_version_that_nobody_holds() -> 
     for number in range(1, 6):
         lobby.publish(2, "t", number, number - 1)
         lobby.say(1, Prepared(lobby.asks(1, str(number)), 0, b"wrong"))
-        lobby.say(2, LeaveRequest(number, "t", number, 10.0, False))
+        lobby.say(2, LeaveRequest(number, "t", number, 10.0, False, False))
         lobby.say(2, Fenced("t", number))
     assert sorted(lobby.core.cluster.models["m"].versions) == [4, 5]
     errors = [heard.error for heard in lobby.heard[1] if isinstance(heard, Outcome)]
