@@ -7,8 +7,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -82,9 +82,38 @@ class Lines:
         return Line(self, cutter)
 
 
-def channel_of(lines: Lines, connections: int, chunks: int = 40) -> tuple[ParallelChannel, Cutter]:
-    cutter = Cutter()
-    return ParallelChannel(lines, connections, [SIZE] * chunks, cutter), cutter
+def channel_of(connections: int, chunks: int = 40) -> tuple[Lines, ParallelChannel, Cutter]:
+    lines, cutter = Lines(), Cutter()
+    return lines, ParallelChannel(lines, connections, [SIZE] * chunks, cutter), cutter
+
+
+class Held:
+    """A thread that waits for its answer by the first line, and others beside it."""
+
+    def __init__(self, lines: Lines, channel: ParallelChannel, threads: ThreadPoolExecutor) -> None:
+        self._line = lines.made[0]
+        self._channel = channel
+        self._threads = threads
+        self.hold()
+
+    def hold(self) -> None:
+        self._line.goes_on.clear()
+        self._line.is_driven.clear()
+        self._answer = self.call()
+        assert self._line.is_driven.wait(WAIT_S)
+
+    def call(self) -> Future[Arrival | Lacking]:
+        return self._threads.submit(self._channel.receive, 1)
+
+    def let_go(self) -> Arrival | Lacking:
+        self._line.goes_on.set()
+        return self._answer.result(WAIT_S)
+
+
+@contextlib.contextmanager
+def first_line_held(lines: Lines, channel: ParallelChannel) -> Iterator[Held]:
+    with ThreadPoolExecutor(3) as threads:
+        yield Held(lines, channel, threads)
 
 
 def named(answer: Arrival | Lacking) -> list[int]:
@@ -100,9 +129,8 @@ def all_of(channel: ParallelChannel) -> list[int]:
     return found
 
 
-def test_each_thread_opens_a_line_and_nobody_is_asked_for_everything() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 3)
+def test_each_thread_opens_a_line_and_no_line_is_asked_for_everything() -> None:
+    lines, channel, _ = channel_of(3)
     channel.submit(range(20, 40))
     channel.submit(range(20))
     with ThreadPoolExecutor(4) as threads:
@@ -128,60 +156,21 @@ def test_each_thread_opens_a_line_and_nobody_is_asked_for_everything() -> None:
     assert all(line.is_closed for line in lines.made)
 
 
-def test_the_last_chunks_are_asked_of_whoever_is_free() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
-    channel.submit([0, 1])
-    channel.receive(1)
-    assert lines.made[0].asked == [[0]]  # though it might be asked for two: the other line may be faster
-
-
-def test_a_line_is_asked_for_another_chunk_while_a_large_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing would come for a round trip after each."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(parallel, "FIRST_BYTES", SIZE)
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
-    line = lines.made[0]
-    line.before = lambda: now.__setitem__(0, now[0] + 0.6 * parallel.AHEAD_S)
-    channel.submit(range(40))
-    for _ in range(4):
-        channel.receive(1)
-    assert line.asked == [[0], [1, 2], [3], [4]]
-
-
-def test_one_line_alone_is_asked_for_everything() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 1)
-    channel.submit(range(20))
-    channel.receive(1)
-    channel.submit(range(20, 40))
-    channel.receive(1)
-    assert lines.made[0].asked == [list(range(20)), list(range(20, 40))]
-
-
 def test_no_line_is_opened_when_everything_is_asked_for() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     channel.submit([0])
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         assert channel.receive(1) == Arrival((), 0.0, 0.0)
         assert lines.tried == 1
-        lines.made[0].goes_on.set()
-        assert named(first.result(WAIT_S)) == [0]
+        assert named(held.let_go()) == [0]
 
 
-def test_a_line_is_asked_for_what_comes_by_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_asked_only_for_chunks_that_come_by_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one that has become slow everybody would wait for what it was asked for before."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(parallel, "FIRST_BYTES", SIZE)
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     line = lines.made[0]
     line.before = lambda: now.__setitem__(0, now[0] + parallel.AHEAD_S / 4)
     channel.submit(range(40))
@@ -196,38 +185,20 @@ def test_a_line_is_asked_for_what_comes_by_it_soon(monkeypatch: pytest.MonkeyPat
     assert len(line.asked) == before  # it has enough to do
 
 
-def test_what_a_source_lacks_has_not_come_by_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    monkeypatch.setattr(parallel, "FIRST_BYTES", SIZE)
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
-    lines.made[0].lacks = {0}
-    channel.submit(range(40))
-    for _ in range(2):
-        channel.receive(1)
-    assert lines.made[0].asked == [[0], [1]]
-
-
 def test_a_request_names_no_more_chunks_than_a_source_takes() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 1, CHUNKS_PER_ACCESS_MAX + 1)
+    lines, channel, _ = channel_of(1, CHUNKS_PER_ACCESS_MAX + 1)
     channel.submit(range(CHUNKS_PER_ACCESS_MAX + 1))
     channel.receive(1)
     assert [len(asked) for asked in lines.made[0].asked] == [CHUNKS_PER_ACCESS_MAX]
 
 
-def test_what_a_line_that_ends_was_asked_for_comes_by_another_one() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+def test_chunks_of_a_line_that_ends_come_by_another_line() -> None:
+    lines, channel, _ = channel_of(2)
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         found = all_of(channel)  # by the second line
         lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=7)
-        lines.made[0].goes_on.set()
-        answer = first.result(WAIT_S)  # the other one's own thread may have gone to rest: so this one takes its line
+        answer = held.let_go()  # the other one's own thread may have gone to rest: so this one takes its line
     assert isinstance(answer, Arrival)
     assert answer.discarded_bytes == 7
     assert lines.made[0].is_closed
@@ -239,76 +210,41 @@ def test_what_a_line_that_ends_was_asked_for_comes_by_another_one() -> None:
     assert (named(answer), answer.discarded_bytes, lines.tried) == ([12], 0, 2)  # told once; and no line is opened again
 
 
-def test_what_a_line_that_ends_was_asked_for_comes_first() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+def test_chunks_of_a_line_that_ends_are_asked_for_first() -> None:
+    lines, channel, _ = channel_of(2)
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         assert named(channel.receive(1)) == [6]
         assert lines.made[1].asked == [[6, 7, 8]]
         lines.made[0].fails = ReadFailure("lost", "broken")
-        lines.made[0].goes_on.set()
-        assert named(first.result(WAIT_S)) == [7]
+        assert named(held.let_go()) == [7]
     assert lines.made[1].asked[1] == [0, 1, 2, 3, 4, 5, 9, 10, 11]
 
 
-def test_what_came_in_vain_waits_for_an_arrival_to_be_told() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
-    channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
-        channel.receive(1)
-        lines.made[1].lacks = {7}
-        lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=7)
-        lines.made[0].goes_on.set()
-        assert first.result(WAIT_S) == Lacking([7], [])
-    answer = channel.receive(1)
-    assert isinstance(answer, Arrival)
-    assert answer.discarded_bytes == 7
-
-
-def test_what_a_line_was_asked_for_is_asked_of_others_once_it_is_closed() -> None:
+def test_chunks_of_a_line_are_asked_of_others_once_it_is_closed() -> None:
     """Until then it may write there."""
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         found = all_of(channel)  # by the second line
         others: list[int] = []
         lines.made[0].on_close = lambda: others.extend(named(channel.receive(1)))
         lines.made[0].fails = ReadFailure("lost", "broken")
-        lines.made[0].goes_on.set()
-        found += [*named(first.result(WAIT_S)), *all_of(channel)]
+        found += [*named(held.let_go()), *all_of(channel)]
     assert not others
     assert sorted(found) == list(range(12))
 
 
 def test_the_channel_fails_with_its_last_line() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         channel.receive(1)
         for number, line in enumerate(lines.made):
             line.fails = ReadFailure("refused", f"line {number}", bytes_discarded=1 + number)
-        with ThreadPoolExecutor(1) as others:
-            second = others.submit(channel.receive, 1)  # its line is gone, and it waits for nobody
-            assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
-        lines.made[0].goes_on.set()
+        assert held.call().result(WAIT_S) == Arrival((), 0.0, 0.0)  # its line is gone, and it waits for no other one
         with pytest.raises(ReadFailure, match="line 0") as failed:
-            first.result(WAIT_S)
+            held.let_go()
     assert failed.value.bytes_discarded == 3
     channel.close()
     assert all(line.is_closed for line in lines.made)
@@ -316,19 +252,14 @@ def test_the_channel_fails_with_its_last_line() -> None:
 
 @pytest.mark.parametrize("why", [Unusable("not this way"), ReadFailure("unreachable", "full")])
 def test_a_further_line_that_cannot_be_had_is_no_failure(why: Exception) -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     lines.refuses = why
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         for _ in range(2):
             assert channel.receive(1) == Arrival((), 0.0, 0.0)
         assert lines.tried == 2  # and is tried once
-        lines.made[0].goes_on.set()
-        found = named(first.result(WAIT_S))
+        found = named(held.let_go())
     assert sorted(found + all_of(channel)) == list(range(12))
 
 
@@ -336,12 +267,11 @@ def test_the_first_line_has_to_be_had() -> None:
     lines = Lines()
     lines.refuses = Unusable("not this way")
     with pytest.raises(Unusable):
-        channel_of(lines, 2)
+        ParallelChannel(lines, 2, [SIZE], Cutter())
 
 
-def test_what_its_source_lacks_is_said_and_may_be_asked_for_again() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+def test_a_chunk_that_the_source_lacks_may_be_asked_for_again() -> None:
+    lines, channel, _ = channel_of(2)
     lines.made[0].lacks = {1}
     channel.submit([1])
     assert channel.receive(1) == Lacking([1], [])
@@ -366,56 +296,23 @@ def until_it_is_cut() -> tuple[Callable[[Cutter], None], threading.Event]:
 
 
 def test_a_cut_ends_every_line_also_one_that_is_being_opened() -> None:
-    lines = Lines()
-    channel, cutter = channel_of(lines, 3)
+    lines, channel, cutter = channel_of(3)
     channel.submit(range(12))
     wait, opening = until_it_is_cut()
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         lines.before = wait
-        second = threads.submit(channel.receive, 1)
+        second = held.call()
         assert opening.wait(WAIT_S)
         cutter.cut()
         with pytest.raises(ReadFailure, match="it was cut"):
-            first.result(WAIT_S)
+            held.let_go()
         assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
     channel.close()
 
 
-def test_what_came_in_vain_is_told_once_also_when_the_channel_has_failed() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
-    channel.submit(range(2))
-    lines.made[0].fails = ReadFailure("lost", "broken", bytes_discarded=5)
-    opening, opens = threading.Event(), threading.Event()
-
-    def wait(its: Cutter) -> None:
-        opening.set()
-        assert opens.wait(WAIT_S)
-
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
-        lines.before = wait
-        second = threads.submit(channel.receive, 1)
-        assert opening.wait(WAIT_S)
-        lines.made[0].goes_on.set()
-        with pytest.raises(ReadFailure) as failed:
-            first.result(WAIT_S)
-        assert failed.value.bytes_discarded == 5
-        opens.set()
-        answer = second.result(WAIT_S)
-    assert isinstance(answer, Arrival)
-    assert answer.discarded_bytes == 0
-
-
-def test_whoever_gets_a_line_when_everything_is_asked_for_does_not_wait_there() -> None:
+def test_a_line_that_opens_when_everything_is_asked_for_is_not_waited_at() -> None:
     """Nothing would come by it: the end of a fetch would wait until it counts as stalled."""
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     channel.submit(range(2))
     opening, opens = threading.Event(), threading.Event()
 
@@ -423,23 +320,15 @@ def test_whoever_gets_a_line_when_everything_is_asked_for_does_not_wait_there() 
         opening.set()
         assert opens.wait(WAIT_S)
 
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         lines.before = wait
-        second = threads.submit(channel.receive, 1)
+        second = held.call()
         assert opening.wait(WAIT_S)
-        lines.made[0].goes_on.set()
-        assert named(first.result(WAIT_S)) == [0]
-        lines.made[0].goes_on.clear()
-        lines.made[0].is_driven.clear()
-        first = threads.submit(channel.receive, 1)  # it takes the last chunk
-        assert lines.made[0].is_driven.wait(WAIT_S)
+        assert named(held.let_go()) == [0]
+        held.hold()  # it takes the last chunk
         opens.set()
         assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
-        lines.made[0].goes_on.set()
-        assert named(first.result(WAIT_S)) == [1]
+        assert named(held.let_go()) == [1]
     channel.close()
     assert [line.asked for line in lines.made] == [[[0], [1]], []]
     assert all(line.is_closed for line in lines.made)  # it is sound, and its transport may keep it
@@ -447,8 +336,7 @@ def test_whoever_gets_a_line_when_everything_is_asked_for_does_not_wait_there() 
 
 def test_a_line_that_is_opened_after_the_cut_is_cut_as_well() -> None:
     """A connection that nobody answers would hold its thread for long."""
-    lines = Lines()
-    channel, cutter = channel_of(lines, 2)
+    lines, channel, cutter = channel_of(2)
     are_cut: list[bool] = []
 
     def refuse(its: Cutter) -> None:
@@ -457,37 +345,29 @@ def test_a_line_that_is_opened_after_the_cut_is_cut_as_well() -> None:
 
     lines.before = refuse
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         cutter.cut()
         with pytest.raises(ReadFailure):
-            first.result(WAIT_S)
+            held.let_go()
     assert channel.receive(1) == Arrival((), 0.0, 0.0)
     assert are_cut == [True]
 
 
-def test_what_is_cut_has_not_broken(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_is_cut_is_not_logged_as_lost(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "tensorhub.worker")
-    lines = Lines()
-    channel, cutter = channel_of(lines, 2)
+    lines, channel, cutter = channel_of(2)
     channel.submit(range(12))
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         channel.receive(1)
         cutter.cut()
         with pytest.raises(ReadFailure):
-            first.result(WAIT_S)  # the second line is cut as well
+            held.let_go()  # the second line is cut as well
     assert "connection_lost" not in caplog.text
 
 
-def test_a_channel_that_is_over_is_held_by_nobody() -> None:
+def test_a_closed_channel_leaves_no_reference_cycle() -> None:
     """Else the destination, which the caller may want to let go, would stay until cycles are collected."""
-    lines = Lines()
-    channel, cutter = channel_of(lines, 2)
+    _, channel, cutter = channel_of(2)
     channel.close()
     gone = weakref.ref(channel)
     del channel
@@ -502,8 +382,7 @@ def test_a_channel_that_is_over_is_held_by_nobody() -> None:
 
 
 def test_a_line_is_waited_for_as_long_as_something_is_left_for_it() -> None:
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     channel.submit(range(2))
     opening, opens, are_cut = threading.Event(), threading.Event(), list[bool]()
 
@@ -512,45 +391,32 @@ def test_a_line_is_waited_for_as_long_as_something_is_left_for_it() -> None:
         assert opens.wait(WAIT_S)
         are_cut.append(its.is_cut)
 
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         lines.before = wait
-        second = threads.submit(channel.receive, 1)
+        second = held.call()
         assert opening.wait(WAIT_S)
-        lines.made[0].goes_on.set()
-        assert named(first.result(WAIT_S)) == [0]  # all that anybody was asked for; another chunk is left
+        assert named(held.let_go()) == [0]  # all that anybody was asked for; another chunk is left
         opens.set()
         assert named(second.result(WAIT_S)) == [1]
     assert are_cut == [False]
 
 
-def test_nobody_waits_for_a_line_that_comes_too_late() -> None:
+def test_a_line_that_opens_too_late_is_not_waited_for() -> None:
     """The end of a fetch would wait for its connection."""
-    lines = Lines()
-    channel, _ = channel_of(lines, 2)
+    lines, channel, _ = channel_of(2)
     channel.submit(range(3))
     wait, opening = until_it_is_cut()
-    lines.made[0].goes_on.clear()
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+    with first_line_held(lines, channel) as held:
         lines.before = wait
-        second = threads.submit(channel.receive, 1)
+        second = held.call()
         assert opening.wait(WAIT_S)
-        lines.made[0].goes_on.set()
-        found = [*named(first.result(WAIT_S)), *all_of(channel)]
+        found = [*named(held.let_go()), *all_of(channel)]
         assert sorted(found) == [0, 1, 2]
         assert second.result(WAIT_S) == Arrival((), 0.0, 0.0)
         assert not lines.made[0].is_closed
         lines.before = lambda cutter: None
         channel.submit(range(3, 9))  # there is more, after all: it is opened
-        lines.made[0].goes_on.clear()
-        lines.made[0].is_driven.clear()
-        first = threads.submit(channel.receive, 1)
-        assert lines.made[0].is_driven.wait(WAIT_S)
+        held.hold()
         assert named(channel.receive(1))
         assert len(lines.made) == 2
-        lines.made[0].goes_on.set()
-        assert named(first.result(WAIT_S))
+        assert named(held.let_go())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -69,14 +68,6 @@ def read_one(peer: Peer, node: Node) -> None:
     received = bytearray(node.memory.sizes[0])
     peer.connection.receive_into([memoryview(received)])
     assert received == bytes(node.memory.buffer(0))
-
-
-async def test_a_connection_is_used_again() -> None:
-    a = source()
-    async with reading(a) as peers:
-        first = await used(peers, a)
-        assert await used(peers, a) is first
-        assert "1 lanes" in repr(a.owner)
 
 
 async def test_two_reads_at_a_time_have_two_connections() -> None:
@@ -204,25 +195,3 @@ async def test_versions_come_over_one_connection_until_the_reader_is_another_one
         assert made[-1].connection._socket.fileno() >= 0
         worker_of(c.hubs[1]).channels.become(READER)
         assert made[-1].connection._socket.fileno() < 0
-
-
-async def test_new_registrations_of_a_source_that_shares_no_memory_are_read_over_the_same_connections(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[str] = []
-    connect = Peers._connect
-
-    def counted(peers: Peers, address: str, right: ReadRight, cutter: Cutter) -> Peer:
-        made.append(address)
-        return connect(peers, address, right, cutter)
-
-    monkeypatch.setattr(Peers, "_connect", counted)
-    async with cluster("trainer", "reader") as c:
-        for version in range(1, 5):
-            async with contextlib.AsyncExitStack() as stack:
-                weights = await c.hubs[0].register("m", tensors(version))
-                stack.push_async_callback(weights.close)
-                await weights.publish(version)
-                fetched = await c.hubs[1].fetch("m", version)
-                assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, version)
-        assert len(made) == len(set(made))

@@ -16,7 +16,7 @@ from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.tools import register_memory
 from tensorhub.transport import staging as staging_module
-from tensorhub.transport.staging import PIECE_BYTES, Staging, cut_up
+from tensorhub.transport.staging import Staging, cut_up
 from tensorhub.types import Options
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
@@ -134,18 +134,6 @@ async def test_a_version_goes_from_any_memory_to_any_other(
             assert device.launches
 
 
-async def test_a_reader_of_a_gpu_is_its_source_at_once() -> None:
-    device, memory, last = Double(), tensors(None), tensors(None)
-    async with cluster("trainer", "first", "second", options=OPTIONS) as made:
-        published = await register(made.hubs[0], tensors(1), device)
-        await published.publish(1)
-        await (await register(made.hubs[1], memory, device)).replicate()
-        await published.close()
-        report = await (await register(made.hubs[2], last, None)).replicate()
-        assert [(each.name, each.transport) for each in report.sources] == [("first", "tcp")]
-    assert equal(last, tensors(1))
-
-
 async def test_host_copies_are_page_locked_while_they_live() -> None:
     device, held, memory = Double(), tensors(1), tensors(None)
     options = Options(op_timeout_s=30, host_memory_bytes=2**26)
@@ -189,7 +177,3 @@ async def test_nothing_is_shown_or_written_before_the_callers_work_is_done() -> 
             assert equal(memory, tensors(None))
             theirs.is_busy = False
         assert equal(memory, held)
-
-
-def test_pieces_are_a_few_mib() -> None:
-    assert PIECE_BYTES <= 16 * 2**20

@@ -56,15 +56,6 @@ def test_only_the_pages_that_are_needed_are_asked_for(monkeypatch: pytest.Monkey
     assert source.run_bytes == 6
 
 
-def test_a_strip_may_go_back_through_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect, "REGIONS_MAX", 4)
-    monkeypatch.setattr("tensorhub.transport.strided_source.REGIONS_MAX", 4)
-    client = Client(Selection(((Strip(9, 3, -7, 0, 2, (), 5),),)), range(1000, 1012))
-    (found,) = places(client).stream(0).take(10)
-    assert list(found.cells) == [1012, 1005]
-    assert client.asked == [0, 4, 8]
-
-
 def test_a_source_with_too_few_regions_lies() -> None:
     with pytest.raises(ProtocolError, match="a source with 3 regions has chunks in 5"):
         places(Client(Selection(((straight(4, 0, 8),),)), [0, 0, 0]))
@@ -77,14 +68,6 @@ def test_cma_reads_nothing_where_nothing_is(address: int) -> None:
     made = Stream(blocks([Strip(0, 0, 0, 0, 1, ((3, 4096),), 32)], [address])).take(96)
     with pytest.raises(OSError, match=r"."):
         cma.gather(os.getpid(), made, address_of(memoryview(room)))
-
-
-@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
-def test_cma_gathers_more_runs_than_one_call_takes() -> None:
-    held, room = bytearray(os.urandom(40_000)), bytearray(5000 * 3)
-    made = list(blocks([Strip(0, 5, 0, 0, 1, ((5000, 7),), 3)], [address_of(memoryview(held))]))
-    cma.gather(os.getpid(), made, address_of(memoryview(room)))
-    assert room == b"".join([held[5 + n * 7 : 8 + n * 7] for n in range(5000)])
 
 
 @pytest.mark.parametrize("strip", [Strip(0, 0, 0, 0, 1, ((3, 4096),), 32), Strip(0, 5000, 0, -4999, 2, (), 60)])

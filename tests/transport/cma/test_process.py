@@ -51,17 +51,6 @@ def test_calls_are_small_and_leave_nothing_out(sizes: list[int], many: int) -> N
 
 
 @needs_cma
-def test_pieces_come_from_and_go_where_they_should() -> None:
-    source, target = bytes(range(256)) * 64, bytearray(1000)
-    there, here = address_of(memoryview(source)), address_of(memoryview(target))
-    cma.copy(HERE, [Piece(here + 10 * n, there + 256 * n + n, 7) for n in range(50)])
-    expected = bytearray(1000)
-    for n in range(50):
-        expected[10 * n : 10 * n + 7] = bytes(range(n, n + 7))
-    assert target == expected
-
-
-@needs_cma
 def test_what_cannot_be_read_is_an_error_and_what_lies_before_it_is_copied() -> None:
     pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     pages[:] = b"x" * len(pages)
@@ -119,10 +108,6 @@ def test_yama_is_told_of(scope: str, says: str | None, tmp_path: Path) -> None:
     assert found is None if says is None else found is not None and says in found
 
 
-def test_yama_may_be_asked_anywhere() -> None:
-    cma.let_others_read()  # without Yama, as on this machine perhaps, nothing happens
-
-
 # ----------------------------------------------------------------------------------------------------------- words
 
 
@@ -153,19 +138,6 @@ def test_a_word_is_looked_at_with_the_nonce() -> None:
     words.set(RegistrationId("r"), 0)
     assert not Process(words.header).is_unchanged(at, 5)
     assert not Process(words.header).is_unchanged(at, 0)  # no generation at all
-
-
-def test_what_is_forgotten_makes_room() -> None:
-    words = GenerationWords()
-    words.set(RegistrationId("a"), 1)
-    at = words.address(RegistrationId("a"))
-    words.set(RegistrationId("a"), 0)
-    words.forget(RegistrationId("a"))
-    words.forget(RegistrationId("never"))
-    words.set(RegistrationId("never open"), 0)
-    words.set(RegistrationId("b"), 2)
-    assert words.address(RegistrationId("b")) == at
-    assert repr(words) == "<GenerationWords of 1 registrations>"
 
 
 # --------------------------------------------------------------------------- what an owner does while a reader reads

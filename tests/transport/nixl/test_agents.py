@@ -6,14 +6,13 @@ import ctypes
 import mmap
 import os
 import sys
-import time
 
 import pytest
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.nixl import agents as nixl, reading as nixl_reading
-from tensorhub.transport.nixl.agents import Exposures, OnGpu, join
+from tensorhub.transport.nixl.agents import Exposures, OnGpu
 from tensorhub.transport.nixl.reading import LANDINGS_MAX, SLOT_BYTES, Agents, Remote, check_metadata
 from tensorhub.transport.one_sided import Piece
 from tensorhub.types import RegistrationId
@@ -52,16 +51,6 @@ class Rig:
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
-
-
-def test_places_that_touch_are_one() -> None:
-    page = mmap.PAGESIZE
-    assert join([]) == []
-    assert join([(page, 10), (3 * page, 5)]) == [(page, 10), (3 * page, 5)]
-    assert join([(page + 100, 10), (page, 10)]) == [(page, 110)]
-    assert join([(page, page), (2 * page, 1)]) == [(page, page + 1)]
-    assert join([(page, 3 * page), (2 * page, 1)]) == [(page, 3 * page)]
-    assert join([(page, page + 1), (3 * page + 1, 1)]) == [(page, page + 1), (3 * page + 1, 1)]
 
 
 def test_memory_is_kept_and_read_until_its_exposure_ends(fabric: Fabric) -> None:
@@ -174,30 +163,6 @@ def test_a_read_that_brings_nothing_has_stalled(fabric: Fabric, monkeypatch: pyt
     assert not fabric.agents
 
 
-def test_reads_that_end_in_time_cost_no_agent(fabric: Fabric) -> None:
-    """A reader is cut off while its reads run, and they are done in the grace."""
-    rig = Rig()
-    remote = rig.remote()
-    fabric.holds = True
-    watched = []
-
-    def watch(since: float) -> None:
-        watched.append(since)
-        fabric.let_go()
-        raise OSError(0, "enough")
-
-    before = set(fabric.agents)
-    with pytest.raises(OSError, match="enough"):
-        remote._agent.read(rig.exposed.name, rig.whole(), watch)
-    assert len(watched) == 1
-    assert not any(rig.here.raw)
-    assert "0 reads left" in repr(remote)
-    rig.remote().close()
-    assert set(fabric.agents) == before
-    remote.close()
-    rig.close()
-
-
 def test_a_read_that_fails_ends_its_agent(fabric: Fabric) -> None:
     rig = Rig()
     remote = rig.remote()
@@ -245,26 +210,6 @@ def test_metadata_is_that_of_the_agent_that_it_is_said_to_be_of(fabric: Fabric) 
     for each in (rig, other):
         each.close()
     assert not fabric.agents
-
-
-def test_who_waits_makes_pauses(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(10)
-    remote = rig.remote()
-    fabric.holds = True
-    pauses: list[float] = []
-
-    def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 10:
-            fabric.let_go()
-
-    monkeypatch.setattr(time, "sleep", pause)
-    remote.copy(rig.whole())
-    monkeypatch.undo()
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == nixl_reading.PAUSE_MOST_S
-    remote.close()
-    rig.close()
 
 
 # -------------------------------------------------------------------------------------------------------- GPUs' memory
@@ -374,15 +319,3 @@ def test_without_cuda_in_ucx_both_ends_say_what_it_needs(fabric: Fabric) -> None
         rig.exposures.of(R, [(ctypes.addressof(rig.word), 8)], rig, rig.gpu)
     rig.close()
     assert not fabric.agents
-
-
-def test_a_gpus_places_are_not_joined_and_are_bounded(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    exposures, page = Exposures(), mmap.PAGESIZE
-    touching = tuple((page * n, page) for n in range(1, 4))
-    exposures.of(R, [], None, OnGpu(0, touching))
-    (agent,) = fabric.agents.values()
-    assert [place[:2] for place in agent.places] == list(touching)
-    monkeypatch.setattr(nixl, "PLACES_MAX", 2)
-    with pytest.raises(NotShared, match=r"3 places.*pack_bytes"):
-        exposures.of(R, [], None, OnGpu(1, touching))
-    exposures.close()

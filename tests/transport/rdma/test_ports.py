@@ -103,19 +103,6 @@ def test_the_best_gid_is_one_of_roce_v2_with_an_address(
     assert (port.gid_index, port.fault, port.gbits, port.state, port.link) == (index, "", 100.0, "ACTIVE", "ethernet")
 
 
-def test_ports_are_listed_in_the_order_of_their_numbers(machine: Machine) -> None:
-    for device in ("mlx5_10", "mlx5_2", "rxe0"):
-        machine.add(device, {0: (IPV4, V2)})
-    machine.add("mlx5_2", {0: (LINK, "IB/RoCE v1")}, number=2, link="InfiniBand", rate="400 Gb/sec (4X NDR)", node=False)
-    found = [(port.device, port.number, port.link, port.gbits) for port in machine.usable()]
-    assert found == [
-        ("mlx5_2", 1, "ethernet", 100.0),
-        ("mlx5_2", 2, "infiniband", 400.0),
-        ("mlx5_10", 1, "ethernet", 100.0),
-        ("rxe0", 1, "ethernet", 100.0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "gids", "text"),
     [
@@ -258,18 +245,6 @@ def test_why_memory_cannot_be_registered(monkeypatch: pytest.MonkeyPatch, limit:
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
-
-
-def test_neighbours_are_read_together_and_large_ones_in_pieces() -> None:
-    moves = [Move(0, 1, 1000, 2, 10), Move(10, 1, 1010, 2, 5), Move(15, 1, 1015, 3, 5), Move(25, 1, 1020, 3, 9)]
-    assert list(cut(moves, 8)) == [
-        Move(0, 1, 1000, 2, 8),
-        Move(8, 1, 1008, 2, 7),
-        Move(15, 1, 1015, 3, 5),
-        Move(25, 1, 1020, 3, 8),
-        Move(33, 1, 1028, 3, 1),
-    ]
-    assert list(cut([])) == []
 
 
 def test_every_byte_is_read_once_wherever_it_is() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from tensorhub.transport.base import ReadFailure
 from tensorhub.transport.generation_words import WORD_BYTES
-from tensorhub.transport.rdma import reads as module
 from tensorhub.transport.rdma.ports import Move
 from tensorhub.transport.rdma.reads import Reads
 
@@ -113,21 +112,6 @@ def test_the_queue_is_never_asked_for_more_than_it_takes(depth: int) -> None:
         found += proved(reads)
     assert found == list(range(20))
     assert reads.is_idle
-
-
-def test_so_many_bytes_are_under_way_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WINDOW_BYTES", 250)
-    reads, queue = rig()
-    add(reads, 1, 5)
-    add(reads, 2, 1, nbytes=1000)  # more than that by itself
-    counts = []
-    found: list[int] = []
-    while len(found) < 2:
-        reads.post()
-        counts.append(len(queue.posted))
-        queue.complete(100)
-        found += proved(reads)
-    assert counts == [2, 4, 6, 7, 8]
 
 
 @pytest.mark.parametrize("generation", [0, 6, 8])

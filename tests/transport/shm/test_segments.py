@@ -20,7 +20,6 @@ import torch
 from tensorhub import shared_empty_like
 from tensorhub.errors import InvalidType, StateError
 from tensorhub.memory.describing import describe
-from tensorhub.memory.tensors import view
 from tensorhub.transport.shm.segments import ALIGNMENT, MappedSegment, Segment, segments_of
 from tests.memory.test_tensors import quantized
 
@@ -189,9 +188,3 @@ def test_mappings_go_with_their_last_reference() -> None:
     del mapped
     gc.collect()
     assert place not in Path("/proc/self/maps").read_text().replace("\n0", "\n")
-
-
-def test_views_are_the_tensors_own_bytes() -> None:
-    made = shared_empty_like({"a": torch.ones(4, dtype=torch.uint8)})["a"]
-    view(made)[:] = b"\1\2\3\4"
-    assert made.tolist() == [1, 2, 3, 4]
