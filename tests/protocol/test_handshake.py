@@ -133,17 +133,6 @@ def test_two_read_only_clients_are_two_however_long_the_names_that_they_claim() 
         _ = server().client_incarnation
 
 
-def test_one_byte_at_a_time() -> None:
-    a, b = client(), server()
-    for _ in range(2):
-        for sender, receiver in ((a, b), (b, a)):
-            for byte in sender.data_to_send():
-                assert not receiver.done
-                receiver.receive_data(bytes([byte]))
-    assert a.done
-    assert b.done
-
-
 @given(st.data())
 def test_any_cut_of_the_bytes_and_what_follows_them_is_kept(data: st.DataObject) -> None:
     a, b = client(), server()
@@ -415,17 +404,6 @@ def test_a_reader_notices_that_the_address_belongs_to_another_worker() -> None:
 def test_a_bad_hello_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         server().receive_data(PREFACE + data)
-
-
-@given(st.binary(max_size=300))
-def test_garbage_raises_nothing_but_protocol_errors(data: bytes) -> None:
-    for one in (client(), server()):
-        for start in (b"", PREFACE):
-            try:
-                one.receive_data(start + data)
-            except ProtocolError:
-                break
-            assert not one.done
 
 
 @given(st.data())

@@ -157,13 +157,6 @@ async def test_different_secrets_are_said_to_both_sides(ends: Ends) -> None:
                 await worker.handshake(client(), WAIT_S)
 
 
-async def test_a_stranger_is_refused(ends: Ends) -> None:
-    _, coordinator = streams(ends)
-    await ends[0].send(b"GET / HTTP/1.1\r\n\r\n")
-    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="not a TensorHub peer"):
-        await coordinator.handshake(server(), WAIT_S)
-
-
 async def test_silence_meets_the_deadline(ends: Ends) -> None:
     _, coordinator = streams(ends)
     with anyio.fail_after(WAIT_S), pytest.raises(OperationTimeout, match=r"longer than 0\.02 s"):
