@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tensorhub.scheduler.choice import Load, Wanted, finish_s
-from tensorhub.scheduler.links import LATENCY_S, SUPPOSED_BYTES_PER_S, Distance, distance
+from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import Location
 
@@ -64,10 +64,6 @@ def test_distances(other: Location, apart: Distance) -> None:
     assert distance(other, HERE) is apart
 
 
-def test_of_equals_the_first() -> None:
-    assert chosen(GB, at(RACK, "a"), at(RACK, "b")) == "a"
-
-
 def test_a_chain_when_the_uplink_is_the_limit() -> None:
     """A source with a child would share its uplink; the child, half done, offers all of its own."""
     publisher, child = at(RACK, "publisher", readers=1), at(RACK, "child", depth=1)
@@ -77,11 +73,6 @@ def test_a_chain_when_the_uplink_is_the_limit() -> None:
 def test_a_shallow_tree_when_hops_are_the_limit() -> None:
     publisher, child = at(RACK, "publisher", readers=1), at(RACK, "child", depth=1)
     assert chosen(1000, publisher, child) == "publisher"
-
-
-def test_a_chain_grows_at_its_end() -> None:
-    chain = [at(RACK, str(n), readers=1, depth=n) for n in range(5)]
-    assert chosen(100 * GB, *chain, at(RACK, "end", depth=5)) == "end"
 
 
 def test_near_before_far() -> None:
@@ -153,8 +144,3 @@ def test_more_of_anything_bad_is_never_sooner() -> None:
     least = finish(Distance.RACK, 0, 0)
     more = (finish(Distance.RACK, 1, 0), finish(Distance.RACK, 0, 1), finish(Distance.FAR, 0, 0))
     assert min(*more, finish(Distance.RACK, 0, 0, slowness=1)) > least
-
-
-def test_a_source_alone_is_as_fast_as_its_link() -> None:
-    alone_s = finish_s(Distance.RACK, Load(0, 0), 0, Wanted(10 * GB, GB), [1e9] * 4)
-    assert alone_s == pytest.approx(10 + 1 + LATENCY_S[Distance.RACK])

@@ -42,23 +42,12 @@ def test_one_reader_alone_makes_links_slower_not_faster() -> None:
     assert links_of(FAST).rates(0.0)[RACK] == SUPPOSED_BYTES_PER_S[RACK]
 
 
-def test_two_readers_are_believed() -> None:
-    assert links_of(SLOW, SLOW).rates(0.0)[RACK] == SLOW
-    links = links_of(8e9, 8e9)
-    assert links.rates(0.0)[RACK] == 8e9
-
-
 def test_nearer_links_are_never_slower() -> None:
     """What readers in a rack tell is bounded by what is known within hosts."""
     links = links_of(FAST, FAST)
     assert links.rates(0.0)[RACK] == FAST
     links.heard("a", Distance.HOST, int(5e9), 1.0, 1, 0.0)
     assert links.rates(0.0)[:2] == (5e9, 5e9)
-
-
-def test_a_slow_host_says_nothing_of_the_network() -> None:
-    links = links_of(2e9, 2e9, apart=Distance.HOST)
-    assert links.rates(0.0) == (2e9, *SUPPOSED_BYTES_PER_S[1:])
 
 
 def test_what_is_farther_and_not_known_is_slower_in_proportion() -> None:
@@ -98,31 +87,6 @@ def test_who_may_have_waited_makes_nothing_slower() -> None:
 def test_what_was_told_is_forgotten() -> None:
     links = links_of(SLOW, SLOW)
     assert links.rates(VOTE_S - 1)[RACK] == SLOW
-    assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
-
-
-def test_an_old_vote_is_not_kept_alive_by_who_may_have_waited() -> None:
-    links = links_of(8e9, 8e9)
-    for now in range(1, int(VOTE_S)):
-        for reader in ("reader 0", "reader 1"):
-            links.heard(reader, RACK, int(SLOW), 1.0, None, float(now))
-    assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
-
-
-def test_who_tells_again_is_among_the_newest() -> None:
-    """The reader that is forgotten for a newer one is the one that has told nothing for longest."""
-    most = VOTES_MAX // 2 + 1
-    links = links_of(*[SLOW] * most, *[8e9] * (VOTES_MAX - most))
-    for number in range(most):
-        links.heard(f"reader {number}", RACK, int(SLOW), 1.0, 1, 1.0)
-    for number in range(VOTES_MAX - most):
-        links.heard(f"later {number}", RACK, int(8e9), 1.0, 1, 2.0)
-    assert links.rates(2.0)[RACK] == SLOW
-
-
-def test_what_a_reader_told_too_long_ago_is_no_base_for_what_it_tells_now() -> None:
-    links = links_of(SLOW)
-    links.heard("reader 0", RACK, int(SUPPOSED_BYTES_PER_S[RACK] / 2), 1.0, None, VOTE_S)
     assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
 
 

@@ -39,11 +39,6 @@ def test_a_batch_names_no_more_chunks_than_a_frame() -> None:
     assert pull.next_batch(A, 10**9) == tuple(range(CHUNKS_PER_BATCH_MAX))
 
 
-def test_several_sources_share_one_pool() -> None:
-    pull = pull_from(A, B)
-    assert [pull.next_batch(lease, 20) for lease in (A, B, A, B)] == [(0, 1), (2, 3), (4, 5), ()]
-
-
 def test_chunks_of_a_dropped_source_are_wanted_again_only_when_its_lane_has_ended() -> None:
     pull = pull_from(A, B)
     assert pull.next_batch(A, 30) == (0, 1, 2)
@@ -63,22 +58,6 @@ def test_a_chunk_with_another_digest_is_wanted_again() -> None:
     pull.arrived(A, 1, ok=True)
     assert pull.next_batch(A, 20) == (0, 2)
     assert (pull.bytes_read, pull.reread_bytes, pull.retries) == (20, 0, 1)
-
-
-def test_what_was_verified_before_is_not_asked_for() -> None:
-    pull = Pull([10] * 4, verified=[0, 2])
-    pull.add_source(A, complete=True)
-    assert pull.next_batch(A, 1000) == (1, 3)
-    assert pull.verified == b"\1\0\1\0"
-
-
-@pytest.mark.parametrize("sizes", [(), (10,)])
-def test_done(sizes: tuple[int, ...]) -> None:
-    pull = pull_from(A, sizes=sizes)
-    assert pull.done == (not sizes)
-    for chunk in pull.next_batch(A, 100):
-        pull.arrived(A, chunk, ok=True)
-    assert pull.done
 
 
 def test_bytes_of_a_broken_chunk_count_as_read_but_not_as_arrived() -> None:
@@ -119,27 +98,7 @@ def test_what_nobody_has_is_waited_for_at_a_source_in_turns() -> None:
     assert pull.next_batch(B, 1000) == (0,)
 
 
-def test_what_another_source_has_is_not_waited_for_elsewhere() -> None:
-    pull = pull_from(A, B)
-    pull.next_batch(A, 10)
-    pull.next_batch(B, 10)
-    pull.lacks(A, (0,), ())
-    pull.lacks(B, (1,), [(0, 1), (3, 2)])
-    assert pull.next_batch(A, 1000) == (1, 2, 5)
-    assert pull.next_batch(B, 1000) == (0, 3, 4)
-
-
-def test_a_source_that_has_got_on_may_have_everything_again() -> None:
-    pull = pull_from(A)
-    pull.next_batch(A, 10)
-    pull.lacks(A, (0,), ())
-    assert pull.next_batch(A, 10) == (0,)
-    pull.arrived(A, 0, ok=True)
-    assert not pull.is_patchy
-    assert [pull.next_batch(A, 10), pull.next_batch(A, 10)] == [(1,), (2,)]
-
-
-def test_a_source_whose_lane_is_not_up_keeps_nobody_waiting() -> None:
+def test_a_source_that_has_not_been_asked_yet_keeps_no_other_one_waiting() -> None:
     pull = pull_from(A)
     pull.next_batch(A, 1000)
     pull.lacks(A, range(6), ())
@@ -166,17 +125,6 @@ def test_illegal_steps_tell_the_story() -> None:
         pull.arrived(A, 0, ok=True)
 
 
-def test_a_source_is_asked_only_for_what_it_brings() -> None:
-    pull = Pull([10] * 6)
-    pull.add_source(A, complete=True, brings=[1, 2, 5])
-    pull.add_source(B, complete=True, brings=[0, 2, 3])
-    assert pull.next_batch(A, 1000) == (1, 2, 5)
-    assert pull.next_batch(B, 1000) == (0, 3)
-    assert pull.next_batch(B, 1000) == ()  # nobody brings 4
-    assert pull.lane_ended(A) == (1, 2, 5)
-    assert pull.next_batch(B, 1000) == (2,)
-
-
 def test_a_source_is_through_when_all_that_it_brings_is_verified_wherever_that_came_from() -> None:
     pull = Pull([10] * 4, verified=[1])
     pull.add_source(A, complete=True, brings=[0, 1, 2])
@@ -192,29 +140,6 @@ def test_a_source_is_through_when_all_that_it_brings_is_verified_wherever_that_c
     assert not pull.is_through(B)
     pull.arrived(B, 3, ok=True)
     assert pull.is_through(B)
-
-
-def test_what_it_brings_and_lacks_is_waited_for_there_although_another_one_brings_other_chunks() -> None:
-    pull = Pull([10] * 4)
-    pull.add_source(A, complete=False, brings=[0, 1])
-    pull.add_source(B, complete=False, brings=[2, 3])
-    assert pull.next_batch(B, 1000) == (2, 3)
-    pull.lacks(B, [2, 3], [])
-    assert pull.next_batch(A, 1000) == (0, 1)
-    pull.lacks(A, [0, 1], [])
-    assert pull.next_batch(A, 1000) == (0, 1)  # B was asked earlier, and brings none of them
-    assert pull.next_batch(B, 1000) == (2, 3)
-
-
-def test_what_another_layouts_source_brings_is_not_waited_for_at_an_equal_one() -> None:
-    pull = Pull([10] * 3)
-    pull.add_source(A, complete=False)
-    pull.add_source(B, complete=True, brings=[0, 1])
-    assert pull.next_batch(A, 10) == (0,)
-    assert pull.next_batch(B, 10) == (1,)
-    pull.lacks(A, [0], [])
-    assert pull.next_batch(A, 1000) == (2,)
-    assert pull.next_batch(B, 1000) == (0,)
 
 
 @pytest.mark.parametrize("brings", [[1, 0], [1, 1], [-1], [6]])
