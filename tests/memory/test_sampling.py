@@ -48,13 +48,3 @@ def test_every_dtype_has_bytes_and_its_count_stays(dtype: torch.dtype) -> None:
     sample = Sample([tensor])
     assert sample.is_still(sample.take())
     assert tensor._version == before
-
-
-def test_a_part_of_a_storage_is_sampled_where_it_is() -> None:
-    whole = torch.arange(10, dtype=torch.uint8)
-    assert Sample([whole[2:5]]).take().tolist() == [2, 3, 4]
-
-
-def test_without_bytes_nothing_is_known() -> None:
-    sample = Sample([torch.zeros(0)])
-    assert not sample.is_still(sample.take())

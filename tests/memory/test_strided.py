@@ -15,7 +15,7 @@ from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
-from tensorhub.memory import chunks, strided
+from tensorhub.memory import chunks
 from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
 from tensorhub.memory.strided import (
@@ -51,50 +51,35 @@ class Regions:
         return b"".join([bytes(self.held[region][at : at + run]) for run, (region, at) in found])
 
 
-def strips_of(kind: str) -> list[Strip]:
-    return {
-        "one run": [straight(0, 7, 5)],
-        "short runs": [Strip(0, 3, 0, 0, 1, ((5000, 300),), 176)],
-        "one run more than a call takes": [Strip(0, 3, 0, 0, 1, ((CALL_RUNS_MAX + 1, 300),), 20)],
-        "2 KiB": [Strip(0, 0, 0, 0, 1, ((700, 4096),), 2048)],
-        "long runs": [Strip(0, 0, 0, 0, 1, ((30, 70_000),), 65_536)],
-        "one long run": [straight(1, 11, 3 * MiB - 11)],
-        "loops": [Strip(0, 5, 0, 0, 1, ((7, 100_000), (1, 9), (11, 5000), (13, 64)), 17)],
-        "backward": [Strip(0, 900_000, 0, -1000, 800, ((3, 32),), 9)],
-        "regions": [Strip(0, 5, 2, 100, 3, ((10, 50),), 20), Strip(4, 0, -1, 1, 5, (), 64)],
-        "the same again": [Strip(2, 9, 0, 0, 4, ((3, 0),), 30)],
-        "a mix": [
-            straight(2, 0, 100),
-            Strip(0, 0, 0, 0, 1, ((20, 80_000),), LONG_RUN_BYTES),
-            Strip(0, 40_000, 0, 0, 1, ((4000, 500),), 400),
-            straight(1, 0, 2 * MiB + 1),
-            straight(3, 5, 6),
-        ],
-        "by turns": [each for n in range(9) for each in (straight(1, n * MiB // 4, 100_000), straight(2, n, 3))],
-    }[kind]
-
-
-KINDS = (
-    "one run",
-    "short runs",
-    "one run more than a call takes",
-    "2 KiB",
-    "long runs",
-    "one long run",
-    "loops",
-    "backward",
-    "regions",
-    "the same again",
-    "a mix",
-    "by turns",
-)
+STRIPS = {
+    "one run": [straight(0, 7, 5)],
+    "short runs": [Strip(0, 3, 0, 0, 1, ((5000, 300),), 176)],
+    "one run more than a call takes": [Strip(0, 3, 0, 0, 1, ((CALL_RUNS_MAX + 1, 300),), 20)],
+    "2 KiB": [Strip(0, 0, 0, 0, 1, ((700, 4096),), 2048)],
+    "long runs": [Strip(0, 0, 0, 0, 1, ((30, 70_000),), 65_536)],
+    "one long run": [straight(1, 11, 3 * MiB - 11)],
+    "loops": [Strip(0, 5, 0, 0, 1, ((7, 100_000), (1, 9), (11, 5000), (13, 64)), 17)],
+    "backward": [Strip(0, 900_000, 0, -1000, 800, ((3, 32),), 9)],
+    "regions": [Strip(0, 5, 2, 100, 3, ((10, 50),), 20), Strip(4, 0, -1, 1, 5, (), 64)],
+    "the same again": [Strip(2, 9, 0, 0, 4, ((3, 0),), 30)],
+    "a mix": [
+        straight(2, 0, 100),
+        Strip(0, 0, 0, 0, 1, ((20, 80_000),), LONG_RUN_BYTES),
+        Strip(0, 40_000, 0, 0, 1, ((4000, 500),), 400),
+        straight(1, 0, 2 * MiB + 1),
+        straight(3, 5, 6),
+    ],
+    "by turns": [each for n in range(9) for each in (straight(1, n * MiB // 4, 100_000), straight(2, n, 3))],
+}
+KINDS = tuple(STRIPS)
 SIZES = (3 * MiB, 3 * MiB, 5000, 5000, 5000)
+TENSORS = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
 
 
 @pytest.mark.parametrize("call_bytes", [BUFFER_BYTES, 64 * 2**10, 16 * MiB])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_go_out_in_the_order_of_the_strips(kind: str, call_bytes: int) -> None:
-    regions, strips = Regions(*SIZES), strips_of(kind)
+    regions, strips = Regions(*SIZES), STRIPS[kind]
     calls = [b"".join(views) for views in regions.strided.outgoing(strips, call_bytes)]
     assert b"".join(calls) == regions.bytes_of(strips)
     assert max(map(len, calls)) <= max(call_bytes, BLOCK_BYTES)
@@ -103,7 +88,7 @@ def test_bytes_go_out_in_the_order_of_the_strips(kind: str, call_bytes: int) -> 
 @pytest.mark.parametrize("call_bytes", [BUFFER_BYTES, 64 * 2**10, 16 * MiB])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "the same again"])
 def test_what_comes_goes_where_it_belongs_and_nowhere_else(kind: str, call_bytes: int) -> None:
-    regions, target, strips = Regions(*SIZES), Regions(*SIZES, seed=1), strips_of(kind)
+    regions, target, strips = Regions(*SIZES), Regions(*SIZES, seed=1), STRIPS[kind]
     expected = Regions(*SIZES, seed=1).held
     for strip in strips:
         for region, at in strip.places():
@@ -116,22 +101,13 @@ def test_what_comes_goes_where_it_belongs_and_nowhere_else(kind: str, call_bytes
 
 
 def test_nothing_is_written_once_it_is_given_up() -> None:
-    target, strips = Regions(*SIZES), strips_of("short runs")
+    target, strips = Regions(*SIZES), STRIPS["short runs"]
     before = [bytes(each) for each in target.held]
     incoming = target.strided.incoming(strips)
     for view in next(incoming):
         view[:] = bytes(view.nbytes)
     incoming.close()
     assert [bytes(each) for each in target.held] == before
-
-
-def test_buffers_are_used_again() -> None:
-    regions = Regions(*SIZES)
-    strided._free.clear()
-    for _ in range(3):
-        for _ in regions.strided.outgoing(strips_of("short runs")):
-            pass
-    assert len(strided._free) == 1
 
 
 def mapped(path: Path, regions: Regions) -> Strided:
@@ -148,7 +124,7 @@ def mapped(path: Path, regions: Regions) -> Strided:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_files_bytes_go_out_through_the_kernel(tmp_path: Path, kind: str) -> None:
-    regions, strips = Regions(*SIZES), strips_of(kind)
+    regions, strips = Regions(*SIZES), STRIPS[kind]
     held = mapped(tmp_path / "file", regions)
     assert b"".join([b"".join(views) for views in held.outgoing(strips)]) == regions.bytes_of(strips)
 
@@ -158,27 +134,8 @@ def test_a_file_that_was_made_shorter_ends_no_process(tmp_path: Path, kind: str)
     held = mapped(tmp_path / "file", Regions(*SIZES))
     os.truncate(tmp_path / "file", MiB // 2)
     with pytest.raises(StateError, match="was made shorter"):
-        for _ in held.outgoing(strips_of(kind)):
+        for _ in held.outgoing(STRIPS[kind]):
             pass
-
-
-def test_random_strips() -> None:
-    chance = random.Random(5)
-    for seed in range(200):
-        regions, strips = Regions(*SIZES, seed=seed % 3), list[Strip]()
-        for _ in range(chance.randrange(1, 4)):
-            run = chance.choice([1, 8, 176, 4096, LONG_RUN_BYTES, 50_000])
-            around, extent = list[tuple[int, int]](), run
-            for _ in range(chance.randrange(3)):
-                times, apart = chance.randrange(1, 9), extent + chance.randrange(100)
-                around.insert(0, (times, apart))
-                extent += (times - 1) * apart
-            if extent < MiB:
-                strips.append(
-                    Strip(chance.randrange(2), chance.randrange(MiB), 0, chance.randrange(9), 2, tuple(around), run)
-                )
-        calls = [b"".join(views) for views in regions.strided.outgoing(strips)]
-        assert b"".join(calls) == regions.bytes_of(strips)
 
 
 def test_blocks_are_small() -> None:
@@ -191,14 +148,13 @@ def test_blocks_are_small() -> None:
 
 def resharded_memory(strips: list[tuple[Strip, ...]], digest: Digest = "xxh3-64") -> tuple[ChunkMemory, Regions]:
     regions = Regions(*SIZES)
-    tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
-    manifest = build_manifest(tensors, MiB, "none")
+    manifest = build_manifest(TENSORS, MiB, "none")
     sizes = tuple([sum([strip.nbytes for strip in chunk]) for chunk in strips])
     made = resharded(manifest, digest, MiB, Reading(tuple(strips), sizes, ()), "grid")
     return ChunkMemory(made, regions.views), regions
 
 
-CHUNKS = [tuple(strips_of(kind)) for kind in KINDS]
+CHUNKS = [tuple(STRIPS[kind]) for kind in KINDS]
 
 
 def test_digests_are_of_the_bytes_in_their_order() -> None:
@@ -212,29 +168,9 @@ def test_digests_are_of_the_bytes_in_their_order() -> None:
     assert none.digests([0, 1]) == [0, 0]
 
 
-def test_a_part_has_some_of_the_chunks_under_new_numbers() -> None:
-    memory, _ = resharded_memory(CHUNKS)
-    part = memory.part([1, 4, 9])
-    assert part.is_strided
-    assert list(part.sizes) == [memory.sizes[1], memory.sizes[4], memory.sizes[9]]
-    assert part.digests([0, 1, 2]) == [memory.digest(1), memory.digest(4), memory.digest(9)]
-
-
-def test_a_part_of_contiguous_chunks_is_contiguous() -> None:
-    regions = Regions(*SIZES)
-    tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
-    memory = ChunkMemory(build_manifest(tensors, MiB, "xxh3-64"), regions.views)
-    part = memory.part([0, 2, 7])
-    assert not part.is_strided
-    assert part.buffer(2) == memory.buffer(7)
-    assert [part.address(n) for n in range(3)] == [memory.address(n) for n in (0, 2, 7)]
-    assert list(part.spans) == sorted([(part.address(n), part.sizes[n]) for n in (0, 1, 2)])
-
-
 def test_a_selection_is_another_grid_over_the_same_bytes() -> None:
     regions = Regions(*SIZES)
-    tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
-    memory = ChunkMemory(build_manifest(tensors, MiB, "xxh3-64"), regions.views)
+    memory = ChunkMemory(build_manifest(TENSORS, MiB, "xxh3-64"), regions.views)
     selection = Selection(tuple(CHUNKS))
     assert not isinstance(memory.covers(selection), str)
     selected = memory.selected(selection)
@@ -258,24 +194,15 @@ def test_chunks_of_regions_that_are_not_read() -> None:
     memory, regions = resharded_memory([(straight(0, 0, 9),), (Strip(1, 0, 1, 0, 2, (), 4),), (straight(4, 0, 9),)])
     views = [*regions.views[:2], memoryview(bytearray()), *regions.views[3:]]
     assert memory.unwanted == ()
-    tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
     reading = Reading(tuple([memory.strips(n) for n in range(3)]), tuple(memory.sizes), ())
-    partial = resharded(build_manifest(tensors, MiB, "none"), "xxh3-64", MiB, reading, "grid")
+    partial = resharded(build_manifest(TENSORS, MiB, "none"), "xxh3-64", MiB, reading, "grid")
     assert ChunkMemory(partial, views, frozenset({2})).unwanted == (1,)
-
-
-def test_chunks_move_between_two_memories_of_one_grid() -> None:
-    (memory, _), (other, held) = resharded_memory(CHUNKS), resharded_memory(CHUNKS)
-    for each in held.held:
-        each[:] = bytes(len(each))
-    move_chunks(memory, other, range(len(CHUNKS)))
-    assert other.digests(range(len(CHUNKS))) == memory.digests(range(len(CHUNKS)))
 
 
 def test_a_stream_gives_as_many_bytes_as_are_wanted() -> None:
     chance = random.Random(3)
     for kind in KINDS:
-        regions, strips = Regions(*SIZES), strips_of(kind)
+        regions, strips = Regions(*SIZES), STRIPS[kind]
         addresses = [address_of(view) for view in regions.views]
         for sizes in ((1,), (7, 1000, 176), (BLOCK_BYTES,), (chance.randrange(1, 5000), 100_000)):
             stream, expected = Stream(blocks(strips, addresses)), regions.bytes_of(strips)
@@ -298,12 +225,11 @@ def test_a_stream_gives_as_many_bytes_as_are_wanted() -> None:
 
 def on_device(device: Double) -> tuple[ChunkMemory, ChunkMemory]:
     """The same chunks in host memory and on a device."""
-    memory, regions = resharded_memory([chunk for chunk in CHUNKS if chunk != tuple(strips_of("the same again"))])
+    memory, regions = resharded_memory([chunk for chunk in CHUNKS if chunk != tuple(STRIPS["the same again"])])
     held = [device.bytes_of(bytearray(each)) for each in regions.held]
     strips = [memory.strips(chunk) for chunk in range(len(memory.sizes))]
-    tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
     reading = Reading(tuple(strips), tuple(memory.sizes), ())
-    made = resharded(build_manifest(tensors, MiB, "none"), "xxh3-64", MiB, reading, "grid")
+    made = resharded(build_manifest(TENSORS, MiB, "none"), "xxh3-64", MiB, reading, "grid")
     return memory, ChunkMemory(made, held)
 
 
