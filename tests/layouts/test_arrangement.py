@@ -52,28 +52,10 @@ def test_what_was_encoded_is_decoded(random: Random) -> None:
         assert coordinates.nbytes == sum(piece.nbytes for piece in rank.pieces())
 
 
-def test_kinds_with_a_scale_and_names_in_any_script() -> None:
-    made = arrange(pieces_of([local("größe.重み", 3, dtype="qint8"), local("w", 2, 2, dtype="bfloat16", region=1)]))
-    catalogue = Catalogue.decode(made.catalogue.encode())
-    assert catalogue.kinds == (Kind("qint8", (3,), (0.5, 3)), Kind("bfloat16", (2, 2)))
-    assert catalogue.names == ("größe.重み", "w")
-
-
 def test_like_ranks_have_turns_of_their_own_and_equal_ones_the_same() -> None:
     assert [sharded(rank, 4).turn for rank in range(4)] == [0, 1, 2, 3]
     assert sharded(2, 4).turn == sharded(2, 4).turn
     assert arrange(pieces_of([local("w", 6)], rank=0)).turn == arrange([]).turn == 0
-
-
-def test_nothing_is_a_layout_too() -> None:
-    made = arrange([])
-    assert (
-        Coordinates.decode(
-            made.encode(), Arrangement.decode(made.arrangement.encode(), Catalogue.decode(made.catalogue.encode()))
-        )
-        == made
-    )
-    assert made.nbytes == 0
 
 
 def test_what_ranks_have_in_common_is_said_once() -> None:
@@ -154,28 +136,6 @@ def test_changed_bytes_are_refused_or_right(case: tuple[bytes, Decode], data: st
         changed[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
     decodes_or_refuses(bytes(changed), decode)
     decodes_or_refuses(bytes(changed[: data.draw(st.integers(0, len(blob)))]), decode)
-
-
-columns = st.one_of(
-    st.binary(max_size=20), st.lists(st.one_of(st.integers(0, 5), st.integers(0, 2**63 - 1)), max_size=12).map(pack)
-)
-parts = st.one_of(columns, st.integers(-(2**63), 2**64 - 1), st.text(max_size=8), st.none(), st.booleans(), st.floats())
-
-
-@settings(max_examples=300)
-@given(st.sampled_from(DECODERS), st.data())
-def test_parts_put_in_the_place_of_others_are_refused_or_right(case: tuple[bytes, Decode], data: st.DataObject) -> None:
-    """What says the right thing in the right form, and not the right numbers."""
-    blob, decode = case
-    said = msgpack.unpackb(blob)
-    for _ in range(data.draw(st.integers(1, 3))):
-        said[data.draw(st.integers(0, len(said) - 1))] = data.draw(parts)
-    decodes_or_refuses(msgpack.packb(said), decode)
-
-
-@given(st.sampled_from(DECODERS), st.binary(max_size=60))
-def test_any_bytes_are_refused(case: tuple[bytes, Decode], blob: bytes) -> None:
-    decodes_or_refuses(blob, case[1])
 
 
 def said(number: int, **changes: object) -> tuple[bytes, Decode]:

@@ -14,13 +14,10 @@ from tensorhub.layouts import (
     Declaration,
     Published,
     Sharding,
-    arrange,
-    at,
     coordinates_of,
     parts_of,
     publication_of,
     reading_for,
-    reading_of,
     source,
 )
 from tensorhub.layouts.entries import Sources
@@ -80,21 +77,6 @@ def test_a_publication_is_what_its_parts_say(random: Random) -> None:
     assert [each.ranks for each in again.classes] == [each.ranks for each in made.classes]
 
 
-def test_one_rank_of_plain_tensors_has_the_whole_of_each() -> None:
-    publication = publication_of(*published_plain(1))
-    assert [(piece.name, piece.kind.shape, piece.kind.ranks) for piece in publication.ranks[0].pieces()] == [
-        (name, shape, 0) for name, shape in WHOLE.items()
-    ]
-
-
-def test_several_ranks_of_plain_tensors_have_each_their_own() -> None:
-    publication = publication_of(*published_plain(2))
-    assert [{(piece.kind.ranks, piece.box[0].start) for piece in rank.pieces()} for rank in publication.ranks] == [
-        {(2, 0)},
-        {(2, 1)},
-    ]
-
-
 def test_parts_that_are_missing_or_others_are_refused() -> None:
     published, parts = published_by_rows(2)
     for part_id in parts:
@@ -136,16 +118,6 @@ def read(
     assert made.nbytes == sum(part.selection.nbytes for part in made.parts)
     needs = {part.shard: part.selection.nbytes for part in made.parts}
     return [needs.get(shard, 0) for shard in range(len(published[0].shards))]
-
-
-def test_a_rank_alone_reads_the_whole_of_what_others_hold_in_parts() -> None:
-    assert read(published_by_rows(2), WHOLE) == [24 + 6 + 2, 24 + 6 + 2]
-
-
-def test_a_tensor_parallel_rank_reads_its_part_of_one_who_holds_all() -> None:
-    shapes: Shapes = {"a": (12, 2), "b": (3, 2), "norm": (4,)}
-    sources = {"a": source("a")[:, 2:4], "b": source("b")[3:6], "norm": source("norm")}
-    assert read(published_plain(1), shapes, sources, rank=1, world_size=2) == [24 + 6 + 4]
 
 
 def test_the_regions_are_those_of_the_manifest_and_the_numbers_follow_from_it() -> None:
@@ -212,15 +184,3 @@ def test_ties_at_the_reader_only_are_refused() -> None:
 def test_a_publisher_says_all_shapes() -> None:
     with pytest.raises(RegistrationError, match=r"source\('a', shape=...\)"):
         coordinates_of(manifest_of({"a": (2, 4)}), Declaration(sources={"a": source("a")[0:2]}))
-
-
-def test_a_reading_is_that_of_its_pieces() -> None:
-    published, parts = published_by_rows(3)
-    publication = publication_of(published, parts)
-    sources = {"stack": [(at[0], source("a")[0:6, 0:2]), (at[1], source("b"))]}
-    declared = Declaration(1, 2, None, sources)
-    made = reading_for(published, publication, manifest_of({"stack": (2, 6, 2)}), declared)
-    named = {"stack": [(at[0], source("a", shape=(12, 4))[0:6, 0:2]), (at[1], source("b", shape=(6, 2)))]}
-    pieces = coordinates_of(manifest_of({"stack": (2, 6, 2)}), Declaration(1, 2, None, named)).pieces()
-    reader = arrange(pieces, publication.catalogue)
-    assert made.reading == reading_of(publication, reader, chunk_bytes=4096)

@@ -33,10 +33,6 @@ def read(tensor: LocalTensor, entry: object) -> list[Piece]:
     return pieces_of([tensor], world_size=2, sources={tensor.name: entry}, shape_of=SHAPES.get)
 
 
-def test_a_rank_alone_holds_whole_tensors() -> None:
-    assert pieces_of([local("q", 8, 4)]) == [Piece("q", Kind("float16", (8, 4)), whole((8, 4)), 3, 0, (8, 2))]
-
-
 def test_a_plain_tensor_of_one_of_several_ranks_is_local_to_it() -> None:
     (piece,) = pieces_of([local("q", 8, 4, offset=64)], rank=1, world_size=3)
     assert piece == Piece("q", Kind("float16", (3, 8, 4), None, 3), (Span(1, 1), *whole((8, 4))), 3, 64, (0, 8, 2))
@@ -66,32 +62,6 @@ def test_a_tensor_without_elements_is_known_on_every_rank_though_nobody_holds_a_
         assert (coordinates.nbytes, list(coordinates.pieces())) == (0, [])
 
 
-def test_a_list_concatenates() -> None:
-    q, k, v = (source(name) for name in "qkv")
-    pieces = read(local("qkv", 6, 4), [q[4:8], k[0:1], v[0:1]])
-    assert [(each.name, each.box[0], each.offset) for each in pieces] == [
-        ("q", Span(4, 4), 0),
-        ("k", Span(0, 1), 32),
-        ("v", Span(0, 1), 40),
-    ]
-
-
-def test_interleaved_gate_and_up_and_a_row_pitch() -> None:
-    tensor = local("gate_up", 6, 4, strides=(32, 2))
-    pieces = read(tensor, [(at[0::2], source("gate")[0:3]), (at[1::2], source("up")[0:3])])
-    assert [(each.name, each.offset, each.strides) for each in pieces] == [("gate", 0, (64, 2)), ("up", 32, (64, 2))]
-
-
-def test_a_padded_vocabulary_leaves_the_pad_alone() -> None:
-    (piece,) = read(local("embed", 12, 4), [(at[0:10], source("embed"))])
-    assert (piece.box, piece.nbytes) == (whole((10, 4)), 80)
-
-
-def test_stacked_experts_and_transposed_ones() -> None:
-    (piece,) = read(local("experts", 5, 4, 6), [(at[2], source("gate").T)])
-    assert (piece.offset, piece.strides, piece.box) == (2 * 48, (2, 12), whole((6, 4)))
-
-
 def test_a_callable_gives_entries_or_none() -> None:
     pieces = pieces_of(
         [local("mine.q", 8, 4), local("q", 8, 4)],
@@ -99,10 +69,6 @@ def test_a_callable_gives_entries_or_none() -> None:
         shape_of=SHAPES.get,
     )
     assert [piece.name for piece in pieces] == ["q", "q"]
-
-
-def test_an_empty_list_leaves_a_tensor_alone() -> None:
-    assert read(local("cache", 5), []) == []
 
 
 @pytest.mark.parametrize(
@@ -181,47 +147,3 @@ def test_every_fault_is_in_one_error() -> None:
     assert "sources of 'a'" in text
     assert "sources of 'b'" in text
     assert "sources names 'c', and no tensor of that name is registered" in text
-
-
-def test_what_is_said_of_many_like_tensors_is_what_is_said_of_each() -> None:
-    shapes = {"w": (4, 4), "v": (4, 4), "u": (6, 4), "n": (4,)}
-    w, v, u, n = (source(name) for name in shapes)
-    entries: list[object] = [
-        w,
-        v,
-        w.T,
-        v.T,
-        w[0:2],
-        v[0:2],
-        u[0:2],
-        u[2:4],
-        u[4:6, ::2],
-        n,
-        n[0:2],
-        w[1],
-        w[1, 0],
-        w.permute(1, 0),
-    ]
-    entries += [
-        [w[0:1], v[1:2]],
-        [w[0:1], u[1:2]],
-        [(at[0:1], w[0:1]), (at[1:2], v[0:1])],
-        [(at[1:2], w[0:1])],
-        [(at[1:2], v[0:1])],
-    ]
-    entries += [w[1:4][0:2], w[1:4][1:3]]
-    local = []
-    sources = {}
-    for number, entry in enumerate(entries * 2):
-        for shape in ((4, 4), (2, 4), (2, 2), (4,), (2,), ()):
-            name = f"{number}.{shape}"
-            tensor = LocalTensor(name, "uint8", shape, packed(shape, 1), number, 5 * number)
-            try:
-                pieces_of([tensor], sources={name: entry}, shape_of=shapes.get)
-            except RegistrationError:
-                continue
-            local.append(tensor)
-            sources[name] = entry
-    each = [pieces_of([tensor], sources={tensor.name: sources[tensor.name]}, shape_of=shapes.get) for tensor in local]
-    assert pieces_of(local, sources=sources, shape_of=shapes.get) == [piece for pieces in each for piece in pieces]
-    assert len(local) > 40

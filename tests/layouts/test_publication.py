@@ -71,14 +71,6 @@ def test_a_byte_in_two_pieces_of_one_rank_is_named() -> None:
         Publication((arrange(pieces),)).check()
 
 
-def test_a_byte_in_two_of_three_pieces_of_one_rank_is_named() -> None:
-    w = source("w", shape=(12, 2))
-    names = {"x": w[0:4], "y": w[4:8], "z": w[7:12]}
-    pieces = pieces_of([local(name, 5 if name == "z" else 4, 2, region=n) for n, name in enumerate(names)], sources=names)
-    with pytest.raises(ManifestMismatch, match=r"holds parts \[4:8, 0:2\] and \[7:12, 0:2\] of tensor 'w'"):
-        Publication((arrange(pieces),)).check()
-
-
 def test_the_same_byte_on_two_ranks_is_no_fault() -> None:
     Publication(tuple(sharded((0, 2), (1, 2), (0, 1)))).check()
 
@@ -98,13 +90,6 @@ def test_what_a_reading_group_leaves_is_named_unless_it_may() -> None:
     assert caught.value.differences == ("of tensor 'b', [6:12, 0:2] (12 bytes) is read by no rank of the group",)
     publication.check_readers(readers, partial=True)
     publication.check_readers(sharded((0, 2), (1, 2)))
-
-
-def test_a_tensor_that_nobody_reads_is_named_whole() -> None:
-    publication = Publication(tuple(sharded((0, 1)))).check()
-    with pytest.raises(ManifestMismatch) as caught:
-        publication.check_readers([])
-    assert caught.value.differences == tuple(f"tensor {name!r} (24 bytes) is read by no rank of the group" for name in "ab")
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -131,11 +116,6 @@ def test_tied_readers_of_tied_tensors_are_in_order() -> None:
     assert publication.ties == {0: 0, 1: 0}
     publication.check_readers([tied(True)])
     publication.check_readers([tied(False)])
-
-
-def test_only_tensors_that_share_memory_are_ties() -> None:
-    pieces = pieces_of([local("embed", 12, 2), local("head", 12, 2), local("w", 12, 2, region=1)])
-    assert Publication((arrange(pieces),)).check().ties == {0: 0, 1: 0}
 
 
 def test_what_shares_memory_at_the_reader_only_is_refused() -> None:

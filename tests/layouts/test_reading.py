@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts import (
     Arrangement,
     Catalogue,
@@ -31,7 +31,7 @@ from tensorhub.layouts import (
 from tensorhub.layouts.columns import pack_all
 from tensorhub.layouts.pieces import packed
 from tensorhub.strips import Strip, straight
-from tests.layouts.test_plan import KIB, MIB, by_rows, mixture, parallel_rank
+from tests.layouts.test_plan import KIB, MIB, by_rows, parallel_rank
 from tests.layouts.worlds import World, experts, wanted, world
 
 SMALL = st.sampled_from([1, 7, 16, 64, 4096])
@@ -107,16 +107,6 @@ def heard(rank: Coordinates) -> Coordinates:
     return Coordinates.decode(rank.encode(), arrangement)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("start", range(0, 10_000, 2500))
-def test_ten_thousand_random_layouts(start: int) -> None:
-    for seed in range(start, start + 2500):
-        random = Random(seed)
-        made = random.choice([experts, world])(random)
-        check_reading(made, random.choice([1, 7, 16, 64, 4096]))
-
-
 # --------------------------------------------------------------------------------------------------------- chunks
 
 
@@ -144,14 +134,6 @@ def test_small_cells_share_chunks_and_follow_one_rule() -> None:
     assert part.chunks == (0, 1, 2, 3, 4, 5)
 
 
-def test_what_goes_backwards_at_the_source_goes_forward_at_the_reader() -> None:
-    publication, reader = stacked(16, reverse=True)
-    found = reading_of(publication, reader, chunk_bytes=100)
-    assert found.places[1] == (straight(0, 96, 96),)
-    assert found.parts[0].selection.chunks[1] == (Strip(12, 0, -1, 0, 3, (), 32),)
-    assert Selection.decode(found.parts[0].selection.encode()) == found.parts[0].selection
-
-
 def test_a_longer_cell_is_cut_at_rows_and_a_longer_row_within() -> None:
     publication, reader = stacked(2, shape=(8, 4))
     assert reading_of(publication, reader, chunk_bytes=13).sizes == (13, 13, 6, 13, 13, 6)  # one run of 32 each
@@ -166,13 +148,6 @@ def test_a_longer_cell_is_cut_at_rows_and_a_longer_row_within() -> None:
         (Strip(0, 25, 0, 0, 1, ((2, 4),), 2),),
     )
     assert reading_of(publication, columns, chunk_bytes=1).sizes == (1,) * 16
-
-
-def test_what_nobody_has_published_is_refused() -> None:
-    publication, _ = stacked(2)
-    mine = pieces_of(bytes_of({"experts.7.w2": (8, 4)}))
-    with pytest.raises(ManifestMismatch, match="unknown to the source"):
-        arrange(mine, publication.catalogue)
 
 
 def test_more_chunks_than_there_may_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,29 +203,6 @@ def test_eight_ranks_by_rows_to_two_tensor_parallel_ones() -> None:
     assert sum(runs.values()) == 8220
     assert {strip.loops for strip in taken(found) if strip.loops} == {((512, 8 * KIB),), ((512, 28 * KIB),)}  # whole rows
     assert all(place.is_contiguous for places in found.places for place in places)
-
-
-def test_four_tensor_parallel_ranks_to_two() -> None:
-    publication = Publication(tuple(parallel_rank(4, rank, published=True) for rank in range(4))).check()
-    found = reading_of(publication, parallel_rank(2, 1, published=False), chunk_bytes=16 * MIB)
-    assert [part.shard for part in found.parts] == [2, 3]
-    assert found.nbytes == 208 * MIB + 8 * KIB
-    assert all(strip.is_contiguous for strip in taken(found))  # a source's columns are all that it has
-    o = [place for places in found.places for place in places if place.region == 2]
-    assert [(place.runs, place.run, place.offset) for place in o] == [(4096, 2 * KIB, 0), (4096, 2 * KIB, 2 * KIB)]
-
-
-def test_eight_expert_parallel_ranks_to_four() -> None:
-    publication, reader = mixture()
-    found = reading_of(publication, reader, chunk_bytes=48 * MIB)
-    assert [part.shard for part in found.parts] == [2, 3]
-    assert found.nbytes == 288 * MIB
-    assert found.sizes == (48 * MIB,) * 6
-    assert {(place.runs, place.run) for places in found.places for place in places if place.region == 0} == {(16, 3 * MIB)}
-    assert [place for places in found.places for place in places if place.region == 1] == [
-        straight(1, 0, 48 * MIB),
-        straight(1, 48 * MIB, 48 * MIB),
-    ]
 
 
 # -------------------------------------------------------------------------------------------------------- hostile

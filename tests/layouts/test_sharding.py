@@ -156,11 +156,6 @@ def test_unknown_placements_are_refused() -> None:
             sharding_of(dtensor)
 
 
-def test_a_plain_tensor_is_no_dtensor() -> None:
-    assert not is_dtensor(torch.zeros(2))
-    assert not is_dtensor(np.zeros(2))
-
-
 # ---------------------------------------------------------------------------------------------- real processes
 
 

@@ -80,11 +80,6 @@ def test_parts_are_met_and_who_shares_nothing_has_none() -> None:
     assert shares_of(made, 2) == ()
 
 
-def test_each_of_three_that_have_it_shares_it() -> None:
-    made = published(*({"norm": ((10,), NORM), "w": ((2, 6), W[r * 2 : r * 2 + 2])} for r in range(4)))
-    assert [shares_of(made, rank) for rank in range(4)] == [(Share(0, "'norm'", (Strip(0, 0, 0, 0, 1, (), 40),)),)] * 4
-
-
 def test_many_parts_make_few_shares_with_equal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "SHARES_MAX", 2)
     tensors = {f"n{n}": ((10,), tensorhub.source(f"n{n}", shape=(10,))) for n in range(5)}

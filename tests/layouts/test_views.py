@@ -54,11 +54,6 @@ def test_a_view_is_shown_as_it_was_written() -> None:
     assert repr(at[2:, 0]) == "at[2:, 0]"
 
 
-def test_a_view_is_no_sequence() -> None:
-    with pytest.raises(TypeError):
-        list(source("w"))  # type: ignore[call-overload]
-
-
 def test_numpy_integers_are_integers() -> None:
     assert source("w")[np.int64(2), : np.int32(3)].select((4, 5)).box == (Span(2, 1), Span(0, 3))
 
@@ -135,11 +130,6 @@ def test_what_is_no_index_is_refused_where_it_is_written(index: Any, fault: str)
 def test_what_is_no_source_is_refused(name: Any, shape: Any, fault: str) -> None:
     with pytest.raises(RegistrationError, match=fault):
         source(name, shape)
-
-
-def test_permute_wants_numbers() -> None:
-    with pytest.raises(RegistrationError, match=r"e.g. `.permute\(1, 0\)`"):
-        source("w").permute("a")  # type: ignore[arg-type]
 
 
 def test_an_entry_is_a_view_or_a_list_of_views_or_a_list_of_pairs() -> None:
