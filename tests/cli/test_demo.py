@@ -23,14 +23,6 @@ def weights(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["", "serve", "demo", "status"])
-def test_help(command: str) -> None:
-    done = run_here(*command.split(), "--help")
-    assert done.returncode == 0
-    assert "Usage" in done.stdout
-    assert "130 Ctrl-C" in " ".join(done.stdout.split())
-
-
 @pytest.mark.parametrize("content", [None, b"", b"not tensors at all", b"\2\0\0\0\0\0\0\0{}"])
 def test_weights_that_are_none(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.bin"
@@ -85,33 +77,6 @@ class TestRun:
         assert "who read from whom" in done.stdout
         assert "every byte and every output equal" in " ".join(done.stdout.split())
         assert "rollout-1: version 1 in " in done.stderr
-
-    # The next test has both signals earlier, the one after it the end of a demo that runs, and test_child_processes.py
-    # children whose parent is killed.
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("news", "number", "code"),
-        [
-            ("trainer: ready", signal.SIGINT, 130),
-            ("rollout-1: version 2", signal.SIGTERM, 143),
-            ("trainer: ready", signal.SIGKILL, -signal.SIGKILL),
-            ("rollout-1: version 2", signal.SIGKILL, -signal.SIGKILL),
-        ],
-    )
-    def test_no_process_is_left_behind(self, weights: Path, news: str, number: signal.Signals, code: int) -> None:
-        with started("demo", "--weights", str(weights), "--rollouts", "1", *ENDLESS) as demo:
-            line_with(news, demo.stderr)
-            pids = children(demo.pid)
-            assert len(alive(pids)) == 2
-            demo.send_signal(number)
-            if number == signal.SIGKILL:
-                demo.wait(timeout=WAIT_S)
-            else:
-                out, err = demo.communicate(timeout=WAIT_S)
-                assert out == ""
-                assert "Traceback" not in err
-            assert demo.returncode == code
-            assert eventually(lambda: not alive(pids))
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_while_the_processes_start(self, weights: Path, number: signal.Signals, code: int) -> None:

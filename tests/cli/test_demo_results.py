@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tensorhub.cli.common import CommandError, print_table
+from tensorhub.cli.common import print_table
 from tensorhub.cli.demo_results import Results
 
 Event = tuple[str, str, dict[str, Any]]  # name, kind, fields
@@ -116,8 +116,3 @@ def test_what_differs(results: Results, event: Event, problem: str) -> None:
 def test_what_nobody_published(results: Results) -> None:
     results.record(*fetched("rollout-1", 9))
     assert results.problems() == ["rollout-1 holds version 9, which the trainer did not publish"]
-
-
-def test_what_nobody_knows(results: Results) -> None:
-    with pytest.raises(CommandError, match="sings"):
-        results.record("rollout-1", "sings", {})

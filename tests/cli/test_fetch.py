@@ -188,13 +188,6 @@ def test_outputs_that_exist_are_refused_before_anything(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 2
 
 
-def test_a_place_where_nobody_may_write() -> None:
-    """Not even root."""
-    done = refused("tcp://127.0.0.1:1", Path("/proc/out.safetensors"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: usage: nothing can be written in /proc: ")
-
-
 def test_force_replaces(address: str, tmp_path: Path) -> None:
     path = tmp_path / "in.safetensors"
     save_file(some(), path)
@@ -228,26 +221,6 @@ def test_a_signal_in_mid_fetch_leaves_nothing(address: str, tmp_path: Path, numb
         assert (place / "out.safetensors").read_bytes() == path.read_bytes()
 
 
-def test_a_full_disk(address: str, tmp_path: Path) -> None:
-    """The file's size is refused before the first byte, in one line that says how much it takes."""
-    path = large(tmp_path / "m.safetensors", 8)
-    (tmp_path / "place").mkdir()
-    with published(path, address):
-        arguments = ("fetch", "m", "--out", str(tmp_path / "place" / "x"), "--address", address)
-        done = subprocess.run(
-            ["prlimit", "--fsize=1000000", *PROGRAM, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-        )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(
-        f"error: StateError: {tmp_path / 'place' / 'x'} cannot be made: {path.stat().st_size} bytes"
-    )
-    assert done.stderr.count("\n") == 1
-    assert os.listdir(tmp_path / "place") == []
-
-
 @pytest.mark.parametrize("options", [(), ("--quiet",)])
 def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
     address: str, tmp_path: Path, options: tuple[str, ...]
@@ -268,25 +241,6 @@ def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
     assert done.stdout.startswith(b"fetched m version 1: ")
     assert (b"fetching m" in shown) == (not options)
     assert bool(shown) == (not options)
-
-
-def test_the_newest_that_is_held_where_the_trainer_has_left(address: str, tmp_path: Path) -> None:
-    mine = some(3)
-    with sync.connect(address, options=OPTIONS) as hub:
-        kept = {name: tensor.clone() for name, tensor in mine.items()}
-        keeper = hub.register("m", {name: torch.zeros_like(tensor) for name, tensor in mine.items()})
-        with trainer(address, mine) as weights:
-            keeper.replicate()
-            with weights.mutate(2):
-                next(iter(mine.values())).add_(1)
-        done = fetch(address, tmp_path / "out.safetensors", "--version", "available", "--json")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert json.loads(done.stdout)["version"] == 1
-        got = load_file(tmp_path / "out.safetensors")
-        assert all(torch.equal(got[name], tensor) for name, tensor in kept.items())
-        late = fetch(address, tmp_path / "late.safetensors", "--timeout", "0.1")
-        assert late.returncode == 1
-        assert "held now: version 1 by 1 replica; the selector 'available' gets 1" in late.stderr
 
 
 def test_a_name_that_nobody_knows(address: str, tmp_path: Path) -> None:

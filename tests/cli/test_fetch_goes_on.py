@@ -105,6 +105,14 @@ def held(address: str, out: Path, line: Line) -> Iterator[subprocess.Popen[str]]
         yield process
 
 
+def break_off(address: str, out: Path, line: Line) -> None:
+    """A fetch is killed when a part has arrived."""
+    with held(address, out, line) as process:
+        process.kill()
+        process.wait(WAIT_S)
+    line.go.set()
+
+
 def fetched(address: str, out: Path, of: dict[str, torch.Tensor]) -> int:
     """The bytes that a fetch reads now, which leaves its output and nothing else."""
     done = run("fetch", "m", "--out", str(out), "--address", address, "--json")
@@ -134,10 +142,7 @@ def test_it_goes_on_where_it_stopped(address: str, tmp_path: Path, number: signa
 def test_bytes_that_were_changed_meanwhile_are_read_again(address: str, tmp_path: Path) -> None:
     mine, out = tensors(), tmp_path / "out.safetensors"
     with trainer(address, mine) as (_, line):
-        with held(address, out, line) as process:
-            process.kill()
-            process.wait(WAIT_S)
-        line.go.set()
+        break_off(address, out, line)
         (partial,) = tmp_path.glob(".*/out.safetensors")
         size = partial.stat().st_size
         partial.write_bytes(bytes(size))
@@ -147,10 +152,7 @@ def test_bytes_that_were_changed_meanwhile_are_read_again(address: str, tmp_path
 def test_after_another_version_has_come_it_begins_anew(address: str, tmp_path: Path) -> None:
     mine, out = tensors(), tmp_path / "out.safetensors"
     with trainer(address, mine) as (weights, line):
-        with held(address, out, line) as process:
-            process.kill()
-            process.wait(WAIT_S)
-        line.go.set()
+        break_off(address, out, line)
         with weights.mutate(2):
             mine["a"].add_(1)
         assert fetched(address, out, mine) == CHUNKS * CHUNK_BYTES
@@ -174,10 +176,7 @@ def test_what_an_interrupted_fetch_has_left_beside_a_directory_is_cleared_by_one
 ) -> None:
     mine, out = tensors(), tmp_path / "out"
     with trainer(address, mine) as (_, line):
-        with held(address, out, line) as process:
-            process.kill()
-            process.wait(WAIT_S)
-        line.go.set()
+        break_off(address, out, line)
         out.mkdir()
         (out / "theirs").touch()
         assert run("fetch", "m", "--out", str(out), "--address", address, "--force").returncode == 0

@@ -12,9 +12,6 @@ import torch
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.cli.plan import sheets
-from tensorhub.read_plan import PlannedSource, ReadPlan
-from tensorhub.types import VersionInfo
 from tests.cli.processes import run, run_here
 
 pytestmark = pytest.mark.usefixtures("prepared_with_torch")
@@ -131,14 +128,3 @@ def test_what_the_users_own_function_raises_is_told(published: str, layout: Path
     done = run("plan", "m", "--reader", f"{layout}:transposed", "--address", published)
     assert (done.returncode, done.stdout) == (2, "")
     assert "it is not contiguous" in done.stderr
-
-
-def test_many_ranks_and_workers_are_counted() -> None:
-    ranks, workers = tuple(range(9)), tuple(f"w{number}" for number in range(5))
-    sources = (PlannedSource(ranks, workers, 1, 2, 3, 3000, 6000), PlannedSource((9,), (), 1, 1, 1, 10, 10))
-    plan = ReadPlan(VersionInfo("m", 7, "c", 6010, 10), "ranks/0", 0, 1, 3000, sources, alike=("w9",))
-    title, alike, (rows) = sheets(plan)
-    assert title.title == "m version 7, rank 0 of 1: 3.0 kB in 2 chunks, 3 cells, 4 runs, 10 B of them in excess"
-    assert alike.title == "held in this layout already, and read from there: w9"
-    assert rows.rows[0][:2] == ("0, 1, 2, 3 and 5 more", "w0, w1, w2 and 2 more")
-    assert rows.rows[1][1] == "nobody now"

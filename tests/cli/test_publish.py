@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.encoder import model_path
 from tensorhub import sync
-from tensorhub.errors import IntegrityError, TensorHubError
+from tensorhub.errors import TensorHubError
 from tensorhub.types import Options
 from tests.cli.processes import WAIT_S, eventually, line_with, run_here, started
 from tests.rig import gated
@@ -110,18 +109,6 @@ def test_what_cannot_be_published(tmp_path: Path, name: str, text: str) -> None:
     assert text in done.stderr
 
 
-def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.cli.publish.Options", lambda: Options(coordinator_wait_s=0.1))
-    save_file({"a": torch.zeros(3)}, tmp_path / "m.safetensors")
-    arguments = ("publish", str(tmp_path / "m.safetensors"), "--model", "m")
-    done = run_here(*arguments, "--address", "tcp://127.0.0.1:1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "\nerror: CoordinatorUnavailable: " in done.stderr  # after a line that says that it waits
-    done = run_here(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "give --address" in done.stderr
-
-
 def test_a_version_that_the_coordinator_forgets(tmp_path: Path) -> None:
     """Without its state, it knows nothing that was published before: nobody is left to serve for."""
     save_file({"a": torch.zeros(3)}, tmp_path / "m.safetensors")
@@ -163,33 +150,3 @@ def test_a_file_that_is_written_while_it_is_read(address: str, tmp_path: Path, c
             with pytest.raises(TensorHubError):
                 reading.result(timeout=WAIT_S)
         assert weights.state == "torn"
-
-
-@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 100), overwrite])
-def test_a_file_that_is_written_before_it_is_read(address: str, tmp_path: Path, change: Callable[[Path], None]) -> None:
-    """While the publisher is stopped, it cannot notice; and whoever reads then gets nothing either."""
-    path = large(tmp_path / "m.safetensors", 8)
-    with published(path, address) as (process, _), sync.connect(address, options=OPTIONS) as hub:
-        weights = hub.register("m", zeros_like(path))
-        change(path)
-        with pytest.raises(TensorHubError):
-            weights.replicate(timeout=4)
-        assert process.wait(WAIT_S) == 1
-        assert weights.state in ("torn", "empty")
-
-
-def test_a_write_through_a_mapping_that_its_publisher_cannot_see_gives_nobody_other_bytes(
-    address: str, tmp_path: Path
-) -> None:
-    """The page is dirty already, so neither size nor time changes; the digests were made before."""
-    path = large(tmp_path / "m.safetensors", 8)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
-        mapping[-1] ^= 1
-        with published(path, address) as (process, _), sync.connect(address, options=OPTIONS) as hub:
-            before = path.stat()
-            mapping[-1] ^= 1
-            assert path.stat().st_mtime_ns == before.st_mtime_ns
-            with pytest.raises(IntegrityError) as caught:
-                hub.fetch("m", timeout=1)
-            assert (caught.value.retryable, caught.value.memory) == (True, "intact")
-            assert process.poll() is None

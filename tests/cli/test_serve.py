@@ -27,12 +27,6 @@ def test_serves_until_it_is_told_to_stop(number: signal.Signals, code: int) -> N
     assert "Traceback" not in err
 
 
-def test_the_address_is_the_first_line() -> None:
-    with started("serve") as process:
-        assert line_with("", process.stdout).startswith("tcp://127.0.0.1:")
-        assert line_with("Ctrl-C stops it", process.stderr)
-
-
 def test_it_raises_its_limit_of_descriptors_and_says_for_how_many_workers_there_is_room() -> None:
     with started("serve", under=("bash", "-c", 'ulimit -Sn 128 && ulimit -Hn 1024 && exec "$@"', "-")) as process:
         assert line_with("room for 640 workers (`ulimit -Hn` is 1024)", process.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -75,17 +74,6 @@ def test_the_verdict_comes_first_and_tables_only_if_they_are_wanted() -> None:
     failed = simulate("--seed", BREAKS, "--events", 10)
     assert failed.stdout.startswith("FAILED: 0 seeds passed, 1 failed; ")
     assert failed.stderr == f"seed {BREAKS} failed: tensorhub simulate --seed {BREAKS} --events 10\n"
-
-
-def test_what_was_covered_is_printed() -> None:
-    done = simulate("--seeds", 3, "--start", 60, "--events", 10, "--jobs", 2, "--verbose")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"crash\W+3\W+3\W", done.stdout)
-    assert re.search(r"replica: filling -> ready\W+never\W+0", done.stdout)
-    assert re.search(r"moved\W+never\W+0", done.stdout)
-    assert "3 seeds passed, 0 failed; 30 events," in done.stdout
-    assert "1 seeds run twice, to the same end" in done.stdout
-    assert "0 seeds had at least 3 groups, 3 versions, 1,000 events, 3 kinds of faults" in done.stdout
 
 
 def test_a_seed_that_fails_says_what_was_broken_and_how_to_run_it_again() -> None:

@@ -1,12 +1,11 @@
 """`tensorhub status`: its tables, and what it says when it cannot ask."""
 
-import contextlib
 import io
 import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy
@@ -17,7 +16,6 @@ from tensorhub import sync
 from tensorhub.cli import status
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.cli.status import _Question
-from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.model_summary import CallsSummary, LayoutSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import (
     Endpoint,
@@ -150,20 +148,6 @@ def test_a_coordinator_that_is_behind_is_said_to_be() -> None:
         assert "; the coordinator is 2.5 s behind: calls take longer" in piped(replace(model, coordinator_behind_s=2.46))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        ((), 2, "give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS"),
-        (("--address", "here"), 2, "'here' is not a TensorHub address"),
-    ],
-)
-def test_usage(arguments: tuple[str, ...], code: int, text: str) -> None:
-    done = run("status", *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.count("\n") == 1
-    assert text in done.stderr
-
-
 COUNTED = ModelSummary(
     "actor",
     lineage=0,
@@ -255,19 +239,6 @@ def test_rows_show_layouts_and_who_bridges_where_there_are_several(show: Callabl
 
 
 @pytest.mark.parametrize("show", [terminal, piped])
-def test_a_torn_replica_without_shards_has_a_row(show: Callable[..., str]) -> None:
-    torn = replace(MODEL.replicas[0], group="rollout", state="torn", spot=False, shards=())
-    lines = [" ".join(line.split()) for line in show(replace(MODEL, replicas=(*MODEL.replicas, torn))).splitlines()]
-    assert "7 torn - - - - - rollout" in lines
-    assert "7 filling 0 3/12 1 spot w1 group-1" in lines
-
-
-def test_a_terminal_is_told_what_shows_the_rows() -> None:
-    assert "3,122 rows: --details shows them" in terminal(COUNTED)
-    assert "--details" not in piped(COUNTED)
-
-
-@pytest.mark.parametrize("show", [terminal, piped])
 def test_no_name_in_a_summary_is_a_command_to_the_terminal(show: Callable[..., str]) -> None:
     counted = replace(
         COUNTED,
@@ -335,14 +306,6 @@ def test_questions_that_cannot_be_asked(arguments: tuple[str, ...], text: str) -
     assert text in " ".join(done.stderr.split())
 
 
-def test_nobody_there() -> None:
-    pytest.importorskip("tensorhub.hub", exc_type=ImportError)
-    done = run("status", "--address", "tcp://127.0.0.1:1")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: CoordinatorUnavailable: ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_an_empty_coordinator() -> None:
     pytest.importorskip("tensorhub.hub", exc_type=ImportError)
     with started("serve") as coordinator:
@@ -374,22 +337,3 @@ def test_watching_goes_on_after_a_coordinator_that_was_away() -> None:
             with sync.serve(port=int(address.rpartition(":")[2])), sync.connect(address) as hub:
                 hub.register("actor", {"w": numpy.zeros(1)})
                 assert line_with('"actor"', watching.stdout)
-
-
-async def test_a_question_that_gets_no_answer_is_asked_again_where_one_watches(capsys: pytest.CaptureFixture[str]) -> None:
-    answers: Iterator[tuple[()] | Exception] = iter([CoordinatorUnavailable("away"), (), StateError("enough")])
-
-    async def ask(_: object) -> tuple[()]:
-        answer = next(answers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    connect = lambda: contextlib.nullcontext(None)  # noqa: E731
-    with pytest.raises(StateError, match="enough"):
-        await status._status(connect, ask, 0.001, as_json=True)  # type: ignore[arg-type]
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("[]\n", "error: CoordinatorUnavailable: away\n")
-    answers = iter([CoordinatorUnavailable("away")])
-    with pytest.raises(CoordinatorUnavailable, match="away"):
-        await status._status(connect, ask, None, as_json=True)  # type: ignore[arg-type]
