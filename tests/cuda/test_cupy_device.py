@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tensorhub.cuda import cupy_device, driver
-from tensorhub.cuda.cupy_device import CudaMark, cuda_device, failures, fault_here, missing
+from tensorhub.cuda.cupy_device import cuda_device, failures, fault_here, missing
 from tensorhub.errors import StateError
 
 
@@ -238,11 +238,6 @@ def test_what_may_run_in_any_thread_leaves_it_as_it_was(library: Library, runtim
     assert library.modes[me] == driver.RELAXED
 
 
-def test_memory_is_its_own_or_another_devices(library: Library) -> None:
-    assert cuda_device(0).owns(2)
-    assert not cuda_device(0).owns(3)
-
-
 class Torch:
     """torch.cuda, as far as a caller's stream goes."""
 
@@ -285,20 +280,6 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(library: Librar
     device._module = SimpleNamespace(get_function=compiles)
     with pytest.raises(StateError, match=r"cannot keep compiled kernels: .*'/.cupy': set CUPY_CACHE_DIR"):
         device.launch("digest_chunks", 1)
-
-
-def test_a_mark_is_reached_when_its_event_is(library: Library, runtime: Runtime) -> None:
-    device = cuda_device(0)
-    assert CudaMark(device, SimpleNamespace(ptr=0)).is_reached
-    assert not CudaMark(device, SimpleNamespace(ptr=1)).is_reached
-    assert runtime.current == 0  # a thread in which no device was set would make a context on the first one
-    assert CudaMark(device, SimpleNamespace(query=lambda: True)).is_reached
-
-    def fail() -> bool:
-        raise RuntimeFault("cudaErrorLaunchFailure")
-
-    with pytest.raises(StateError, match="cudaErrorLaunchFailure"):
-        assert CudaMark(device, SimpleNamespace(query=fail)).is_reached
 
 
 def test_a_dma_buf_is_of_whole_pages(library: Library) -> None:

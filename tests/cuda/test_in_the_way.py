@@ -13,9 +13,8 @@ import torch
 from tensorhub.cuda import cupy_device
 from tensorhub.cuda.cupy_device import failures
 from tensorhub.cuda.device import DeviceBytes
-from tensorhub.errors import RegistrationError, StateError, VersionUnavailable
+from tensorhub.errors import StateError, VersionUnavailable
 from tensorhub.hub import Hub
-from tensorhub.memory import describing
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.tools import register_memory
 from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
@@ -175,18 +174,3 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
 
 
 # --------------------------------------------------------------------------------------------------------- two memories
-
-
-async def test_cpu_and_gpu_tensors_in_one_registration_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu(torch.Tensor):
-        is_meta = False
-        device = torch.device("cuda", 0)
-
-    monkeypatch.setattr(describing, "fault_here", lambda: None)
-    mixed = {"embed": torch.zeros(1), "head": torch.zeros(1).as_subclass(OnGpu)}
-    async with cluster("trainer") as made:
-        with pytest.raises(
-            RegistrationError, match=r"2 memories: 'embed' is on cpu, 'head' is on cuda:0\. Register those of"
-        ):
-            await made.hubs[0].register("m", mixed)
-        await made.hubs[0].register("m", tensors())  # nothing is left of it

@@ -7,8 +7,6 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import closing
-from itertools import pairwise
 from typing import Any
 
 import anyio.to_thread
@@ -31,7 +29,6 @@ from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.strided_target import bytes_of
 from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
 from tensorhub.transport.registry import Local
-from tensorhub.transport.staging import Staging
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Incarnation, Options
 from tests.rig import cluster
@@ -105,19 +102,6 @@ def test_what_is_packed_is_unpacked(device: CudaDevice) -> None:
     assert [bytes_of(piece) for _, piece in pieces] == contents
 
 
-def test_bytes_go_through_staging(device: CudaDevice) -> None:
-    contents = [random.Random(n).randbytes(size) for n, size in enumerate((5, 3_000_001, 0, 9_000_000))]
-    sources, targets = [on_gpu(device, content) for content in contents], [device.allocate(len(c)) for c in contents]
-    out, into = Staging(device), Staging(device)
-    with (
-        closing(out.outgoing([(each.address, each.nbytes) for each in sources])) as outgoing,
-        closing(into.incoming([(each.address, each.nbytes) for each in targets])) as incoming,
-    ):
-        for room, piece in zip(incoming, outgoing, strict=True):
-            room[:] = piece
-    assert [bytes_of(each) for each in targets] == contents
-
-
 def test_other_devices_get_a_dma_buf_or_a_reason(device: CudaDevice) -> None:
     source = on_gpu(device, bytes(3_000_001))
     with contextlib.suppress(StateError):  # a driver or a kernel without them
@@ -128,28 +112,10 @@ def test_other_devices_get_a_dma_buf_or_a_reason(device: CudaDevice) -> None:
     device.settle()
 
 
-def test_many_pieces_are_copied_by_one_kernel(device: CudaDevice) -> None:
-    content = random.Random(5).randbytes(100_000)
-    source, target, queue = on_gpu(device, content), device.allocate(100_000), device.queue()
-    cuts = [0, 1, 17, 4096, 50_000, 99_999, 100_000]
-    pieces = [(target.address + at, source.address + at, end - at) for at, end in pairwise(cuts)]
-    queue.copy_many(pieces)
-    queue.mark().wait()
-    assert bytes_of(target) == content
-
-
 def test_a_lack_of_memory_says_what_to_do(device: CudaDevice) -> None:
     with pytest.raises(StateError, match=r"out of memory: free some: torch\.cuda\.empty_cache"):
         device.allocate(2**44)
     assert device.digests([(on_gpu(device, b"x").address, 1)])  # and nothing else is wrong
-
-
-def test_what_is_only_asked_of_it_is_answered(device: CudaDevice) -> None:
-    held = torch.arange(1000, device="cuda")
-    found = device.export(held.data_ptr())
-    assert found.address <= held.data_ptr() < held.data_ptr() + held.nbytes <= found.address + found.nbytes
-    assert device.owns(held.data_ptr())
-    device.settle()
 
 
 def test_a_copy_may_cross_from_one_allocation_to_the_next(device: CudaDevice) -> None:
@@ -315,12 +281,6 @@ def test_a_sample_waits_for_nothing_before_it_is_compared(device: CudaDevice) ->
     assert not is_unwritten()
     assert not busy.query()
     torch.cuda.synchronize()
-
-
-async def test_two_memories_in_one_registration_are_refused() -> None:
-    async with cluster("trainer") as made:
-        with pytest.raises(RegistrationError, match="2 memories: 'a' is on cuda:0, 'b' is on cpu"):
-            await made.hubs[0].register("m", {"a": torch.zeros(2, device="cuda"), "b": torch.zeros(2)})
 
 
 # ------------------------------------------------------------------------------------------------------ other processes
