@@ -167,17 +167,6 @@ def test_padding_is_filled_and_numbers_without_dimensions_are_copied() -> None:
     assert found.filled == [("embed", (slice(5, 8, 1), slice(0, 3, 1)), 0)]
 
 
-def test_steps() -> None:
-    def even(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
-        tensors["w"].data[0::2].copy_(loaded[:, 1::2])
-
-    def odd(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
-        tensors["w"].data[1::2].copy_(loaded[:, 0::2])
-
-    found = check(Loading({"w": bf16(6, 4)}, {"gate": even, "up": odd}), specs(gate=(3, 8), up=(3, 8)))
-    assert not found.gaps
-
-
 def test_what_is_computed_is_told_by_name_with_its_reason() -> None:
     def cast(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
         tensors["cast"].data.copy_(loaded)
@@ -246,12 +235,6 @@ def test_memory_that_is_given_is_refused_by_name() -> None:
         record(model.load_weights, model.tensors, specs(w=(4,)))
 
 
-def test_a_later_copy_to_the_same_place_is_not_taken_for_two() -> None:
-    model = Loading({"w": bf16(4, 2)}, {"a": whole("w"), "b": columns("w", 2, 2)})
-    found = record(model.load_weights, model.tensors, specs(a=(4, 2), b=(2, 2)))
-    assert "copied to twice" in found.computed["w"]
-
-
 def test_parameters_that_share_a_storage_are_told_apart_by_their_places() -> None:
     """As a model has them that lays all of its parameters into one buffer."""
     flat = bf16(12, 4)
@@ -302,13 +285,6 @@ def test_results_that_go_straight_into_a_parameter() -> None:
     assert record(model.load_weights, model.tensors, specs(x=(4,))).computed == {"w": "aten.add.out, of 'x'"}
     with pytest.raises(RegistrationError, match=r"cannot be recorded at 'y': .* writes 'w'"):
         record(model.load_weights, model.tensors, specs(y=(3, 4)))
-
-
-def test_a_permutation_that_is_not_its_own_inverse() -> None:
-    def turn(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
-        tensors["w"].data.copy_(loaded.permute(2, 0, 1))
-
-    assert not check(Loading({"w": bf16(5, 3, 4)}, {"w": turn}), specs(w=(3, 4, 5))).gaps
 
 
 def test_what_is_no_box_of_both_tensors_is_told_with_its_reason() -> None:

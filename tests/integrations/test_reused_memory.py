@@ -66,13 +66,6 @@ def test_what_does_not_fit_is_kept_and_not_lent() -> None:
     assert places(memory.tensors([((SMALL_BYTES * 3,), torch.uint8)])) not in at_first
 
 
-def test_small_tensors_take_no_piece() -> None:
-    memory = ReusedMemory()
-    assert [each.shape for each in memory.tensors([((4,), torch.int8), ((), torch.bool)])] == [(4,), ()]
-    assert memory.tensors([]) == []
-    assert not memory._free
-
-
 def test_threads_never_have_the_same_memory() -> None:
     memory, together, right = ReusedMemory(), threading.Barrier(4, timeout=30), list[bool]()
 
