@@ -295,28 +295,6 @@ def test_layers_that_post_processing_has_changed_are_refused_with_advice(
     trainer.send_weights()
 
 
-def test_layers_that_are_refused_twice_in_one_session_are_refused_alike(
-    rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the end of the session is kept from does not count as what it leaves alone."""
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-
-    trainer = trainers(actor())
-    (engine, order), before = trainer._engines[0], rank.checksums()
-    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", process(swap_halves))
-    info = trainer._weights.publish(0)
-    trainer._begin(engine)
-    for _ in range(2):
-        with pytest.raises(RegistrationError, match="does not restore") as refused:
-            trainer._load(engine, order, info)
-        assert refused.value.memory == "intact"
-    engine.call("end_weight_update")
-    assert rank.checksums() == before
-    rank.updater.end_weight_update(run_post_load=False)  # the next one is spared nothing
-    assert rank.checksums() != before
-    rank.updater.end_weight_update(run_post_load=False)  # swapped back
-
-
 def test_layers_that_sglang_restores_are_loaded_by_it(
     rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,20 +351,6 @@ def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, tra
     train(model)
     trainer.send_weights(1)  # another version 1
     check(rank, model)
-
-
-def test_the_version_that_is_served_once_more(rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainers(actor(10))
-    info = trainer._weights.publish(0)
-    trainer._update_all(info)
-    monkeypatch.setattr(receiver(rank), "_fill", None)
-    trainer._update_all(info)
-
-
-def test_two_trainers(trainers: Any) -> None:
-    trainers(actor())
-    with pytest.raises(RegistrationError, match="trainer"):
-        trainers(actor())
 
 
 def test_what_is_no_engine(trainers: Any) -> None:

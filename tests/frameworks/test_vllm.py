@@ -559,21 +559,6 @@ def test_an_older_version_than_the_one_that_is_served(llm: Any, trainers: Any) -
     check(llm, model)
 
 
-def test_the_version_that_is_served_once_more(llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainers(actor(25))
-    info = trainer._weights.publish(0)
-    trainer._update(info)
-    monkeypatch.setattr(engine_of(llm), "_check_places", None)  # what comes before anything is written
-    trainer._update(info)
-    assert llm.get_weight_version() == "0"
-
-
-def test_two_trainers(trainers: Any) -> None:
-    trainers(actor())
-    with pytest.raises(RegistrationError, match="trainer"):
-        trainers(actor())
-
-
 def test_a_client_that_cannot_pause(trainers: Any) -> None:
     with pytest.raises(InvalidValue, match="cannot pause its engine"):
         trainers(actor(), client=object())
