@@ -120,34 +120,3 @@ def test_an_unpublish_of_one_that_wakes_up_needs_nobody(processes: ChildProcesse
     assert zombie.do("update")["version"] == 1
     assert zombie.do("contents") == [1]
     assert trainer.do("state") == ["ready", 1]
-
-
-@pytest.mark.slow
-def test_a_group_of_eight_processes_changes_version_together(processes: ChildProcesses) -> None:
-    _, address = cluster(processes, lease_s=5.0)
-    groups = {
-        name: [processes.worker(address, f"{name}{r}", MIB, group=name, rank=r, world_size=8) for r in range(8)]
-        for name in ("p", "r")
-    }
-    for version in (1, 2, 3):
-        for rank, publisher in enumerate(groups["p"]):
-            if version > 1:
-                publisher.do("unpublish")
-            publisher.do("write", content=100 * version + rank)
-        promises = [publisher.begin("publish", version=version) for publisher in groups["p"]]
-        assert [promise.result() for promise in promises] == [version] * 8
-        fills = [reader.begin("update") for reader in groups["r"]]
-        assert [fill.result()["version"] for fill in fills] == [version] * 8
-        assert [reader.do("contents") for reader in groups["r"]] == [[100 * version + rank] for rank in range(8)]
-    barrier = [reader.begin("update") for reader in groups["r"]]
-    assert [fill.result()["changed"] for fill in barrier] == [False] * 8
-    groups["r"][5].kill()
-    waiting = [reader.begin("update", at_least=4) for rank, reader in enumerate(groups["r"]) if rank != 5]
-    for call in waiting:
-        with pytest.raises(Failed, match="worker 'r5' was not heard of") as caught:
-            call.result()
-        assert (caught.value.kind, caught.value.memory) == ("GroupAborted", "intact")
-    groups["r"][5] = processes.worker(address, "r5b", MIB, group="r", rank=5, world_size=8)
-    fills = [reader.begin("update") for reader in groups["r"]]
-    assert [fill.result()["version"] for fill in fills] == [3] * 8
-    assert [reader.do("contents") for reader in groups["r"]] == [[300 + rank] for rank in range(8)]
