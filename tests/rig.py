@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -44,7 +45,7 @@ from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Registry
 from tensorhub.transport.tcp.reader import TcpTransport
-from tensorhub.types import Endpoint, Location, Options
+from tensorhub.types import Endpoint, Location, Options, parse_address
 from tensorhub.weights import Weights
 from tests.runtime import data_rig
 from tests.runtime.data_rig import KINDS, busy_threads
@@ -163,6 +164,47 @@ def connect(
     transports: Sequence[str] | None = None,
 ) -> contextlib.AbstractAsyncContextManager[Hub]:
     return tensorhub.connect(address, name=name, token=token, options=options, transports=transports)
+
+
+class Restartable:
+    """A coordinator at one address; without a `state_dir` each one is a new cluster."""
+
+    def __init__(self, state_dir: Path | None = None) -> None:
+        self.address = ""
+        self._state_dir = state_dir
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        port = parse_address(self.address)[1] if self.address else 0
+        serving = tensorhub.serve(port=port, state_dir=self._state_dir, token="", options=OPTIONS)
+        self.address = (await self._stack.enter_async_context(serving)).address
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def restart(self, *hubs: Hub) -> None:
+        """Returns when these hubs know the new one."""
+        await self.stop()
+        await until(lambda: all("offline" in repr(hub) for hub in hubs))
+        await self.start()
+        await until(lambda: all("online" in repr(hub) for hub in hubs))
+        for hub in hubs:
+            await hub.describe()  # asked in its loop, hence after all that its welcome brought about
+
+
+async def published(hub: Hub, version: int = 1, content: int = 1, **settings: Any) -> Weights:
+    """A handle of `m` whose tensors depend on `content`, and are published as this version."""
+    weights = await hub.register("m", tensors(content), **settings)
+    await weights.publish(version)
+    return weights
+
+
+async def ranks_of(hubs: Sequence[Hub], given: Sequence[Any], group: str, **settings: Any) -> list[Weights]:
+    """A rank of a group of `m` for each of these sets of tensors, on these hubs in turn."""
+    return [
+        await hubs[rank % len(hubs)].register("m", its, group=group, rank=rank, world_size=len(given), **settings)
+        for rank, its in enumerate(given)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------------- gates

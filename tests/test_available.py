@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub import sync
 from tensorhub.errors import VersionUnavailable
 from tests.rig import (
     CHUNK_BYTES,
@@ -18,6 +17,7 @@ from tests.rig import (
     Cluster,
     cluster,
     holds,
+    published,
     tensors,
     write,
 )
@@ -56,8 +56,7 @@ async def test_elastic_workers_get_the_newest_that_is_held() -> None:
 
 async def test_a_staged_update_takes_it_too() -> None:
     async with trainer_left("reader") as c:
-        weights = await c.hubs[2].register("m", tensors(7))
-        await weights.publish(3)
+        weights = await published(c.hubs[2], 3, content=7)
         await weights.unpublish()
         assert (await weights.update("available", staged=True)).version == 1
 
@@ -80,17 +79,3 @@ async def test_at_least_is_waited_for() -> None:
         with pytest.raises(VersionUnavailable, match="nobody holds version 2 of 'm' or a newer one"):
             await weights.update("available", at_least=2, timeout=WAIT_S)
         assert weights.state == "empty"
-
-
-def test_without_an_event_loop() -> None:
-    with sync.serve() as coordinator, sync.connect(coordinator.address, options=OPTIONS) as hub:
-        with sync.connect(coordinator.address, options=OPTIONS) as other:
-            source = other.register("m", tensors(1))
-            source.publish(1)
-            weights = hub.register("m", tensors())
-            weights.replicate()
-            with source.mutate(2):
-                pass
-        fresh = hub.register("m", tensors())
-        assert fresh.replicate("available").version == 1
-        assert hub.fetch("m", "available").info.version == 1

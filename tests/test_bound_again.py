@@ -7,7 +7,7 @@ import pytest
 
 from tensorhub.errors import VersionUnavailable
 from tensorhub.types import FetchReport
-from tests.rig import cluster, connect, gated, holds, tensors, until, write
+from tests.rig import all_of, cluster, connect, gated, holds, published, ranks_of, tensors, until, write
 
 
 @pytest.mark.parametrize(("selector", "number"), [("latest", 3), ("latest-1", 2), ("available", 3)])
@@ -38,44 +38,15 @@ async def test_the_trainer_moves_on_in_mid_read(selector: str, number: int) -> N
                 assert holds(mine, 3 if number == 3 else 0)
 
 
-async def test_a_fetch_goes_on_too() -> None:
-    async with cluster("trainer") as c:
-        with gated(2) as gate:
-            async with connect(c.address, "reader") as hub:
-                memory = tensors(1)
-                source = await c.hubs[0].register("m", memory)
-                await source.publish(1)
-                numbers = list[int]()
-
-                async def fetch() -> None:
-                    numbers.append((await hub.fetch("m")).info.version)
-
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(fetch)
-                    await until(lambda: gate.holds)
-                    async with source.mutate(2):
-                        write(memory, 2)
-                    gate.open()
-                assert numbers == [2]
-
-
 async def test_all_ranks_of_a_group_go_on_with_one_version() -> None:
     async with cluster("trainer0", "trainer1") as c:
         with gated(2) as gate:
             async with connect(c.address, "reader0") as first, connect(c.address, "reader1") as second:
                 memories = [tensors(1), tensors(1)]
-                sources = [
-                    await hub.register("m", memory, group="t", rank=rank, world_size=2)
-                    for rank, (hub, memory) in enumerate(zip(c.hubs, memories, strict=True))
-                ]
-                async with anyio.create_task_group() as tasks:
-                    for source in sources:
-                        tasks.start_soon(source.publish, 1)
+                sources = await ranks_of(c.hubs, memories, "t")
+                await all_of(*(source.publish(1) for source in sources))
                 mine = [tensors(), tensors()]
-                weights = [
-                    await hub.register("m", tensor, group="r", rank=rank, world_size=2)
-                    for rank, (hub, tensor) in enumerate(zip((first, second), mine, strict=True))
-                ]
+                weights = await ranks_of((first, second), mine, "r")
                 reports = list[FetchReport]()
 
                 async def fill(rank: int) -> None:
@@ -118,8 +89,7 @@ async def test_without_a_newer_version_it_waits_until_its_deadline() -> None:
     async with cluster("trainer") as c:
         with gated(2) as gate:
             async with connect(c.address, "reader") as hub:
-                source = await c.hubs[0].register("m", tensors(1))
-                await source.publish(1)
+                source = await published(c.hubs[0])
                 weights = await hub.register("m", tensors())
 
                 async def fill() -> None:

@@ -242,26 +242,3 @@ async def test_quantized_tensors_and_arrays() -> None:
         assert array.tolist() == list(range(9))
         fetched = await c.hubs[1].fetch("m")
         assert all(torch.equal(fetched[name].int_repr(), made[name].int_repr()) for name in made)
-
-
-async def test_all_ranks_of_a_group_pack() -> None:
-    async with cluster("trainer", "reader", options=OPTIONS) as c:
-        memories = [model(), model()]
-
-        async def rank(number: int) -> None:
-            source = await c.hubs[0].register("m", model(number + 1), group="t", rank=number, world_size=2)
-            weights = await c.hubs[1].register("m", memories[number], group="r", rank=number, world_size=2)
-            await source.publish(1)
-            await weights.replicate()
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(2):
-                tasks.start_soon(rank, number)
-        assert [holds(memory, number + 1) for number, memory in enumerate(memories)] == [True, True]
-
-
-def test_the_option_is_checked() -> None:
-    with pytest.raises(tensorhub.StateError, match="pack_bytes = -1: give bytes, 0 or more"):
-        tensorhub.Options(pack_bytes=-1)
-    with pytest.raises(tensorhub.StateError, match="pack_bytes = 'x': give an integer"):
-        tensorhub.Options(pack_bytes="x")  # type: ignore[arg-type]

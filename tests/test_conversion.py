@@ -174,23 +174,6 @@ async def outcome_of(call: Awaitable[object]) -> Any:
 
 
 @pytest.mark.anyio
-async def test_fused_tensors_are_a_conversion_like_any_other() -> None:
-    q, k = torch.arange(8.0).reshape(4, 2), torch.arange(4.0).reshape(2, 2)
-
-    def fuse(target: Mapping[str, Any]) -> None:
-        torch.cat([q, k], out=target["qk"])
-
-    async with cluster("trainer", "rollout") as c:
-        trainer, rollout = c.hubs
-        conversion = Conversion(lambda: {"qk": torch.empty(6, 2)}, fuse)
-        weights = await register_converted(trainer, "actor", conversion, group="trainer")
-        await weights.publish(1)
-        held = {"qk": torch.zeros(6, 2)}
-        await (await rollout.register("actor", held)).replicate()
-        assert held["qk"].equal(torch.cat([q, k]))
-
-
-@pytest.mark.anyio
 async def test_what_fails_publishes_nothing_and_may_be_tried_again() -> None:
     async with cluster("trainer") as c:
         model = Tied()

@@ -13,21 +13,24 @@ import anyio
 import pytest
 
 import tensorhub
-from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError
+from tensorhub.errors import CoordinatorUnavailable, LeaseLost
 from tensorhub.hub import Hub
-from tensorhub.types import FetchReport, Options, VersionInfo, parse_address
+from tensorhub.types import FetchReport, Options, VersionInfo
 from tensorhub.weights import Weights
 from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
     OPTIONS,
+    Restartable,
     Tensors,
+    all_of,
     connect,
     copies_of,
     gated,
     holds,
     nothing_left,
+    published,
     tensors,
     until,
     worker_of,
@@ -37,32 +40,6 @@ from tests.test_errors import accessed
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
-
-
-class Restartable:
-    """A coordinator at one address; without a `state_dir` each one is a new cluster."""
-
-    def __init__(self, state_dir: Path | None) -> None:
-        self.address = ""
-        self._state_dir = state_dir
-        self._stack = contextlib.AsyncExitStack()
-
-    async def start(self) -> None:
-        port = parse_address(self.address)[1] if self.address else 0
-        serving = tensorhub.serve(port=port, state_dir=self._state_dir, token="", options=OPTIONS)
-        self.address = (await self._stack.enter_async_context(serving)).address
-
-    async def stop(self) -> None:
-        await self._stack.aclose()
-
-    async def restart(self, *hubs: Hub) -> None:
-        """Returns when these hubs know the new one."""
-        await self.stop()
-        await until(lambda: all("offline" in repr(hub) for hub in hubs))
-        await self.start()
-        await until(lambda: all("online" in repr(hub) for hub in hubs))
-        for hub in hubs:
-            await hub.describe()  # asked in its loop, hence after all that its welcome brought about
 
 
 @contextlib.asynccontextmanager
@@ -108,9 +85,7 @@ async def test_fills_in_mid_read_go_on(where: str, tmp_path: Path) -> None:
             if where == "four ranks":
                 await source.close()
                 sources = await ranks_of(hubs[:1], "trainers", 1)
-                async with anyio.create_task_group() as tasks:
-                    for each in sources:
-                        tasks.start_soon(each.publish, 1)
+                await all_of(*(each.publish(1) for each in sources))
             else:
                 await source.publish(1)
                 ranks = [await hubs[1].register("m", tensors())]
@@ -181,23 +156,10 @@ async def test_a_trainer_and_its_readers_are_told_once_and_go_on() -> None:
         assert holds(theirs, 1)
 
 
-async def test_an_unpublish_says_so_and_the_memory_is_its_owners() -> None:
-    async with cluster("trainer") as (coordinator, hubs):
-        source = await hubs[0].register("m", tensors(7))
-        await source.publish(7)
-        await coordinator.restart(*hubs)
-        with pytest.raises(LeaseLost, match="version 7, which it held, is unknown to the coordinator"):
-            await source.unpublish()
-        with pytest.raises(StateError, match="there is nothing to unpublish"):
-            await source.unpublish()
-        assert (await source.publish(1)).version == 1
-
-
 async def test_calls_that_run_end() -> None:
     with gated(3) as gate:
         async with cluster("trainer", "reader", "other") as (coordinator, hubs):
-            source = await hubs[0].register("m", tensors(7))
-            await source.publish(7)
+            source = await published(hubs[0], 7, content=7)
             weights = await hubs[1].register("m", tensors())
 
             async def replicate() -> None:
@@ -370,8 +332,7 @@ async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_ca
     async with cluster("trainer") as (coordinator, (trainer,)):
         following = tensorhub.connect(coordinator.address, name="follower", token="", prefetch=True, options=HOSTED)
         async with following as hub:
-            source = await trainer.register("m", tensors(1))
-            await source.publish(1)
+            source = await published(trainer)
             memory = tensors()
             weights = await hub.register("m", memory)
             await weights.update()

@@ -17,11 +17,14 @@ from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
     OPTIONS,
+    all_of,
     cluster,
     connect,
     copies_of,
     gated,
     holds,
+    published,
+    ranks_of,
     tensors,
     thread_of,
     until,
@@ -72,19 +75,13 @@ async def test_a_copy_of_what_goes_with_its_worker_is_read_over_the_network() ->
         sources = [await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2) for r in range(2)]
         await keeper.retain("m", latest=1)
         async with connect(c.address, "other", HOSTED):
-            async with anyio.create_task_group() as tasks:
-                for source in sources:
-                    tasks.start_soon(source.publish, 1)
-            async with anyio.create_task_group() as tasks:
-                for source in sources:
-                    tasks.start_soon(source.close)
+            await all_of(*(source.publish(1) for source in sources))
+            await all_of(*(source.close() for source in sources))
             replicas = [r for r in (await keeper.describe("m")).replicas if r.purpose == "retention"]
             assert sorted(shard.rank for r in replicas for shard in r.shards) == [0, 1]
             ins = [tensors(), tensors()]
-            ranks = [await c.hubs[1].register("m", ins[r], group="r", rank=r, world_size=2) for r in range(2)]
-            async with anyio.create_task_group() as tasks:
-                for rank in ranks:
-                    tasks.start_soon(rank.replicate)
+            ranks = await ranks_of(c.hubs[1:2], ins, "r")
+            await all_of(*(rank.replicate() for rank in ranks))
             assert holds(ins[0], 0)
             assert holds(ins[1], 1)
 
@@ -135,8 +132,7 @@ async def test_a_retention_copy_takes_the_room_of_a_prefetched_one_and_never_the
 async def test_a_copy_that_is_not_needed_any_more_while_it_is_made() -> None:
     with gated(3) as gate:
         async with cluster("trainer") as c, connect(c.address, "keeper", HOSTED) as keeper:
-            source = await c.hubs[0].register("m", tensors(1))
-            await source.publish(1)
+            source = await published(c.hubs[0])
             await c.hubs[0].retain("m", latest=1)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(source.close)
@@ -150,8 +146,7 @@ async def test_a_copy_that_is_not_needed_any_more_while_it_is_made() -> None:
 
 async def test_a_copy_of_a_version_that_is_rolled_back_goes() -> None:
     async with cluster("reader") as c, connect(c.address, "trainer", HOSTED) as trainer:
-        source = await trainer.register("m", tensors(1))
-        await source.publish(1)
+        source = await published(trainer)
         async with source.mutate(2):
             pass
         await trainer.retain("m", latest=1)

@@ -44,15 +44,16 @@ from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
-    OPTIONS,
     WAIT_S,
     Cluster,
+    Restartable,
     cluster,
     connect,
     gated,
     handle_of,
     holds,
     nothing_left,
+    published,
     tensors,
     until,
     write,
@@ -89,12 +90,6 @@ def raises(kind: type[E], *says: str, retryable: bool, memory: str = "intact") -
     for part in says:
         assert part in str(error)
     assert (error.retryable, error.memory) == (retryable, memory)
-
-
-async def published(hub: Hub, version: int = 1, content: int = 1, **settings: Any) -> Weights:
-    weights = await hub.register("m", tensors(content), **settings)
-    await weights.publish(version)
-    return weights
 
 
 async def readable(hub: Hub, version: int, content: int) -> None:
@@ -230,14 +225,6 @@ async def test_tensors_that_cannot_be_registered_are_all_named() -> None:
     faults: dict[str, tuple[Any, str]] = {
         "meta": (torch.zeros(2, device="meta"), "it is on the meta device and has no bytes; materialize it"),
         "strided": (torch.zeros(4, 4).t(), "it is not contiguous (shape (4, 4), stride (1, 4)); register `.contiguous()`"),
-        "sparse": (torch.zeros(2, 2).to_sparse(), "register `.to_dense()`"),
-        "conj": (torch.zeros(2, dtype=torch.complex64).conj(), "register `.resolve_conj()`"),
-        "neg": (torch.zeros(2, dtype=torch.complex64).conj().imag, "register `.resolve_neg()`"),
-        "list": ([1.0], "a builtins.list is neither a torch.Tensor nor a numpy.ndarray"),
-        "read-only": (np.frombuffer(b"1234", np.uint8), "it cannot be written to; register a copy"),
-        "fortran": (np.zeros((2, 3), order="F"), "it is not C-contiguous (shape (2, 3))"),
-        "objects": (np.zeros(2, object), "dtype object is not one of torch's; convert it"),
-        "swapped": (np.zeros(2, np.dtype(">i4")), "dtype >i4 is not one of torch's; convert it"),
     }
     async with cluster("trainer") as c:
         hub = c.hubs[0]
@@ -558,24 +545,6 @@ async def test_arguments_and_addresses_that_cannot_be() -> None:
             Options(chunk_bytes=1)
 
 
-@provokes(StateError)
-async def test_a_hub_that_closes_under_a_call() -> None:
-    with gated(2) as gate:
-        async with cluster("trainer") as c, anyio.create_task_group() as tasks:
-            await published(c.hubs[0])
-
-            async def replicate(weights: Weights) -> None:
-                with raises(StateError, "the hub was closed while the call was running", retryable=False, memory="torn"):
-                    await weights.replicate()
-
-            async with connect(c.address, "reader") as hub:
-                weights = await hub.register("m", tensors())
-                tasks.start_soon(replicate, weights)
-                await until(lambda: gate.holds)
-            with raises(StateError, "is closed", retryable=False):
-                await hub.describe()
-
-
 @provokes(OperationTimeout)
 async def test_deadlines() -> None:
     with gated(2) as gate:
@@ -669,22 +638,6 @@ async def test_a_version_that_was_given_up_while_its_holder_was_away() -> None:
         with raises(StateError, "there is nothing to unpublish", retryable=False):
             await source.unpublish()
         assert (await source.publish(1)).version == 1
-
-
-class Restartable:
-    """A coordinator without a state_dir, at one address."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self._stack = contextlib.AsyncExitStack()
-
-    async def start(self) -> None:
-        port = parse_address(self.address)[1] if self.address else 0
-        serving = tensorhub.serve(port=port, token="", options=OPTIONS)
-        self.address = (await self._stack.enter_async_context(serving)).address
-
-    async def stop(self) -> None:
-        await self._stack.aclose()
 
 
 @contextlib.asynccontextmanager

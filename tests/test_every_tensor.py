@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import tensorhub
 from tensorhub import errors, sync
@@ -110,15 +109,6 @@ def test_every_dtype_in_every_shape(hubs: Hubs, dtype: torch.dtype) -> None:
         assert identical(fetched[name], tensor), f"fetched {name}"
 
 
-def test_a_fetched_quantized_tensor_can_be_computed_with(hubs: Hubs) -> None:
-    with without_warnings():
-        source = torch.quantize_per_tensor(torch.randn(20, 30), 0.02, -3, torch.qint8)
-    fetched = hubs.through({"w": source}, {"w": empty_like(source)})["w"]
-    assert torch.equal(fetched.dequantize(), source.dequantize())
-    assert torch.equal(fetched, source)
-    assert "scale=0.02, zero_point=-3" in repr(fetched)
-
-
 def test_a_reader_of_another_scale_is_told_so(hubs: Hubs) -> None:
     with without_warnings():
         source, target = (torch.quantize_per_tensor(torch.zeros(4), scale, 0, torch.quint8) for scale in (0.5, 0.25))
@@ -136,20 +126,6 @@ def test_quantized_tensors_that_share_memory(hubs: Hubs) -> None:
     assert identical(fetched["one"], one)
     assert identical(fetched["other"], other)
     assert fetched["one"].data_ptr() == fetched["other"].data_ptr()
-
-
-def test_a_module_with_parameters_and_buffers(hubs: Hubs) -> None:
-    torch.manual_seed(7)
-    source, target = (nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.Linear(20, 3)) for _ in range(2))
-    for name, buffer in source.named_buffers():
-        buffer.add_(12 if "num" in name else 0.5)
-    everything = {**dict(target.named_parameters()), **dict(target.named_buffers())}
-    fetched = hubs.through(source.state_dict(), everything)
-    third = nn.Sequential(nn.Linear(30, 20), nn.BatchNorm1d(20), nn.Linear(20, 3))
-    third.load_state_dict(dict(fetched))
-    for module in (target, third):
-        assert all(identical(module.state_dict()[name], tensor) for name, tensor in source.state_dict().items())
-    assert everything["0.weight"].requires_grad
 
 
 @pytest.mark.parametrize("kind", ["bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex128"])

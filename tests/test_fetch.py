@@ -26,7 +26,21 @@ from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.tools import fetch_into
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until, worker_of
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    WAIT_S,
+    all_of,
+    cluster,
+    connect,
+    gated,
+    nothing_left,
+    ranks_of,
+    tensors,
+    until,
+    worker_of,
+)
 
 NBYTES = CHUNKS * CHUNK_BYTES
 Tensors = Mapping[str, torch.Tensor]
@@ -145,13 +159,8 @@ async def test_a_progress_listener_that_raises_ends_nothing() -> None:
 async def test_the_ranks_of_a_version_are_fetched_one_by_one() -> None:
     async with cluster("trainer", "other", "reader") as c:
         sources = [{"w": torch.full((1000 + rank,), float(rank))} for rank in range(2)]
-        ranks = [
-            await hub.register("m", source, group="g", rank=rank, world_size=2)
-            for rank, (hub, source) in enumerate(zip(c.hubs, sources, strict=False))
-        ]
-        async with anyio.create_task_group() as tasks:
-            for weights in ranks:
-                tasks.start_soon(weights.publish, 1)
+        ranks = await ranks_of(c.hubs, sources, "g")
+        await all_of(*(weights.publish(1) for weights in ranks))
         for rank in (1, 0, 1):  # the reader knows both manifests by then
             fetched = await c.hubs[2].fetch("m", rank=rank)
             assert equal(fetched, sources[rank])
@@ -194,20 +203,6 @@ async def test_two_fetches_at_once_beside_a_replica_that_fills() -> None:
 # ------------------------------------------------------------------------------------------------------ versions
 
 
-async def test_latest_waits_for_the_first_publication() -> None:
-    async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
-        found: list[tensorhub.Fetched] = []
-
-        async def fetch() -> None:
-            found.append(await c.hubs[1].fetch("m"))
-
-        tasks.start_soon(fetch)
-        await until(lambda: any("asked" in repr(handle) for handle in worker_of(c.hubs[1]).router.handles.values()))
-        await published(c.hubs[0], version=5)
-        await until(lambda: bool(found))
-        assert found[0].info.version == 5
-
-
 async def test_a_number_that_is_not_visible_fails_at_once_and_latest_at_the_deadline() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0])
@@ -216,18 +211,6 @@ async def test_a_number_that_is_not_visible_fails_at_once_and_latest_at_the_dead
         with pytest.raises(errors.VersionUnavailable, match="fetch of 'x': nothing was published under the model 'x'"):
             await c.hubs[1].fetch("x", timeout=0.05)
         await nothing_of_it_is_left(c.hubs[1])
-
-
-async def test_latest_1_is_the_one_before() -> None:
-    async with cluster("trainer", "keeper", "reader") as c:
-        source = await published(c.hubs[0], tensors(1))
-        keeper = await c.hubs[1].register("m", tensors())
-        await keeper.replicate()
-        async with source.mutate(2):
-            pass
-        fetched = await c.hubs[2].fetch("m", "latest-1")
-        assert fetched.info.version == 1
-        assert [used.name for used in fetched.report.sources] == ["keeper"]
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
@@ -503,19 +486,6 @@ async def test_a_deadline_in_mid_fetch() -> None:
                 await c.hubs[1].fetch("m", timeout=0.2)
             assert caught.value.memory == "intact"
             await nothing_of_it_is_left(c.hubs[1])
-
-
-async def test_the_hub_is_closed_in_mid_fetch() -> None:
-    with gated(2) as gate:
-        async with cluster("trainer") as c, anyio.create_task_group() as tasks:
-            await published(c.hubs[0], tensors(1))
-            fetching = Fetching()
-            async with connect(c.address, "reader") as reader:
-                tasks.start_soon(fetching.run, reader)
-                await until(lambda: gate.holds)
-            await until(lambda: fetching.error is not None)
-            assert isinstance(fetching.error, errors.StateError)
-            assert (fetching.error.memory, "hub was closed" in str(fetching.error)) == ("intact", True)
 
 
 async def test_no_coordinator_in_mid_fetch_and_all_of_it_arrives() -> None:

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -21,9 +20,7 @@ import pytest
 import tensorhub
 from tensorhub.coordinator import limits
 from tensorhub.errors import (
-    DrainTimeout,
     GroupAborted,
-    OperationTimeout,
     RegistrationError,
     StateError,
     TensorHubError,
@@ -33,10 +30,9 @@ from tensorhub.errors import (
 from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
-from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.loop_thread import Job, LoopThread, running_backend
+from tensorhub.runtime.loop_thread import running_backend
 from tensorhub.runtime.worker.mapped_memory import MappedMemory
-from tensorhub.types import Options, RegistrationId, VersionInfo
+from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import (
     BEST,
@@ -50,6 +46,8 @@ from tests.rig import (
     handle_of,
     holds,
     nothing_left,
+    published,
+    ranks_of,
     tensors,
     thread_of,
     until,
@@ -91,8 +89,7 @@ async def cancel_too_late(hub: Hub, call: Callable[[], Awaitable[object]]) -> No
 
 async def ready_to_update(trainer: Hub, reader: Hub) -> tuple[Weights, Weights]:
     """The reader holds version 1, and version 2 is published."""
-    source = await trainer.register("m", tensors(1))
-    await source.publish(1)
+    source = await published(trainer)
     weights = await reader.register("m", tensors())
     await weights.replicate()
     async with source.mutate(2):
@@ -125,6 +122,7 @@ async def test_publish_replicate_update_and_what_the_reports_say() -> None:
             ("trainer", BEST, NBYTES, "used")
         ]
         assert set(report.phases) == {"resolve", "wait", "transfer", "verify", "unpack", "commit"}
+        assert sum(report.phases.values()) == pytest.approx(report.seconds)
         assert holds(mine, 1)
         again = await weights.update()
         assert (again.version, again.changed, again.bytes_read) == (1, False, 0)
@@ -136,20 +134,9 @@ async def test_publish_replicate_update_and_what_the_reports_say() -> None:
         assert holds(mine, 5)
 
 
-async def test_update_on_an_empty_handle_is_replicate() -> None:
-    async with cluster("trainer", "reader") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
-        mine = tensors()
-        weights = await c.hubs[1].register("m", mine)
-        assert (await weights.update()).changed
-        assert holds(mine, 1)
-
-
 async def test_a_reader_is_a_source() -> None:
     async with cluster("trainer", "first", "second") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
+        source = await published(c.hubs[0])
         first = await c.hubs[1].register("m", tensors())
         await first.replicate()
         await source.unpublish()
@@ -200,8 +187,7 @@ async def test_newest_wait_for_and_describe() -> None:
 async def test_parts_of_a_model_and_its_summary() -> None:
     async with cluster("trainer", "reader-0", "reader-1") as c:
         trainer, *readers = c.hubs
-        source = await trainer.register("m", tensors(1))
-        await source.publish(1)
+        await published(trainer)
         await (await readers[0].register("m", tensors())).replicate()
         whole = await trainer.describe("m")
         assert await trainer.describe("m", version=1, limit=5) == whole
@@ -228,7 +214,7 @@ async def test_a_large_model_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
             await (await trainer.register(model, tensors(1))).publish(1)
         for reader in readers:
             await (await reader.register("m", tensors())).replicate()
-        await (await trainer.register("m", tensors(2))).publish(2)
+        await published(trainer, 2, content=2)
         everything = await trainer.describe()
         first, second = [await trainer.describe("m", version=number) for number in (1, 2)]
         monkeypatch.setattr(limits, "DESCRIBED_ROWS_MAX", 3)
@@ -255,45 +241,9 @@ async def test_what_was_done_before_is_in_the_summary() -> None:
             assert (await dashboard.summarize("m")).mark == number
 
 
-async def test_several_handles_of_one_model_in_one_process() -> None:
-    async with cluster("trainer") as c:
-        hub = c.hubs[0]
-        sets = [tensors(1), tensors(), tensors()]
-        one, two, three = [await hub.register("m", each) for each in sets]
-        await one.publish(1)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(two.replicate)
-            tasks.start_soon(three.replicate)
-        assert holds(sets[1], 1)
-        assert holds(sets[2], 1)
-        write(sets[1], 2)  # as one would not: it is published, too
-        write(sets[1], 1)
-        await two.unpublish()
-        write(sets[1], 2)
-        await two.publish(2)
-        assert (await one.update()).version == 2
-        assert holds(sets[0], 2)
-
-
-async def test_two_ranks_of_one_group_in_one_process() -> None:
-    async with cluster("trainer", "reader") as c:
-        outs, ins = [tensors(10), tensors(11)], [tensors(), tensors()]
-        publishers = [await c.hubs[0].register("m", outs[rank], group="p", rank=rank, world_size=2) for rank in range(2)]
-        readers = [await c.hubs[1].register("m", ins[rank], group="r", rank=rank, world_size=2) for rank in range(2)]
-        async with anyio.create_task_group() as tasks:
-            for reader in readers:
-                tasks.start_soon(reader.replicate)
-            for publisher in publishers:
-                tasks.start_soon(publisher.publish, 1)
-        assert holds(ins[0], 10)
-        assert holds(ins[1], 11)
-        assert [r.state for r in readers] == ["ready", "ready"]
-
-
 async def test_every_number_is_used_once() -> None:
     async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(5)
+        source = await published(c.hubs[0], 5)
         with pytest.raises(StateError, match=r"holds version 5, which is published: unpublish\(\) first"):
             await source.publish(6)
         await source.unpublish()
@@ -305,25 +255,16 @@ async def test_every_number_is_used_once() -> None:
         await source.publish(6)
 
 
-async def test_unpublish_of_nothing() -> None:
-    async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        with pytest.raises(StateError, match="is empty: there is nothing to unpublish"):
-            await source.unpublish()
-
-
 async def test_closing_a_handle() -> None:
     async with cluster("trainer", "reader") as c:
-        source = await c.hubs[0].register("m", tensors(1), group="g")
-        await source.publish(1)
+        source = await published(c.hubs[0], group="g")
         await source.close()
         assert (source.state, source.version) == ("closed", None)
         await source.close()
         with pytest.raises(StateError, match="is closed; register again"):
             await source.publish(2)
         assert (await c.hubs[1].describe("m")).replicas == ()
-        again = await c.hubs[0].register("m", tensors(2), group="g")
-        await again.publish(2)
+        await published(c.hubs[0], 2, content=2, group="g")
 
 
 async def test_the_memory_of_closed_handles_is_free_without_a_garbage_collection() -> None:
@@ -367,42 +308,16 @@ async def test_a_closed_handles_rank_is_free_while_its_memory_is_still_being_giv
 
 async def test_mutate_checks_the_number_before_anything_else() -> None:
     async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(3)
+        source = await published(c.hubs[0], 3)
         with pytest.raises(VersionConflict):
             async with source.mutate(3):
                 raise AssertionError("the body must not run")
         assert (source.state, source.version) == ("ready", 3)
 
 
-@pytest.mark.parametrize("version", [2, 1])
-async def test_mutate_crosses_threads_once_before_its_body_and_once_behind_it(
-    monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
-    """Checks and the unpublish, then the publish; a number that is refused costs nothing more."""
-    crossings, run_job = list[str](), LoopThread.run_job
-
-    async def counted(self: LoopThread, job: Job[Any]) -> Any:
-        crossings.append(job.function.__name__)
-        return await run_job(self, job)
-
-    async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
-        monkeypatch.setattr(LoopThread, "run_job", counted)
-        try:
-            async with source.mutate(version):
-                assert crossings == ["begin_mutate"]
-        except VersionConflict:
-            assert crossings == ["begin_mutate"]
-        else:
-            assert crossings == ["begin_mutate", "publish"]
-
-
 async def test_mutate_whose_body_raises_publishes_nothing() -> None:
     async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
+        source = await published(c.hubs[0])
         with pytest.raises(ValueError, match="mine") as raised:
             async with source.mutate(2):
                 raise ValueError("mine")
@@ -413,50 +328,9 @@ async def test_mutate_whose_body_raises_publishes_nothing() -> None:
         assert source.version == 2
 
 
-async def test_a_fence_that_is_repeated_is_no_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    usual, tries = SharedOwner.fence_async, list[float]()
-
-    async def fence_async(self: SharedOwner, registration: RegistrationId, timeout_s: float) -> None:
-        tries.append(timeout_s)
-        if len(tries) == 1:
-            raise DrainTimeout("a reader takes its time")
-        await usual(self, registration, timeout_s)
-
-    monkeypatch.setattr(SharedOwner, "fence_async", fence_async)
-    async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
-        async with source.mutate(2):
-            assert len(tries) == 2
-            write(tensors(1), 2)
-    assert "fence" not in caplog.text
-
-
-async def test_mutate_whose_body_raises_on_one_rank_ends_the_other_ranks_publish() -> None:
-    async with cluster("one", "two") as c:
-        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
-
-        async def good() -> None:
-            with pytest.raises(GroupAborted, match="ValueError: mine") as caught:
-                async with ranks[0].mutate(1):
-                    pass
-            assert (caught.value.retryable, caught.value.memory) == (True, "intact")
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(good)
-            with pytest.raises(ValueError, match="mine"):
-                async with ranks[1].mutate(1):
-                    raise ValueError("mine")
-        async with anyio.create_task_group() as tasks:  # the number stayed unused
-            for rank in ranks:
-                tasks.start_soon(rank.publish, 1)
-
-
 async def test_mutate_of_a_rank_whose_group_publishes_that_number_already() -> None:
     async with cluster("one", "two") as c:
-        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+        ranks = await ranks_of(c.hubs, [tensors(1), tensors(1)], "g")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ranks[0].publish, 1)
             await until(lambda: ranks[0]._handle.member.running is not None)
@@ -470,8 +344,7 @@ async def test_mutate_of_a_handle_that_is_in_use() -> None:
     """The body would write where the library writes."""
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c:
-            source = await c.hubs[0].register("m", tensors(1))
-            await source.publish(1)
+            await published(c.hubs[0])
             mine = tensors()
             weights = await c.hubs[1].register("m", mine)
             async with anyio.create_task_group() as tasks:
@@ -564,8 +437,7 @@ async def test_storage_replaced_in_before_write_is_noticed() -> None:
 async def test_replicate_cancelled_in_mid_transfer() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c:
-            source = await c.hubs[0].register("m", tensors(1))
-            await source.publish(1)
+            source = await published(c.hubs[0])
             weights = await c.hubs[1].register("m", tensors())
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(weights.replicate)
@@ -595,7 +467,7 @@ async def test_replicate_cancelled_while_it_waits_unbound() -> None:
 
 async def test_publish_cancelled_while_it_waits_for_its_group() -> None:
     async with cluster("one", "two") as c:
-        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+        ranks = await ranks_of(c.hubs, [tensors(1), tensors(1)], "g")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ranks[0].publish, 1)
             await until(lambda: ranks[0]._handle.member.running is not None)
@@ -619,8 +491,7 @@ async def test_a_registration_or_pin_that_is_cancelled_too_late_is_given_up() ->
                 raise AssertionError("it was cancelled")
 
         await cancel_too_late(hub, lambda: hub.register("m", tensors(1), group="g"))
-        weights = await hub.register("m", tensors(1), group="g")
-        await weights.publish(1)
+        weights = await published(hub, group="g")
         await cancel_too_late(hub, pin)
         await until(lambda: "0" in repr(hub._worker.pins))
         await weights.unpublish()
@@ -647,36 +518,13 @@ async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: 
             await until(came.is_set)  # the coordinator knows it
             tasks.cancel_scope.cancel()
         monkeypatch.undo()
-        weights = await hub.register("m", tensors(1), group="g")
-        await weights.publish(1)
-
-
-async def test_timeouts_are_typed_and_say_what_was_waited_for() -> None:
-    async with cluster("reader") as c:
-        weights = await c.hubs[0].register("m", tensors())
-        with pytest.raises(VersionUnavailable, match="nothing was published under the model 'm'") as caught:
-            await weights.replicate(timeout=0.05)
-        assert (caught.value.retryable, caught.value.memory) == (True, "intact")
-        with pytest.raises(OperationTimeout, match=r"version 3 of 'm' was not published within 0\.05 s"):
-            await c.hubs[0].wait_for("m", at_least=3, timeout=0.05)
-
-
-async def test_one_call_at_a_time_on_one_handle() -> None:
-    async with cluster("reader") as c:
-        weights = await c.hubs[0].register("m", tensors())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(weights.replicate)
-            await until(lambda: weights._handle.member.running is not None)
-            with pytest.raises(StateError, match="one call at a time"):
-                await weights.publish(1)
-            tasks.cancel_scope.cancel()
+        await published(hub, group="g")
 
 
 async def test_a_call_that_comes_while_the_last_one_is_being_ended() -> None:
     """The refused publish is over for the machine before its fence is done: the two must not be taken for each other."""
     async with cluster("trainer") as c:
-        weights = await c.hubs[0].register("m", tensors(1))
-        await weights.publish(5)
+        weights = await published(c.hubs[0], 5)
         await weights.unpublish()
         handle, outcomes = handle_of(weights), list[str]()
         owner = handle._owner
@@ -745,8 +593,7 @@ async def test_memory_taken_back_without_the_coordinators_knowledge_is_read_no_m
 
 async def test_watch_gives_the_known_version_first_and_conflates() -> None:
     async with cluster("trainer", "watcher") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        await source.publish(1)
+        source = await published(c.hubs[0])
         watcher = c.hubs[1].watch("m")
         seen = [await anext(watcher)]
         for number in range(2, 6):
@@ -800,8 +647,7 @@ async def test_a_blocked_loop_loses_nothing() -> None:
     options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, lease_s=0.4)
     async with cluster("trainer", "reader", options=options) as c:
         trainer, reader = c.hubs
-        source = await trainer.register("m", tensors(1))
-        await source.publish(1)
+        source = await published(trainer)
         incarnations = [worker_of(hub).incarnation for hub in c.hubs]
         weights = await reader.register("m", tensors())
         filled = threading.Event()
@@ -825,13 +671,6 @@ async def test_a_blocked_loop_loses_nothing() -> None:
         await weights.replicate()
 
 
-async def test_a_hub_may_be_used_from_another_loop() -> None:
-    async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1))
-        found = await anyio.to_thread.run_sync(lambda: anyio.run(source.publish, 1))
-        assert found.version == 1
-
-
 async def test_after_a_fork_a_hub_says_so() -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]
@@ -851,11 +690,11 @@ async def test_after_a_fork_a_hub_says_so() -> None:
 async def test_closing_a_hub_ends_the_calls_that_run() -> None:
     with gated(2) as gate:
         async with cluster("trainer") as c, anyio.create_task_group() as tasks:
-            await (await c.hubs[0].register("m", tensors(1))).publish(1)
+            await published(c.hubs[0])
             errors: list[TensorHubError] = []
 
             async def replicate(weights: Weights) -> None:
-                with pytest.raises(StateError, match="closed") as caught:
+                with pytest.raises(StateError, match="the hub was closed while the call was running") as caught:
                     await weights.replicate()
                 errors.append(caught.value)
 

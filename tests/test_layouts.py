@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub import sync
 from tensorhub.errors import GroupAborted, IntegrityError, InvalidType, ManifestMismatch, RegistrationError, StateError
-from tests.rig import OPTIONS, all_of, cluster
+from tests.rig import all_of, cluster
 
 pytestmark = pytest.mark.anyio
 
@@ -148,9 +147,3 @@ async def test_two_tensors_that_share_memory_cannot_be_made_of_different_bytes(r
         await all_of(*(fill(each) for each in readers))
         assert all(("'a' and 'b' share" if begin else "parts of tensor 'w' share") in text for text in found), found
         assert not base.any()
-
-
-def test_the_blocking_mirror_takes_the_same() -> None:
-    with sync.serve(options=OPTIONS) as coordinator, sync.connect(coordinator.address, options=OPTIONS) as hub:
-        weights = hub.register("m", rows(4), sources={"w": tensorhub.source("w", shape=(4, 4))[0:4]}, partial=True)
-        assert weights.publish(1).version == 1

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import tensorhub
 from tensorhub.errors import VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.tools import seed_shard
-from tests.rig import OPTIONS, all_of, cluster, until
+from tests.rig import OPTIONS, all_of, cluster
 from tests.test_coordinator_restart import cluster as restartable
 from tests.test_resharding import TRAINERS, is_held, is_published, new_version, read_from, rollout, trainer
 
@@ -151,59 +149,3 @@ async def test_each_new_version_is_prefetched_in_the_engines_layout_by_itself() 
             reports = await all_of(*(each.update() for each in weights))
             assert is_held(mine, 2)
             assert [report.bytes_read for report in reports] == [0, 0]
-
-
-async def test_an_adapter_is_a_model_of_its_own_beside_its_base() -> None:
-    """LoRA: A and B are cut by rows, as FSDP2 cuts them; an engine of two ranks has all of A, and its rows of B."""
-    rows, width, rank_of_it = 66, 40, 5
-    async with cluster("trainer", "engine", transports=["tcp"]) as c:
-        train, serve = c.hubs
-        base = await train.register("base", {"w": np.full((rows, width), 1, np.float32)})
-        await base.publish(1)
-        shapes = {"a": (rank_of_it, width), "b": (rows, rank_of_it)}
-        memory = []
-        adapters = []
-        for rank in range(2):
-            cuts = {name: slice(*((0, -(-n // 2)) if rank == 0 else (-(-n // 2), n))) for name, (n, _) in shapes.items()}
-            memory.append(
-                {name: np.zeros((cuts[name].stop - cuts[name].start, shapes[name][1]), np.float32) for name in cuts}
-            )
-            sources = {name: tensorhub.source(name, shape=shapes[name])[cuts[name]] for name in shapes}
-            settings: dict[str, Any] = {"group": "lora", "rank": rank, "world_size": 2}
-            adapters.append(await train.register("lora", memory[rank], sources=sources, **settings))
-
-        async def publish(version: int) -> None:
-            async def one(rank: int) -> None:
-                async with adapters[rank].mutate(version):
-                    for name, tensor in memory[rank].items():
-                        tensor[...] = 100 * version + np.arange(tensor.size).reshape(tensor.shape) + 10 * rank + ord(name)
-
-            await all_of(one(0), one(1))
-
-        def whole(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-            return np.concatenate([memory[rank][name] for rank in range(2)])
-
-        engines = []
-        for rank in range(2):
-            mine = slice(rank * rows // 2, (rank + 1) * rows // 2)
-            settings = {"group": "engine", "rank": rank, "world_size": 2}
-            held = {"w": np.zeros((rows // 2, width), np.float32)}
-            lora = {"a": np.zeros(shapes["a"], np.float32), "b": np.zeros((rows // 2, rank_of_it), np.float32)}
-            sources = {"a": tensorhub.source("a"), "b": tensorhub.source("b")[mine]}
-            parts = {"w": tensorhub.source("w")[mine]}
-            registered = [
-                await serve.register("base", held, sources=parts, **settings),
-                await serve.register("lora", lora, sources=sources, **settings),
-            ]
-            engines.append((registered, held, lora, mine))
-        await all_of(*(registered[0].replicate() for registered, *_ in engines))
-        for version in (1, 2, 3):
-            await publish(version)
-            await all_of(*(registered[1].update() for registered, *_ in engines))
-            for registered, held, lora, mine in engines:
-                assert [each.version for each in registered] == [1, version]
-                assert (held["w"] == 1).all()
-                assert np.array_equal(lora["a"], whole("a"))
-                assert np.array_equal(lora["b"], whole("b")[mine])
-        assert base.version == 1
-        await until(lambda: all(each.state == "ready" for each in adapters))

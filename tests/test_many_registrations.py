@@ -64,26 +64,3 @@ async def test_two_sets_of_one_group_are_refused() -> None:
         await c.hubs[0].register("m", tensors(), group="g")
         with pytest.raises(errors.RegistrationError, match="two sets of one model in one process need two groups"):
             await c.hubs[0].register("m", tensors(), group="g")
-
-
-async def test_several_models_behind_one_hub() -> None:
-    async with cluster("trainer", "reader") as c:
-        trainer, reader = c.hubs
-        found: dict[str, bool] = {}
-
-        async def follow(model: str, content: int) -> None:
-            source, mine = tensors(), tensors()
-            published, replica = await trainer.register(model, source), await reader.register(model, mine)
-            for version in range(1, 4):
-                async with published.mutate(version):
-                    write(source, 10 * content + version)
-                await replica.update()
-                assert holds(mine, 10 * content + version)
-            fetched = await reader.fetch(model)
-            found[model] = holds({name: tensor.numpy() for name, tensor in fetched.items()}, 10 * content + 3)
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(5):
-                tasks.start_soon(follow, f"model {number}", number)
-        assert found == {f"model {number}": True for number in range(5)}
-        assert len(await reader.describe()) == 5

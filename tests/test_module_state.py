@@ -18,7 +18,7 @@ from examples import encoder
 from tensorhub import LeftOutStateWarning, Options, conversion, sync
 from tensorhub.errors import RegistrationError, StateError
 from tensorhub.memory.resolving import resolve_all
-from tests.rig import OPTIONS, all_of, cluster
+from tests.rig import OPTIONS, cluster
 
 PRUNE: Any = prune.l1_unstructured
 
@@ -272,16 +272,3 @@ def test_a_real_model_leaves_nothing_behind() -> None:
     assert isinstance(module, nn.Module)
     found = resolve_all(module)
     assert (len(found.tensors) > 100, found.left_out, found.carried) == (True, {}, frozenset())
-
-
-async def test_a_group_of_modules_with_extra_state() -> None:
-    """What is carried is a plain tensor of its rank, as a buffer is."""
-    async with cluster("t0", "t1", "r0", "r1") as c:
-        modules: list[Any] = [Scaled(scale, lambda own: own) for scale in (2.0, 3.0, 0.0, 0.0)]
-        ranks = [
-            await hub.register("m", module, group=name[0], rank=int(name[1]), world_size=2)
-            for hub, module, name in zip(c.hubs, modules, ("t0", "t1", "r0", "r1"), strict=True)
-        ]
-        await all_of(*(rank.publish(1) for rank in ranks[:2]))
-        await all_of(*(rank.replicate(1) for rank in ranks[2:]))
-        assert [module._scale.item() for module in modules] == [2.0, 3.0, 2.0, 3.0]

@@ -16,7 +16,7 @@ import pytest
 
 import tensorhub
 from tensorhub import sync
-from tests.rig import OPTIONS, connect, gated, nothing_left, tensors
+from tests.rig import OPTIONS, connect, gated, nothing_left, published, tensors
 
 SECRET = "Zyzzyva-0123-never-shown"
 READ_ONLY = tensorhub.read_only_token(SECRET)
@@ -90,8 +90,7 @@ async def live(tmp_path: Path) -> None:
             connect(address, "trainer", token=SECRET) as trainer,
             tensorhub.connect(address, token=READ_ONLY, options=OPTIONS) as dashboard,
         ):
-            source = await trainer.register("m", tensors(1))
-            await source.publish(1)
+            await published(trainer)
             with gated(2) as gate:
                 async with connect(address, "reader", token=SECRET) as reader:
                     weights = await reader.register("m", tensors())

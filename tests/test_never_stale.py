@@ -18,9 +18,8 @@ from torch import nn
 import tensorhub
 from tensorhub import sync
 from tensorhub.errors import GroupAborted, MutabilityViolation, RegistrationError, StaleWeightsWarning, StateError
-from tensorhub.types import VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, Cluster, cluster, gated, until
+from tests.rig import OPTIONS, Cluster, cluster, gated, ranks_of, until
 
 HOST_MEMORY = replace(OPTIONS, host_memory_bytes=2**20)
 
@@ -157,56 +156,6 @@ async def test_what_the_body_of_mutate_replaces_is_not_published(how: Replacing)
         assert (source.state, c.hubs[0].newest("m")) == ("empty", None)
 
 
-async def test_what_before_write_replaces_is_not_filled() -> None:
-    async with cluster("trainer", "reader") as c:
-        policy, mine = Policy(1), Policy()
-        source, weights = await c.hubs[0].register("m", policy), await c.hubs[1].register("m", mine)
-        await source.publish(1)
-        await weights.replicate()
-        async with source.mutate(2):
-            step(policy)
-
-        async def reload(info: VersionInfo) -> None:
-            assign(mine)
-
-        with pytest.raises(RegistrationError) as caught:
-            await weights.update(before_write=reload)
-        assert says(caught.value, assign)
-        assert (weights.state, weights.version, caught.value.memory) == ("ready", 1, "intact")
-
-
-async def test_a_rank_with_other_tensors_ends_its_groups_mutate() -> None:
-    async with cluster("one", "two") as c:
-        policies = [Policy(), Policy()]
-        ranks = [
-            await hub.register("m", policy, group="g", rank=rank, world_size=2)
-            for rank, (hub, policy) in enumerate(zip(c.hubs, policies, strict=True))
-        ]
-
-        async def good() -> None:
-            with pytest.raises(GroupAborted, match=r"rank 1.*after its body, mutate\(1\) raised RegistrationError"):
-                async with ranks[0].mutate(1):
-                    step(policies[0])
-
-        async def bad() -> None:
-            with pytest.raises(RegistrationError):
-                async with ranks[1].mutate(1):
-                    data(policies[1])
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(good)
-            tasks.start_soon(bad)
-
-
-async def test_state_dict_is_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster("trainer") as c:
-        policy = Policy()
-        monkeypatch.setattr(nn.Module, "state_dict", None)
-        source = await c.hubs[0].register("m", policy)
-        async with source.mutate(1):
-            step(policy)
-
-
 async def test_tensors_are_looked_up_in_the_callers_thread() -> None:
     here, asked = threading.get_ident(), list[int]()
 
@@ -257,23 +206,6 @@ async def test_elements_that_are_not_what_the_bytes_say_are_not_published() -> N
             module.weight.data = how(module.weight.data)
             with pytest.raises(RegistrationError, match="'weight': its conjugation or negation is still to be done"):
                 await weights.publish(1)
-
-
-async def test_nested_mappings_have_dotted_names() -> None:
-    async with cluster("trainer", "reader") as c:
-        inner = {"w": torch.ones(2)}
-        given = {"model": {"layer": inner}, "b": torch.ones(3)}
-        source = await c.hubs[0].register("m", given)
-        await source.publish(1)
-        fetched = await c.hubs[1].fetch("m")
-        assert list(fetched) == ["model.layer.w", "b"]
-        await source.unpublish()
-        inner["w"] = torch.zeros(2)
-        with pytest.raises(RegistrationError, match=r"'model\.layer\.w': its storage is another one"):
-            await source.publish(2)
-        twice = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
-        with pytest.raises(RegistrationError, match=r"two entries have one name \('a\.b'\)"):
-            await c.hubs[0].register("m", twice)
 
 
 async def test_names_that_differ_by_a_wrappers_prefix() -> None:
@@ -370,10 +302,7 @@ async def test_nothing_is_told_of_what_has_no_count(kind: str, told: Told) -> No
 async def test_a_stale_mutate_may_be_an_error_or_silent(told: Told) -> None:
     async with cluster("one", "two", options=replace(OPTIONS, stale_weights="error")) as c:
         given = [{"w": torch.zeros(4)}, {"w": torch.zeros(4)}]
-        ranks = [
-            await hub.register("m", mine, group="g", rank=rank, world_size=2)
-            for rank, (hub, mine) in enumerate(zip(c.hubs, given, strict=True))
-        ]
+        ranks = await ranks_of(c.hubs, given, "g")
 
         async def stale() -> None:
             with pytest.raises(StateError, match="written no registered tensor"):
@@ -519,34 +448,9 @@ def hubs() -> Iterator[tuple[sync.Hub, sync.Hub]]:
         yield trainer, reader
 
 
-@replaced
-def test_blocking_calls_refuse_a_module_with_other_tensors(how: Replacing, hubs: tuple[sync.Hub, sync.Hub]) -> None:
-    policy, mine = Policy(1), Policy()
-    source, weights = hubs[0].register("m", policy), hubs[1].register("m", mine)
-    source.publish(1)
-    weights.replicate()
-    how(mine)
-    with pytest.raises(RegistrationError) as caught:
-        weights.update()
-    assert says(caught.value, how)
-    with pytest.raises(RegistrationError) as caught, source.mutate(2):
-        how(policy)
-    assert says(caught.value, how)
-    assert source.state == "empty"
-
-
 def test_blocking_mutate_tells_of_stale_weights(told: Told, hubs: tuple[sync.Hub, sync.Hub]) -> None:
     source = hubs[0].register("m", {"w": torch.zeros(4)})
     with source.mutate(1):
         pass
     (one,) = told
     assert (one.category, one.filename, source.version) == (StaleWeightsWarning, __file__, 1)
-
-
-def test_a_blocking_update_between_forward_and_backward_is_noticed(hubs: tuple[sync.Hub, sync.Hub]) -> None:
-    policy, mine = Policy(1), Policy()
-    hubs[0].register("m", policy).publish(1)
-    loss = loss_of(mine)
-    hubs[1].register("m", mine).replicate()
-    with pytest.raises(RuntimeError, match=OVERWRITTEN):
-        torch.autograd.backward(loss)

@@ -20,7 +20,7 @@ from tensorhub import sync
 from tensorhub.errors import CoordinatorUnavailable, InvalidType, InvalidValue, StateError, TensorHubError, shown
 from tensorhub.logs import Repeats
 from tensorhub.types import VersionInfo
-from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, tensors, until, worker_of
+from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, published, tensors, until, worker_of
 
 NOBODY = "tcp://127.0.0.1:1"
 
@@ -36,7 +36,7 @@ async def test_hubs_and_coordinators_are_objects() -> None:
     async with nothing_left():
         coordinator = await tensorhub.serve(token="", options=OPTIONS)
         trainer, reader = await join(coordinator.address, "trainer"), await join(coordinator.address, "reader")
-        await (await trainer.register("m", tensors(1))).publish(1)
+        await published(trainer)
         memory = tensors()
         weights = await reader.register("m", memory)
         await weights.replicate()
@@ -47,26 +47,6 @@ async def test_hubs_and_coordinators_are_objects() -> None:
         assert weights.state == "closed"
         with pytest.raises(StateError, match="closed"):
             await reader.describe()
-
-
-async def test_an_object_may_end_a_block_too() -> None:
-    async with cluster() as c:
-        async with await join(c.address) as hub:
-            await hub.describe()
-        with pytest.raises(StateError, match="closed"):
-            await hub.describe()
-
-
-def test_the_blocking_ones_are_too() -> None:
-    coordinator = sync.serve(token="", options=OPTIONS)
-    hub = sync.connect(coordinator.address, token="", options=OPTIONS)
-    assert hub.register("m", tensors(1)).publish(1).version == 1
-    hub.close()
-    hub.close()
-    with pytest.raises(StateError, match="closed"):
-        hub.describe()
-    coordinator.close()
-    assert not library_threads()
 
 
 async def test_what_cannot_be_opened_leaves_nothing() -> None:
@@ -195,8 +175,7 @@ async def test_wrong_use_says_what_to_write() -> None:
 
 async def test_a_block_is_entered_once_and_left_once() -> None:
     async with cluster("one") as c:
-        weights = await c.hubs[0].register("m", tensors(1))
-        await weights.publish(1)
+        weights = await published(c.hubs[0])
         with pytest.raises(StateError, match=r"weights.mutate\(\) is no open block"):
             await weights.mutate(2).__aexit__(None, None, None)
         assert (weights.state, weights.version) == ("ready", 1)
@@ -211,7 +190,7 @@ async def test_a_block_is_entered_once_and_left_once() -> None:
 async def test_who_polls_a_closed_hub_is_told_so() -> None:
     async with cluster("one") as c:
         hub = await join(c.address)
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         assert (await hub.wait_for("m", at_least=1)).version == 1
         await hub.close()
         for model in ("m", "other"):
@@ -357,21 +336,6 @@ async def test_arguments_of_hubs_and_weights() -> None:
                 await call()
             assert isinstance(caught.value, StateError), says
         assert weights.state == "empty"
-
-
-def test_options_of_another_kind() -> None:
-    for name, value in {
-        "op_timeout_s": "1",
-        "chunk_bytes": 1.5,
-        "integrity": "no",
-        "listen_host": 1,
-        "lease_s": True,
-    }.items():
-        with pytest.raises(TypeError, match=rf"Options.{name} ?= ?{value!r}: give"):
-            tensorhub.Options(**{name: value})  # type: ignore[arg-type]
-    for name, value in {"op_timeout_s": -1, "chunk_bytes": 1, "listen_port": 70_000, "advertise": "x"}.items():
-        with pytest.raises(ValueError, match=rf"Options.{name} = {value!r}: give"):
-            tensorhub.Options(**{name: value})  # type: ignore[arg-type]
 
 
 def test_over_long_names_are_cut_in_messages() -> None:

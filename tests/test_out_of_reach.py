@@ -9,7 +9,7 @@ import pytest
 
 import tensorhub
 from tensorhub import Location, TensorHubError
-from tests.rig import OPTIONS, cluster, tensors
+from tests.rig import OPTIONS, cluster, published, tensors
 
 WARNING = "worker_out_of_reach"
 
@@ -46,7 +46,7 @@ async def test_the_error_of_a_reader_elsewhere_names_what_to_set_at_the_source(h
             tensorhub.connect(c.address, token="", transports=["tcp"], options=replace(OPTIONS, advertise=there)) as trainer,
             tensorhub.connect(c.address, token="", transports=["tcp"], options=OPTIONS, location=location) as rollout,
         ):
-            await (await trainer.register("m", tensors(1))).publish(1)
+            await published(trainer)
             copy = await rollout.register("m", tensors())
             with pytest.raises(TensorHubError, match="ECONNREFUSED") as caught:
                 await copy.replicate(timeout=1)

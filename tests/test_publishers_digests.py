@@ -14,7 +14,7 @@ from tensorhub.hub import Hub
 from tensorhub.messages import Compare
 from tensorhub.runtime.control.session import Session
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, Tensors, cluster, connect, holds, tensors, until, worker_of, write
+from tests.rig import OPTIONS, Tensors, cluster, connect, holds, published, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ async def replica(hub: Hub) -> tuple[Weights, Tensors]:
 async def test_who_overwrites_a_copy_and_vouches_for_it_poisons_nobody() -> None:
     readers = [f"reader {n}" for n in range(5)]
     async with cluster("trainer", "liar", *readers) as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         lying, memory = await replica(c.hubs[1])
         lie(c.hubs[1], memory)
         filled: list[tuple[Weights, Tensors]] = []
@@ -73,7 +73,7 @@ async def test_a_page_of_digests_takes_its_room_before_it_is_sent(monkeypatch: p
 
     monkeypatch.setattr(Session, "_say_at_length", noting)
     async with cluster("trainer", "liar", "reader") as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         _, memory = await replica(c.hubs[1])
         lie(c.hubs[1], memory)
         assert holds((await replica(c.hubs[2]))[1], 1)
@@ -82,7 +82,7 @@ async def test_a_page_of_digests_takes_its_room_before_it_is_sent(monkeypatch: p
 
 async def test_a_fetch_is_compared_too_also_of_some_names() -> None:
     async with cluster("trainer", "liar", "reader") as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         _, memory = await replica(c.hubs[1])
         lie(c.hubs[1], memory)
         fetched = await c.hubs[2].fetch("m", names="b")
@@ -135,7 +135,7 @@ async def group_of(
 async def test_where_only_a_liar_is_left_nobody_commits() -> None:
     async with cluster("liar", "reader") as c:
         async with connect(c.address, "trainer") as trainer:
-            await (await trainer.register("m", tensors(1))).publish(1)
+            await published(trainer)
             _, memory = await replica(c.hubs[0])
         lie(c.hubs[0], memory)
         weights = await c.hubs[1].register("m", tensors())
@@ -147,7 +147,7 @@ async def test_where_only_a_liar_is_left_nobody_commits() -> None:
 async def test_a_coordinator_that_comes_back_knows_the_root(tmp_path: Path) -> None:
     async with restartable("liar", "honest", "reader", state_dir=tmp_path) as (coordinator, hubs):
         async with connect(coordinator.address, "trainer") as trainer:
-            await (await trainer.register("m", tensors(1))).publish(1)
+            await published(trainer)
             _, memory = await replica(hubs[0])
             await replica(hubs[1])
         lie(hubs[0], memory)
@@ -159,8 +159,7 @@ async def test_without_integrity_there_are_no_digests_to_agree_with() -> None:
     """Whoever publishes so has nothing to compare: what arrives is what the source has."""
     options = dataclasses.replace(OPTIONS, integrity=False)
     async with cluster("trainer", "liar", "reader", options=options) as c:
-        trainer = await c.hubs[0].register("m", tensors(1))
-        await trainer.publish(1)
+        trainer = await published(c.hubs[0])
         _, memory = await replica(c.hubs[1])
         write(memory, 9)
         await trainer.unpublish()
@@ -176,7 +175,7 @@ async def test_a_publisher_can_choose_a_cryptographic_digest(transport: str) -> 
         cluster("reader", "other", transports=[transport]) as c,
         connect(c.address, "trainer", chosen, "", [transport]) as hub,
     ):
-        await (await hub.register("m", tensors(1))).publish(1)
+        await published(hub)
         weights, memory = await replica(c.hubs[0])
         assert holds(memory, 1)
         content = weights._handle.member.content

@@ -12,7 +12,7 @@ from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavail
 from tensorhub.hub import Hub
 from tensorhub.memory.files import FileMemory
 from tensorhub.tools import register_memory
-from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, tensors, until, write
+from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, published, tensors, until, write
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +51,7 @@ async def test_a_publisher_that_wrote_is_told_by_its_next_call_and_others_serve_
 
 async def test_a_replica_that_was_written_is_given_up_and_its_reader_goes_on_elsewhere() -> None:
     async with cluster("trainer", "other", "reader") as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         others = tensors()
         other = await c.hubs[1].register("m", others)
         await other.replicate()
@@ -71,7 +71,7 @@ async def test_a_replica_that_was_written_is_given_up_and_its_reader_goes_on_els
 
 async def test_a_reader_that_damages_bytes_is_the_guilty_one() -> None:
     async with cluster("trainer", "other") as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         other = await c.hubs[1].register("m", tensors())
         await other.replicate()
         with damaging():

@@ -24,7 +24,7 @@ from tensorhub.protocol.frames import HEADER_BYTES, MAC_BYTES, PREFACE, frame
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.transport import sockets
 from tensorhub.types import Options, format_address, parse_address
-from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, tensors, until, worker_of
+from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, published, tensors, until, worker_of
 from tests.test_floods import data_address
 
 
@@ -296,7 +296,7 @@ async def test_between_two_workers(way: Way, caplog: pytest.LogCaptureFixture, m
         for name in ("repeats an old one", "repeats one", "swaps two", "keeps one back"):
             del tried[name]
     async with cluster("trainer", token="secret", transports=["tcp"], options=OPTIONS) as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        await published(c.hubs[0])
         with relay(parse_address(data_address(c.hubs[0])), frames_down_max=1) as between:
             straight = sockets.connect
             monkeypatch.setattr(sockets, "connect", lambda address, *rest: straight(format_address(*between.address), *rest))

@@ -105,28 +105,6 @@ async def test_what_comes_after_the_bytes_is_unpacking() -> None:
         assert report.phases["unpack"] >= memory.seconds > 0
 
 
-async def test_ranks_wait_for_one_another() -> None:
-    async with cluster("trainer0", "trainer1", "reader0", "reader1") as c:
-        ranks = [
-            await hub.register("m", tensors(1 if at < 2 else None), group="tr"[at // 2], rank=at % 2, world_size=2)
-            for at, hub in enumerate(c.hubs)
-        ]
-        async with anyio.create_task_group() as tasks:
-            for weights in ranks[:2]:
-                tasks.start_soon(weights.publish, 1)
-        reports: list[FetchReport] = []
-
-        async def replicate(weights: Weights) -> None:
-            reports.append(await weights.replicate())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(replicate, ranks[2])
-            await until(lambda: "asked" in repr(ranks[2]._handle))
-            tasks.start_soon(replicate, ranks[3])
-        for report in reports:
-            check(report)
-
-
 async def test_a_source_that_is_held_and_left_counts_as_waiting() -> None:
     async with cluster("trainer", "keeper") as c:
         source, _ = await published(c.hubs[0])

@@ -24,7 +24,6 @@ from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, Ten
 from tensorhub.hub import Hub
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
-from tensorhub.runtime.data import lanes
 from tensorhub.tools import fetch_into, register_memory
 from tensorhub.types import FetchReport, Options, RegistrationId, VersionInfo
 from tensorhub.weights import Weights
@@ -418,15 +417,6 @@ async def all_or_first(*calls: Awaitable[Any]) -> None:
         raise error from None
 
 
-async def test_a_reader_alone_takes_the_whole_model() -> None:
-    async with world("one") as (c, _, _):
-        mine: Mapping[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        weights = await c.hubs[2].register("m", mine)
-        await weights.replicate()
-        full = whole(1)
-        assert all(np.array_equal(mine[name], full[name]) for name in SHAPES)
-
-
 async def test_what_is_not_there_is_said_with_everything_that_is_wrong() -> None:
     async with world("one") as (c, _, _):
         mine = {"q": np.zeros((96, 128), np.float64), "norm": np.zeros(3, np.float32), "other": np.zeros(3, np.float32)}
@@ -540,14 +530,6 @@ async def test_what_was_prefetched_is_copied() -> None:
         assert [report.bytes_read for report in reports] == [0, 0]
 
 
-async def test_more_sources_than_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "LANES_MAX", 2)
-    async with world("one", "two") as (c, _, _):
-        weights, mine = await rollout(c.hubs[2:], "rollout")
-        await all_of(*(each.replicate() for each in weights))
-        assert is_held(mine, 1)
-
-
 async def test_a_source_that_is_lost_is_replaced_by_its_equal() -> None:
     """Two trainer groups of one layout: what one rank lacks, the other's has."""
     with gated(3) as gate:
@@ -593,27 +575,6 @@ async def test_the_whole_model_of_one_rank_has_the_published_tensors_and_not_the
         assert fetched.keys() == {"k", "v", "q"}
         assert all(np.array_equal(tensor.numpy(), full[name]) for name, tensor in fetched.items())
         assert (await c.hubs[1].fetch("m", rank=0)).keys() == {"kv", "q"}
-
-
-async def test_a_checkpoint_is_exported_without_a_gather(tmp_path: Path) -> None:
-    async with world("one") as (c, _, _):
-        with FileTarget(tmp_path / "m.safetensors") as target:
-            await fetch_into(c.hubs[2], "m", "latest", target, rank=None)
-            target.commit()
-        full, found = whole(1), load_file(tmp_path / "m.safetensors")
-        assert found.keys() == SHAPES.keys()
-        assert all(np.array_equal(found[name], full[name]) for name in SHAPES)
-
-
-async def test_what_nobody_has_described_cannot_be_put_together() -> None:
-    async with cluster("trainer", "reader", transports=["tcp"]) as c:
-        ranks = [
-            await c.hubs[0].register("m", {"w": np.zeros(3, np.float32)}, group="t", rank=rank, world_size=2)
-            for rank in range(2)
-        ]
-        await all_of(*(each.publish(1) for each in ranks))
-        with pytest.raises(ManifestMismatch, match="let the publisher say so with sources= or DTensors"):
-            await c.hubs[1].fetch("m", rank=None)
 
 
 async def test_of_the_whole_model_those_tensors_that_are_described_can_be_fetched() -> None:

@@ -12,7 +12,7 @@ import torch
 from tensorhub.errors import StateError
 from tensorhub.memory.claims import Claim
 from tensorhub.memory.tensors import RegisteredMemory
-from tests.rig import all_of, cluster, equal, gated, holds, tensors, until
+from tests.rig import all_of, cluster, equal, gated, holds, published, tensors, until
 
 BOTH = r"^tensor '[abc]' of 'm' \(group 'rollout', rank 0\) shares memory with '[abc]' of 'm' \(group 'trainer', rank 0\)"
 
@@ -85,7 +85,7 @@ async def test_memory_that_is_filled_is_not_published() -> None:
             mine = torch_tensors(1)
             trainer = await c.hubs[0].register("m", mine, group="trainer")
             rollout = await c.hubs[0].register("m", mine, group="rollout")
-            await (await c.hubs[1].register("m", tensors(7))).publish(1)
+            await published(c.hubs[1], content=7)
 
             async def publish() -> None:
                 await until(lambda: gate.holds)

@@ -15,7 +15,7 @@ import pytest
 import tensorhub
 from tensorhub import errors, sync
 from tensorhub.types import VersionInfo
-from tests.rig import OPTIONS, WAIT_S, gated, holds, library_threads, open_files, tensors, write
+from tests.rig import OPTIONS, gated, holds, library_threads, open_files, tensors, write
 
 Pair = tuple[sync.Hub, sync.Hub]
 
@@ -71,23 +71,6 @@ def test_publish_replicate_mutate_update(hubs: Pair) -> None:
     assert published.state == "empty"
     weights.close()
     assert weights.state == "closed"
-
-
-def test_at_least_waits_for_that_number(hubs: Pair) -> None:
-    """What is held already, and what is newest meanwhile, is not enough."""
-    trainer, reader = hubs
-    published, weights = trainer.register("m", tensors(1)), reader.register("m", tensors())
-    published.publish(1)
-    weights.replicate()
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(weights.update, at_least=3)
-        for number in (2, 3):
-            assert not waits.done()
-            with published.mutate(number):
-                pass
-        assert waits.result(WAIT_S).version == 3
-    with pytest.raises(errors.VersionUnavailable, match="version 4 of 'm' was not published; the newest is 3"):
-        weights.update(at_least=4, timeout=0.05)
 
 
 def test_mutate_whose_body_raises_publishes_nothing(hubs: Pair) -> None:
@@ -200,17 +183,6 @@ def test_beside_a_running_event_loop(address: str) -> None:
             return await asyncio.to_thread(blocking)
 
     assert asyncio.run(main()) == 1
-
-
-def test_ctrl_c_while_nothing_is_published(hubs: Pair) -> None:
-    weights = hubs[1].register("m", tensors())
-    waiting = interrupt_once(lambda: "asked" in repr(weights._weights._handle))
-    with pytest.raises(KeyboardInterrupt):
-        weights.replicate(timeout=WAIT_S)
-    waiting.join()
-    assert weights.state == "empty"
-    hubs[0].register("m", tensors(1)).publish(1)
-    assert weights.replicate().version == 1
 
 
 def test_ctrl_c_in_mid_fetch(address: str) -> None:

@@ -45,6 +45,36 @@ def come_back(cluster: StepwiseCluster) -> None:
     cluster.run()
 
 
+def published(cluster: StepwiseCluster, *others: str) -> list[SimHandle]:
+    """A trainer that has published version 1, and handles of these names that hold nothing."""
+    handles = [cluster.handle(name) for name in ("trainer", *others)]
+    cluster.run()
+    handles[0].publish(1)
+    cluster.run()
+    return handles
+
+
+def publish_next(cluster: StepwiseCluster, number: int, *ranks: SimHandle) -> None:
+    for handle in ranks:
+        if number > 1:
+            handle.unpublish()
+    cluster.run()
+    for handle in ranks:
+        handle.publish(number)
+    cluster.run()
+
+
+def two_versions(cluster: StepwiseCluster, trainers: list[SimHandle], readers: list[SimHandle]) -> None:
+    """The trainers have published version 2, and the readers hold version 1."""
+    cluster.note("-- version 1")
+    publish_next(cluster, 1, *trainers)
+    for handle in readers:
+        handle.replicate("latest")
+    cluster.run()
+    cluster.note("-- version 2")
+    publish_next(cluster, 2, *trainers)
+
+
 def retained(cluster: StepwiseCluster, room: str) -> SimHandle:
     """A trainer that is the only holder of a retained version; the worker of the name `room` has some for a copy."""
     for name in ("trainer", "other"):
@@ -71,10 +101,7 @@ def chain_and_update(cluster: StepwiseCluster) -> None:
     second.replicate("latest")
     cluster.run()
     cluster.note("-- the next version")
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
+    publish_next(cluster, 2, trainer)
     first.update("latest", hold=True)
     cluster.run()
     second.update("latest")
@@ -89,19 +116,7 @@ def groups_of_two(cluster: StepwiseCluster) -> None:
     """Two ranks publish, two fetch; then one rank of the readers cannot pause, and the update ends on both."""
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
-    for number in (1, 2):
-        cluster.note(f"-- version {number}")
-        for handle in trainers:
-            if number > 1:
-                handle.unpublish()
-        cluster.run()
-        for handle in trainers:
-            handle.publish(number)
-        cluster.run()
-        if number == 1:
-            for handle in readers:
-                handle.replicate("latest")
-            cluster.run()
+    two_versions(cluster, trainers, readers)
     cluster.note("-- an update that one rank's hook ends")
     readers[1].hook_error = BrokenHook("the engine does not pause")
     for handle in readers:
@@ -147,10 +162,7 @@ def timeouts(cluster: StepwiseCluster) -> None:
 
 def withdrawn_under_a_reader(cluster: StepwiseCluster) -> None:
     """The only source leaves: it waits out its grace, cuts its reader, and the reader of a number is told at once."""
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    trainer, reader = published(cluster, "reader")
     reader.replicate(1)
     stuck = Choice("read", reader.name)
     run_but(cluster, stuck)
@@ -164,10 +176,7 @@ def withdrawn_under_a_reader(cluster: StepwiseCluster) -> None:
 
 def fetched_from_a_source_that_leaves(cluster: StepwiseCluster) -> None:
     """Memory that serves nobody is filled, from one source and then from the other, and is gone."""
-    trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    _, keeper = published(cluster, "keeper")
     keeper.replicate("latest")
     cluster.run()
     cluster.note("-- the fetch")
@@ -214,16 +223,10 @@ def last_holder_waits(cluster: StepwiseCluster) -> None:
 
 def rolled_back(cluster: StepwiseCluster) -> None:
     """Versions 1 and 2; a reader in the midst of 2; a new lineage after 1, in which 2 is another content."""
-    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    trainer, keeper, reader = published(cluster, "keeper", "reader")
     keeper.replicate(1)
     cluster.run()
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
+    publish_next(cluster, 2, trainer)
     reader.replicate("latest")
     run_but(cluster, Choice("read", reader.name))
     cluster.note("-- back to 1")
@@ -237,10 +240,7 @@ def rolled_back(cluster: StepwiseCluster) -> None:
 
 def bound_again(cluster: StepwiseCluster) -> None:
     """The only source of `latest` unpublishes in mid-read, and publishes the next version: its reader goes on with that."""
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    trainer, reader = published(cluster, "reader")
     reader.replicate("latest")
     stuck = Choice("read", reader.name)
     run_but(cluster, stuck)
@@ -279,10 +279,7 @@ def handed_over_to_its_own_host_copy(cluster: StepwiseCluster) -> None:
     cluster.run()
     trainer.replicate()
     cluster.run()
-    keeper.unpublish()
-    cluster.run()
-    keeper.publish(2)
-    cluster.run()
+    publish_next(cluster, 2, keeper)
     from_here(cluster, "-- the last holder of 1 updates to 2")
     trainer.update("latest")
     cluster.run()
@@ -307,10 +304,7 @@ def close_hands_over(cluster: StepwiseCluster) -> None:
 
 def retain_is_acknowledged(cluster: StepwiseCluster) -> None:
     """`retain` returns once it is durable and every live holder knows; one that comes back is told then."""
-    trainer, near, away = cluster.handle("trainer"), cluster.handle("near"), cluster.handle("away")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    trainer, near, away = published(cluster, "near", "away")
     for handle in (near, away):
         handle.replicate()
         cluster.run()
@@ -347,10 +341,7 @@ def prefetched_then_adopted(cluster: StepwiseCluster) -> None:
     cluster.run()
     reader.replicate()
     cluster.run()
-    trainer.unpublish()
-    cluster.run()
-    trainer.publish(2)
-    cluster.run()
+    publish_next(cluster, 2, trainer)
     from_here(cluster, "-- prefetch")
     reader.prefetch()
     cluster.run()
@@ -365,18 +356,7 @@ def staged(cluster: StepwiseCluster, *, breaks: bool) -> None:
     cluster.world.host_bytes = ROOM
     readers = cluster.group("reader", 2)
     cluster.run()
-    for number in (1, 2):
-        for handle in trainers:
-            if number > 1:
-                handle.unpublish()
-        cluster.run()
-        for handle in trainers:
-            handle.publish(number)
-        cluster.run()
-        if number == 1:
-            for handle in readers:
-                handle.replicate()
-            cluster.run()
+    two_versions(cluster, trainers, readers)
     from_here(cluster, "-- the staged update")
     readers[1].hook_error = BrokenHook("the engine does not pause") if breaks else None
     for handle in readers:
@@ -458,10 +438,7 @@ def restart_resumes_a_fill(cluster: StepwiseCluster) -> None:
 
 def coordinator_without_state(cluster: StepwiseCluster) -> None:
     """It is a new cluster: every handle says so once, nothing that was published before comes back, and life goes on."""
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+    trainer, reader = published(cluster, "reader")
     reader.replicate()
     cluster.run()
     from_here(cluster, "-- it comes back without its state")
