@@ -11,14 +11,13 @@ from typing import Any
 
 import tensorhub
 from examples.reference import EXAMPLES, Example
-from tensorhub import conversion, errors, model_summary, read_plan, sync, testing, types
+from tensorhub import conversion, errors, read_plan, sync, testing, types
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
-    "Endpoint"
+    "Endpoint ModelSummary VersionSummary LayoutSummary CallsSummary SilentWorker"
 ).split()
 PLANS = ("ReadPlan", "PlannedSource")
-SUMMARIES = ("ModelSummary", "VersionSummary", "LayoutSummary", "CallsSummary", "SilentWorker")
 CONVERSION = ("register_converted", "cast", "Conversion", "ConvertedWeights", "ConversionReport")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
 INTRODUCTION = """# API reference
@@ -45,8 +44,6 @@ def page() -> str:
     parts.append("## Values\n")
     for name in VALUES:
         parts += _value(name, getattr(types, name))
-    for name in SUMMARIES:
-        parts += _value(name, getattr(model_summary, name))
     for name in PLANS:
         parts += _value(name, getattr(read_plan, name))
     parts += _conversion()

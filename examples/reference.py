@@ -313,14 +313,17 @@ async def describe(trainer: tensorhub.Hub) -> None:
     assert await trainer.describe("actor", version=1, limit=10) == model  # the first ten workers of one version
 
 
-@shows("Hub.summarize", "ModelSummary", "VersionSummary", "CallsSummary", "SilentWorker")
-async def summarize(trainer: tensorhub.Hub) -> None:
+@shows("ModelSummary", "VersionSummary", "CallsSummary", "SilentWorker")
+async def counts(trainer: tensorhub.Hub) -> None:
     await (await trainer.register("actor", {"w": torch.ones(4)}, group="trainer")).publish(1)
-    model = await trainer.summarize("actor")
-    assert (model.workers, model.suspect, model.shards, model.reads) == (1, 0, 1, 0)
-    assert [(view.version, view.copies, view.ready) for view in model.versions] == [(1, 1, 1)]
-    assert not model.calls  # nobody waits
-    assert await trainer.summarize() == (model,)
+    model = await trainer.describe("actor", limit=0)
+    counted, version = model.summary, model.versions[-1].summary
+    assert counted is not None  # as on a page after another one
+    assert version is not None
+    assert (counted.workers, counted.suspect, counted.shards, counted.reads) == (1, 0, 1, 0)
+    assert (version.copies, version.ready) == (1, 1)
+    assert not counted.calls  # nobody waits
+    assert await trainer.describe(limit=0) == (model,)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -461,7 +464,7 @@ def train_blocking(address: str) -> None:
 
 
 @shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")
-@shows("sync.Hub.summarize", "sync.Hub.plan")
+@shows("sync.Hub.plan")
 @shows("sync.Hub.watch", "sync.Watcher", "sync.Hub.fetch")
 def roll_out_blocking(address: str) -> None:
     with sync.connect(address, name="trainer-0") as trainer, sync.connect(address) as hub:
@@ -477,7 +480,7 @@ def roll_out_blocking(address: str) -> None:
         assert report.version == 2
         assert [info.version for info in paused] == [2]
         assert next(hub.watch("actor")) == hub.newest("actor")
-        assert hub.describe("actor").mark == hub.summarize("actor").mark == 2
+        assert hub.describe("actor", limit=0).mark == 2
         assert hub.fetch("actor", 2)["w"].sum() == 4
         assert hub.plan("actor", {"w": torch.empty(4)}).nbytes == 16
 

@@ -191,16 +191,15 @@ async def test_arguments_that_no_message_can_carry() -> None:
             lambda: hub.describe("half a character: \ud800"),
             lambda: hub.describe(5),  # type: ignore[call-overload]
             lambda: hub.describe(version=1),  # type: ignore[call-overload]
-            lambda: hub.describe(None, limit=1),  # type: ignore[call-overload]
+            lambda: hub.describe(None, limit=1),
             lambda: hub.describe("m", version=-1),
             lambda: hub.describe("m", version="latest"),  # type: ignore[call-overload]
-            lambda: hub.describe("m", limit=0),
+            lambda: hub.describe("m", limit=-1),
             lambda: hub.describe("m", limit=2**64),
             lambda: hub.describe("m", limit=True),
             lambda: hub.describe("m", after=""),
             lambda: hub.describe("m", after="x" * 513),
-            lambda: hub.summarize("x" * 513),
-            lambda: hub.summarize(5),  # type: ignore[call-overload]
+            lambda: hub.describe("x" * 513, limit=0),
             lambda: hub.retain("m", latest=1, timeout="5"),  # type: ignore[arg-type]
             lambda: tensorhub.connect(c.address, location=Location(rack=5)).__aenter__(),  # type: ignore[arg-type]
         ]

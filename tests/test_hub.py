@@ -200,11 +200,16 @@ async def test_parts_of_a_model_and_its_summary() -> None:
             VersionUnavailable, match=r"version 2 of 'm' is not known here; held now: version 1 by 2 replicas"
         ):
             await trainer.describe("m", version=2)
-        model = await trainer.summarize("m")
-        assert (model.workers, model.shards, model.versions[0].copies, model.calls) == (2, 2, 2, ())
-        assert await trainer.summarize() == (model,)
+        model = await trainer.describe("m", limit=0)
+        assert (model.summary, model.versions) == (whole.summary, whole.versions)
+        assert (model.replicas, model.leases, model.workers) == ((), (), ())
+        assert model.summary is not None
+        assert (model.summary.workers, model.summary.shards, model.summary.calls) == (2, 2, ())
+        assert [view.summary.copies for view in model.versions if view.summary is not None] == [2]
+        assert await trainer.describe(limit=0) == (model,)
+        assert page.summary is None  # it is not the first one
         with pytest.raises(VersionUnavailable, match="no model 'n' is known here; known models: m"):
-            await trainer.summarize("n")
+            await trainer.describe("n", limit=0)
 
 
 async def test_a_large_model_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +241,11 @@ async def test_what_was_done_before_is_in_the_summary() -> None:
         for number in range(1, 6):
             async with source.mutate(number):
                 pass
-            (model,) = await trainer.summarize()
-            assert (model.mark, model.versions[0].version, model.versions[0].ready) == (number, number, 1)
-            assert (await dashboard.summarize("m")).mark == number
+            (model,) = await trainer.describe(limit=0)
+            newest = model.versions[-1]
+            assert newest.summary is not None
+            assert (model.mark, newest.version, newest.summary.ready) == (number, number, 1)
+            assert (await dashboard.describe("m", limit=0)).mark == number
 
 
 async def test_every_number_is_used_once() -> None:

@@ -96,8 +96,9 @@ async def test_a_version_that_only_another_layout_holds_is_counted_and_errors_sa
         weights, _ = await rollout(c.hubs[1:], "rollout")
         await all_of(*(each.replicate() for each in weights))
         await all_of(*(each.close() for each in trained))
-        (version,) = (await c.hubs[0].summarize("m")).versions
-        assert (version.state, version.copies) == ("available", 1)
+        (version,) = (await c.hubs[0].describe("m", limit=0)).versions
+        assert version.summary is not None
+        assert (version.state, version.summary.copies) == ("available", 1)
         told = "held now: version 1 by 1 replica of other layouts than the published one"
         with pytest.raises(VersionUnavailable) as one_rank:
             await c.hubs[0].fetch("m", rank=0, timeout=0)

@@ -117,9 +117,8 @@ def test_what_is_known(hubs: Pair) -> None:
     assert next(iter(reader.watch("m"))) == newest
     assert reader.describe("m").mark == 3
     assert [model.model for model in reader.describe()] == ["m"]
-    assert reader.describe("m", version=3, after="a name", limit=1) == reader.describe("m")
-    assert reader.summarize("m").mark == 3
-    assert [model.model for model in reader.summarize()] == ["m"]
+    assert reader.describe("m", version=3, after="a name", limit=1).workers == reader.describe("m").workers
+    assert [model.mark for model in reader.describe(limit=0)] == [3]
     plan = reader.plan("m", selector=3)
     assert (plan.version, [each.workers for each in plan.sources]) == (newest, [("trainer",)])
     assert reader.name == "reader"

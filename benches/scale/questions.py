@@ -15,7 +15,7 @@ from statistics import median
 
 from benches.scale.core import Core
 from tensorhub.coordinator import Connected, Received, Send, Tick
-from tensorhub.messages import Describe, FromWorker, Summarize
+from tensorhub.messages import Describe, FromWorker
 from tensorhub.protocol import codec
 
 WATCHER = 2**30  # its session
@@ -56,7 +56,7 @@ def measure(workers: int, ranks: int, rounds: int) -> None:
 
     def show(doing: str) -> None:
         for question, make in (
-            ("summarize", lambda number: Summarize(number, name)),
+            ("counts", lambda number: Describe(number, name, workers_max=0)),
             ("page of 40", lambda number: Describe(number, name, workers_max=40)),
             ("a part", lambda number: Describe(number, name)),  # the first of those that make up `describe(name)`
         ):

@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from tensorhub.fetched import Fetched
     from tensorhub.hub import Hub, connect
     from tensorhub.layouts.views import at, source
-    from tensorhub.model_summary import ModelSummary
     from tensorhub.protocol.secret import read_only_token
     from tensorhub.read_plan import PlannedSource, ReadPlan
     from tensorhub.runtime.sigterm import leave_on_sigterm
     from tensorhub.transport.shm.segments import shared_empty_like
-    from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
+    from tensorhub.types import FetchReport, Location, ModelInfo, ModelSummary, Options, SourceReport, VersionInfo
     from tensorhub.weights import Weights
 
 __version__ = "0.1.0"
@@ -95,7 +94,7 @@ _MODULE_OF = dict.fromkeys(__all__, "errors") | {
     "Hub": "hub",
     "Location": "types",
     "ModelInfo": "types",
-    "ModelSummary": "model_summary",
+    "ModelSummary": "types",
     "Options": "types",
     "PlannedSource": "read_plan",
     "ReadPlan": "read_plan",

@@ -50,18 +50,18 @@ def checked_sources(sources: Sources | None) -> Sources | None:
     raise InvalidType(f"sources={shown(sources)}: give a mapping of names to views, or a function of a name")
 
 
-def check_part(model: object, version: object, after: object, limit: object) -> tuple[int | None, int]:
-    """The version, if one is chosen, and the most workers of the answer (0: all)."""
+def check_part(model: object, version: object, after: object, limit: object) -> tuple[int | None, int | None]:
+    """The version, if one is chosen, and the most workers of the answer (None: all)."""
     if model is not None:
         check_name("model", model)
-    elif (version, after, limit) != (None, None, None):
+    elif (version, after) != (None, None) or limit not in (None, 0):
         raise InvalidValue("version=, after= and limit= choose a part of one model: give the model, too")
     chosen = None if version is None else check_version(version)
     if after is not None:
         check_name("worker", after.name if isinstance(after, WorkerView) else after)
-    most = 0 if limit is None else as_integer(limit)
-    if most is None or (limit is not None and not 1 <= most <= WORKERS_OF_PAGE_MAX):
-        text = f"limit={shown(limit)}: give the number of workers on a page, 1 to {WORKERS_OF_PAGE_MAX}"
+    most = as_integer(limit)
+    if limit is not None and (most is None or not 0 <= most <= WORKERS_OF_PAGE_MAX):
+        text = f"limit={shown(limit)}: give the number of workers on a page, 0 (counts only) to {WORKERS_OF_PAGE_MAX}"
         raise invalid(limit, int, text)
     return chosen, most
 

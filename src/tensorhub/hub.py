@@ -26,7 +26,6 @@ from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.memory.unallocated import described
-from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.read_plan import ReadPlan
@@ -78,7 +77,7 @@ def connect(
     `address`: a coordinator's "tcp://host:port", or several; on Ray "ray-actor://NAME", which is looked up anew at each
     connection (`tensorhub.integrations.ray`). `name`: for people; default: host and process id. `token`: as
     for `serve`; a token file's first is presented. With a read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`,
-    `watch`, `describe` and `summarize` may be called; the other calls raise AuthenticationFailed. `transports`: names in
+    `watch` and `describe` may be called; the other calls raise AuthenticationFailed. `transports`: names in
     order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
     for the handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
@@ -288,7 +287,9 @@ class Hub(Unpicklable):
         limit: int | None = None,
     ) -> ModelInfo: ...
     @overload
-    async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
+    async def describe(
+        self, model: None = None, timeout: float | None = None, *, limit: int | None = None
+    ) -> tuple[ModelInfo, ...]: ...
     async def describe(
         self,
         model: str | None = None,
@@ -301,35 +302,21 @@ class Hub(Unpicklable):
         """What the coordinator knows of one model, or (None) of all, by name; what was done before the call is in it.
 
         Of all, each model is as it is at some time during the call. One model is as it is at one moment if it has less than
-        1,024 workers, shards and reads. Of a larger one, each worker is as it is at some time during the call. The answer
-        grows with the model's workers: to watch thousands of them, ask `summarize`, and this for details.
+        1,024 workers, shards and reads. Of a larger one, each worker is as it is at some time during the call.
+
+        `limit=0`: counts only, and the newest 32 versions. `info.summary` has the workers, the calls by what they wait for,
+        and for how long; `summary` of each version has its replicas by state. That answer is short, however many workers
+        there are, so that a dashboard may ask every second. The other answers have the counts, too, and grow with the model.
 
         Of one model a part can be asked for. `version`: only that version, its replicas, its reads, and the workers that
         hold or read it. `limit`, `after`: a page of workers by name, the next `limit` after `after`, with the shards that
         they hold and the reads that bring them bytes. `after` is a name, or a worker of the page before:
-        `after=info.workers[-1]`. Raises VersionUnavailable for an unknown model or version.
+        `after=info.workers[-1]`. A page after a worker has no counts. Raises VersionUnavailable for an unknown model or
+        version.
         """
         number, most = check_part(model, version, after, limit)
         call = partial(self._worker.coordinator.describe, version=number, after=after, workers_max=most)
         found = await self._thread.call(call, model, self._worker.timeout_s(timeout))
-        return found if model is None else found[0]
-
-    @overload
-    async def summarize(self, model: str, timeout: float | None = None) -> ModelSummary: ...
-    @overload
-    async def summarize(self, model: None = None, timeout: float | None = None) -> tuple[ModelSummary, ...]: ...
-    async def summarize(
-        self, model: str | None = None, timeout: float | None = None
-    ) -> ModelSummary | tuple[ModelSummary, ...]:
-        """One model in counts, or (None) all, by name: workers, replicas by state, calls by what they wait for, and for how
-        long. What was done before the call is in it.
-
-        The answer is short, however many workers there are, so that a dashboard may ask every second. Of all, each model is
-        as it is at some time during the call. Raises VersionUnavailable for an unknown model.
-        """
-        if model is not None:
-            check_name("model", model)
-        found = await self._thread.call(self._worker.coordinator.summarize, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
     async def plan(

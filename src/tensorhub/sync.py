@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub import conversion as _conversion, embedded as _embedded, hub as _async
 from tensorhub.fetched import Fetched
-from tensorhub.model_summary import ModelSummary
 from tensorhub.opening import Unpicklable, close_after, wrong_use
 from tensorhub.protocol.secret import resolve_token
 from tensorhub.read_plan import ReadPlan
@@ -182,7 +181,9 @@ class Hub(Unpicklable):
         limit: int | None = None,
     ) -> ModelInfo: ...
     @overload
-    def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
+    def describe(
+        self, model: None = None, timeout: float | None = None, *, limit: int | None = None
+    ) -> tuple[ModelInfo, ...]: ...
     def describe(
         self,
         model: str | None = None,
@@ -196,16 +197,6 @@ class Hub(Unpicklable):
         ask: Any = self._hub.describe  # the overloads tell one model from all
         found: ModelInfo | tuple[ModelInfo, ...] = _finish(ask(model, timeout, version=version, after=after, limit=limit))
         return found
-
-    @overload
-    def summarize(self, model: str, timeout: float | None = None) -> ModelSummary: ...
-    @overload
-    def summarize(self, model: None = None, timeout: float | None = None) -> tuple[ModelSummary, ...]: ...
-    def summarize(self, model: str | None = None, timeout: float | None = None) -> ModelSummary | tuple[ModelSummary, ...]:
-        """One model in counts, or (None) all; see `tensorhub.Hub.summarize`."""
-        if model is None:
-            return _finish(self._hub.summarize(None, timeout))
-        return _finish(self._hub.summarize(model, timeout))
 
     def fetch(
         self,

@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
@@ -16,14 +17,18 @@ from tensorhub import sync
 from tensorhub.cli import status
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.cli.status import _Question
-from tensorhub.model_summary import CallsSummary, LayoutSummary, ModelSummary, SilentWorker, VersionSummary
 from tensorhub.types import (
+    CallsSummary,
     Endpoint,
+    LayoutSummary,
     LeaseView,
     Location,
     ModelInfo,
+    ModelSummary,
     ReplicaView,
     ShardView,
+    SilentWorker,
+    VersionSummary,
     VersionView,
     WorkerView,
 )
@@ -64,15 +69,19 @@ WIDE = replace(
 HOSTILE = "a\x1b[2J\x9b31m\rb\u202e"
 
 
-def terminal(*models: ModelInfo | ModelSummary, width: int = 160) -> str:
+def is_counted(models: tuple[ModelInfo, ...]) -> bool:
+    return all(model.summary is not None for model in models)
+
+
+def terminal(*models: ModelInfo, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(tables(models))
+    console.print(tables(models, counted=is_counted(models)))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def piped(*models: ModelInfo | ModelSummary) -> str:
-    return "\n".join(line for sheet in sheets(models) for line in sheet.lines())
+def piped(*models: ModelInfo) -> str:
+    return "\n".join(line for sheet in sheets(models, counted=is_counted(models)) for line in sheet.lines())
 
 
 @pytest.mark.parametrize("text", [terminal(MODEL), piped(MODEL)], ids=["terminal", "pipe"])
@@ -148,24 +157,24 @@ def test_a_coordinator_that_is_behind_is_said_to_be() -> None:
         assert "; the coordinator is 2.5 s behind: calls take longer" in piped(replace(model, coordinator_behind_s=2.46))
 
 
-COUNTED = ModelSummary(
-    "actor",
-    lineage=0,
-    mark=7,
-    retain=2,
+NEWEST = VersionView(7, "c7", "available", 90_000_000, 8, 0, True, summary=VersionSummary(100, 101, 27, 0, 0, 3, 0, 17))
+OLDER = VersionView(6, "c6", "unavailable", 90_000_000, 8, 0, False, summary=VersionSummary(0, 0, 0, 0, 0, 0, 0, 0))
+COUNTS = ModelSummary(
     workers=1024,
     suspect=40,
     groups=128,
     shards=2048,
     reads=17,
     versions_known=33,
-    versions=(
-        VersionSummary(7, "available", 0, 90_000_000, 8, True, 100, 101, 27, 0, 0, 3, 0, 17),
-        VersionSummary(6, "unavailable", 0, 90_000_000, 8, False, 0, 0, 0, 0, 0, 0, 0, 0),
-    ),
     calls=(CallsSummary("update", "chunks", 5, 12.3, "[bold]group-9"), CallsSummary("leave", "readers", 1, 0.25, "w1")),
     silent=(SilentWorker("node-0017", "i17", 7.25),),
 )
+COUNTED = ModelInfo("actor", 0, 7, 2, (OLDER, NEWEST), (), (), (), COUNTS)
+
+
+def of_version(view: VersionView, **counts: Any) -> VersionView:
+    assert view.summary is not None
+    return replace(view, summary=replace(view.summary, **counts))
 
 
 @pytest.mark.parametrize("text", [terminal(COUNTED, width=80), piped(COUNTED)], ids=["terminal", "pipe"])
@@ -195,7 +204,7 @@ def test_a_version_that_lacks_shards_says_which_and_a_summary_how_many(show: Cal
     assert any(line.startswith("5 unavailable 90.0 MB 20 - yes") for line in lines)
     assert any(line.startswith("4 unavailable 90.0 MB 2 all yes") for line in lines)
     assert "missing" not in show(MODEL)
-    counted = replace(COUNTED, versions=(replace(COUNTED.versions[1], missing=2), COUNTED.versions[0]))
+    counted = replace(COUNTED, versions=(of_version(OLDER, missing=2), NEWEST))
     lines = [" ".join(line.split()) for line in show(counted).splitlines()]
     assert "version state retained copies ready filling doubtful missing as published readers" in lines
     assert "6 unavailable no 0 0 0 0 2 0" in lines
@@ -207,7 +216,7 @@ def test_a_summary_shows_the_layouts_of_a_version_that_has_several(show: Callabl
         LayoutSummary("own/0123456789abcdef", True, 1, 1, 0, 4, 48, 48),
         LayoutSummary("own/fed", False, 9, 7, 1, 18, 90, 81),
     )
-    counted = replace(COUNTED, versions=(replace(COUNTED.versions[0], layouts_known=4, layouts=layouts),))
+    counted = replace(COUNTED, versions=(of_version(NEWEST, layouts_known=4, layouts=layouts),))
     lines = [" ".join(line.split()) for line in show(counted, **({"width": 80} if show is terminal else {})).splitlines()]
     assert "version 7 by layout, and 2 others" in lines
     assert "layout replicas ready bridging shards chunks" in lines
@@ -243,9 +252,12 @@ def test_no_name_in_a_summary_is_a_command_to_the_terminal(show: Callable[..., s
     counted = replace(
         COUNTED,
         model=HOSTILE,
-        versions=(replace(COUNTED.versions[0], state=HOSTILE),),
-        calls=(CallsSummary(HOSTILE, HOSTILE, 1, 0.0, HOSTILE),),
-        silent=(SilentWorker(HOSTILE, HOSTILE, 0.0),),
+        versions=(replace(NEWEST, state=HOSTILE),),
+        summary=replace(
+            COUNTS,
+            calls=(CallsSummary(HOSTILE, HOSTILE, 1, 0.0, HOSTILE),),
+            silent=(SilentWorker(HOSTILE, HOSTILE, 0.0),),
+        ),
     )
     assert show(counted).replace("\n", "").isprintable()
 
@@ -257,7 +269,7 @@ async def test_a_terminal_shows_the_rows_of_a_small_cluster_and_counts_those_of_
     async with cluster("trainer", "reader") as c:
         weights = await c.hubs[0].register("m", tensors(1))
         await weights.publish(1)  # a version, a shard and a worker
-        described, counted = await c.hubs[1].describe(), await c.hubs[1].summarize()
+        described, counted = (await c.hubs[1].describe(), False), (await c.hubs[1].describe(limit=0), True)
         for rows, may_count, question, shown in (
             (3, True, everything, described),
             (2, True, everything, counted),
@@ -277,7 +289,8 @@ def test_what_is_asked_for_in_a_pipe() -> None:
         hub.register("m", tensors(1)).publish(1)
         address = ("--address", coordinator.address)
         (model,) = json.loads(run_here("status", "--summary", "--json", *address).stdout)
-        assert (model["workers"], model["versions"][0]["ready"], model["calls"]) == (1, 1, [])
+        assert (model["summary"]["workers"], model["versions"][0]["summary"]["ready"]) == (1, 1)
+        assert model["summary"]["calls"] == model["workers"] == []
         assert "workers 1; groups 1; shards 1; reads 0" in run_here("status", "-s", *address).stdout
         (model,) = json.loads(run_here("status", "m", "--version", "1", "--limit", "1", "--json", *address).stdout)
         assert [worker["name"] for worker in model["workers"]] == ["w"]

@@ -59,8 +59,6 @@ from tensorhub.messages import (
     RetainedAck,
     Rollback,
     Start,
-    Summarize,
-    Summary,
     Unpin,
     Watch,
     Welcome,
@@ -158,7 +156,7 @@ def test_it_fetches_and_looks() -> None:
     assert isinstance(news, Announce)
     assert news.newest is not None
     assert isinstance(reader.say(Describe(7, None))[0], Description)
-    assert isinstance(reader.say(Summarize(8, None))[0], Summary)
+    assert isinstance(reader.say(Describe(8, None, workers_max=0))[0], Description)
     assert reader.say(Check(9, "actor", 9)) == [Done(9)]
     assert isinstance(reader.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
     assert isinstance(reader.say(GetPublication(8, "actor", "latest"))[0], PublicationReply)
@@ -301,7 +299,7 @@ def test_however_many_readers_doubt_a_source_it_digests_once_a_second() -> None:
     cluster.run()
     assert sum(isinstance(message, DigestAgain) for message in questions) == 2
     del trainer.worker.hear
-    info = describe(cluster.coordinator.cluster.models["actor"])[0]
+    info = describe(cluster.coordinator.cluster.models["actor"], cluster.now)[0]
     assert [shard.state for replica in info.replicas for shard in replica.shards] == ["complete"]
 
 

@@ -30,9 +30,8 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.model_summary import LayoutSummary
 from tensorhub.testing import CHUNKS
-from tensorhub.types import Endpoint, Location, Medium, OpKind, Purpose
+from tensorhub.types import Endpoint, LayoutSummary, Location, Medium, OpKind, Purpose
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root
 
 A, B = Need(0, "half of it", 2, 20), Need(1, "half of it", 3, 30)
@@ -455,14 +454,14 @@ def test_what_is_described_says_which_layouts_there_are_and_who_bridges() -> Non
 def test_a_summary_counts_replicas_by_layout_if_there_are_several() -> None:
     world, trainers = published()
     model = world.core.cluster.models["m"]
-    assert summaries.summarize(model, world.now).versions[0].layouts == ()
+    assert summaries.summarize(model, world.now)[1][1].layouts == ()
     readers = filling(world)
     filling(world, "follower")
-    (counted,) = summaries.summarize(model, world.now).versions
+    (counted,) = summaries.summarize(model, world.now)[1].values()
     trained = LayoutSummary(world.version.layout_id, True, 1, 1, 0, 2, 2 * CHUNKS, 2 * CHUNKS)
     assert counted.layouts == (trained, LayoutSummary("own/r0", False, 2, 0, 1, 2, 10, 0))
     finish(world, readers, trainers)
-    (counted,) = summaries.summarize(model, world.now).versions
+    (counted,) = summaries.summarize(model, world.now)[1].values()
     assert (counted.layouts_known, counted.layouts[1]) == (2, LayoutSummary("own/r0", False, 2, 1, 0, 2, 10, 5))
 
 
@@ -473,7 +472,7 @@ def test_of_very_many_layouts_a_summary_lists_a_few(monkeypatch: pytest.MonkeyPa
         (reader,) = world.group(f"r{number}", [(f"own/{number}", ())])
         world.fill([reader])
         world.ready(reader, A, B)
-    (counted,) = summaries.summarize(world.core.cluster.models["m"], world.now).versions
+    (counted,) = summaries.summarize(world.core.cluster.models["m"], world.now)[1].values()
     assert (counted.layouts_known, [each.layout_id for each in counted.layouts]) == (4, [world.version.layout_id, "own/0"])
 
 

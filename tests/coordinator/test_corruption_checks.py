@@ -33,7 +33,7 @@ def holders(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
 
 
 def shard_states(cluster: StepwiseCluster) -> dict[str, str]:
-    info = describe(cluster.coordinator.cluster.models["actor"])[0]
+    info = describe(cluster.coordinator.cluster.models["actor"], cluster.now)[0]
     return {shard.worker: shard.state for replica in info.replicas for shard in replica.shards}
 
 

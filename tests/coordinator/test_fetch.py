@@ -38,7 +38,7 @@ def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle, selector: int | st
 
 
 def described(cluster: StepwiseCluster) -> ModelInfo:
-    return views.describe(cluster.coordinator.cluster.models["actor"])[0]
+    return views.describe(cluster.coordinator.cluster.models["actor"], cluster.now)[0]
 
 
 def assert_nothing_is_left(cluster: StepwiseCluster, groups: list[list[SimHandle]]) -> None:

@@ -59,7 +59,7 @@ def test_a_disconnected_worker_is_suspected_then_lost() -> None:
 
 
 def shard_states(cluster: StepwiseCluster) -> list[str]:
-    info, _ = describe(cluster.coordinator.cluster.models["actor"])
+    info, _ = describe(cluster.coordinator.cluster.models["actor"], cluster.now)
     return [shard.state for replica in info.replicas for shard in replica.shards]
 
 

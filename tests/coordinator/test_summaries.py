@@ -1,4 +1,4 @@
-"""What `summarize` shows: counts that agree with `describe`, what calls wait for and for how long, and what bounds it."""
+"""What `describe` counts: counts that agree with `describe`, what calls wait for and for how long, and what bounds it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from tensorhub.coordinator import Received, limits
 from tensorhub.coordinator.summaries import summarize
 from tensorhub.coordinator.views import describe
-from tensorhub.messages import Leave, Progress, Refused, Summarize, Summary
-from tensorhub.model_summary import ModelSummary
+from tensorhub.messages import Describe, Description, Leave, Progress, Refused
 from tensorhub.testing import Choice, StepwiseCluster
+from tensorhub.types import ModelSummary, VersionSummary
 from tests.coordinator.test_answers import ask, observed
 from tests.coordinator.test_retention import fill, retained, run_but
 from tests.coordinator.test_testimonies import published as published_by_digests
@@ -20,7 +20,11 @@ from tests.runtime.control.test_describing import crowd
 
 
 def summary(cluster: StepwiseCluster) -> ModelSummary:
-    return summarize(cluster.coordinator.cluster.models["actor"], cluster.now)
+    return summarize(cluster.coordinator.cluster.models["actor"], cluster.now)[0]
+
+
+def versions(cluster: StepwiseCluster) -> dict[int, VersionSummary]:
+    return summarize(cluster.coordinator.cluster.models["actor"], cluster.now)[1]
 
 
 def waits(cluster: StepwiseCluster) -> list[tuple[str, str, int, str]]:
@@ -43,16 +47,18 @@ def step(cluster: StepwiseCluster) -> Iterator[None]:
 def check_agreement(cluster: StepwiseCluster) -> None:
     """The summary counts what `describe` lists."""
     model = cluster.coordinator.cluster.models["actor"]
-    found, (info, is_cut) = summarize(model, cluster.now), describe(model)
+    info, is_cut = describe(model, cluster.now)
+    found = info.summary
+    assert found is not None
     assert not is_cut
     shards = [(replica, shard) for replica in info.replicas for shard in replica.shards]
-    assert (found.model, found.lineage, found.mark, found.retain) == (info.model, info.lineage, info.mark, info.retain)
     assert found.workers == len(info.workers)
     assert found.suspect == sum(worker.state == "suspect" for worker in info.workers)
     assert (found.shards, found.reads, found.versions_known) == (len(shards), len(info.leases), len(info.versions))
     assert found.rows == len(info.versions) + len(shards) + len(info.leases) + len(info.workers)
-    for mine, view in zip(found.versions, reversed(info.versions), strict=True):
-        assert (mine.version, mine.state, mine.retained) == (view.version, view.state, view.retained)
+    for view in info.versions:
+        mine = view.summary
+        assert mine is not None
         assert mine.missing == len(view.missing)
         replicas = [replica for replica in info.replicas if replica.version == view.version]
         states = [replica.state for replica in replicas]
@@ -84,9 +90,9 @@ def test_the_counts_agree_with_what_describe_lists_after_every_step() -> None:
     readers[0][0].worker.crash()
     for _ in step(cluster):
         check_agreement(cluster)
-    (newest, older) = summary(cluster).versions
-    assert (newest.version, newest.copies, newest.ready, newest.doubtful) == (2, 2, 3, 1)
-    assert (older.version, older.copies, older.ready) == (1, 0, 0)
+    newest, older = versions(cluster)[2], versions(cluster)[1]
+    assert (newest.copies, newest.ready, newest.doubtful) == (2, 3, 1)
+    assert (older.copies, older.ready) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------- what calls wait for
@@ -184,8 +190,8 @@ def test_reads_that_are_cut_off_do_not_run() -> None:
     lost = cluster.coordinator.cluster.members[reader.id].worker
     assert lost.session is not None
     cluster.coordinator.step(Received(lost.session, Leave("")), cluster.now)  # its source is yet to say that it is cut off
-    found = summary(cluster)
-    assert (found.reads, found.versions[0].readers) == (1, 0)
+    assert summary(cluster).reads == 1
+    assert [each.readers for each in versions(cluster).values()] == [0]
 
 
 def test_a_reader_whose_source_is_lost_waits_for_a_source() -> None:
@@ -278,13 +284,16 @@ def test_of_many_versions_the_newest_are_listed_and_all_are_counted(monkeypatch:
     for number, handle in enumerate(others, 2):
         handle.publish(number)
         cluster.run()
-    found = summary(cluster)
-    assert found.versions_known == 3
-    assert [view.version for view in found.versions] == [3, 2]
+    assert summary(cluster).versions_known == 3
+    model = cluster.coordinator.cluster.models["actor"]
+    for workers_max, listed in ((None, [(1, False), (2, True), (3, True)]), (0, [(2, True), (3, True)])):
+        info, _ = describe(model, cluster.now, workers_max=workers_max)
+        assert [(view.version, view.summary is not None) for view in info.versions] == listed
 
 
 def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SUMMARIZED_MAX", 3 * limits.SUMMARIZED_PER_MODEL)
+    monkeypatch.setattr(limits, "SUMMARIZED_MAX", 30)
+    monkeypatch.setattr(limits, "DESCRIBED_MAX", 3)
     cluster, _ = observed()
     for number in range(40):
         cluster.handle(f"reader-{number}")
@@ -292,8 +301,8 @@ def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cu
     names = crowd(cluster.coordinator, 7)
     found, after = [], None
     while True:
-        answer = ask(cluster, Summarize(1, None, after))
-        assert isinstance(answer, Summary)
+        answer = ask(cluster, Describe(1, None, after, workers_max=0))
+        assert isinstance(answer, Description)
         found.append([model.model for model in answer.models])
         if not answer.more:
             break
@@ -303,7 +312,7 @@ def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cu
 
 def test_a_model_counts_with_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """One group of very many ranks costs as much as very many groups."""
-    monkeypatch.setattr(limits, "SUMMARIZED_MAX", limits.SUMMARIZED_PER_MODEL + 10)
+    monkeypatch.setattr(limits, "SUMMARIZED_MAX", 10)
     cluster, _ = observed()
     ranks = cluster.group("ranks", 20)
     cluster.run()
@@ -311,13 +320,13 @@ def test_a_model_counts_with_its_shards(monkeypatch: pytest.MonkeyPatch) -> None
         rank.publish(9)
     cluster.run()
     crowd(cluster.coordinator, 1)
-    answer = ask(cluster, Summarize(1, None))
-    assert isinstance(answer, Summary)
+    answer = ask(cluster, Describe(1, None, workers_max=0))
+    assert isinstance(answer, Description)
     assert ([model.model for model in answer.models], answer.more) == (["actor"], True)
 
 
 def test_a_model_that_is_not_known_is_an_error_that_names_the_known_ones() -> None:
     cluster, _ = observed()
-    refused = ask(cluster, Summarize(1, "criti"))
+    refused = ask(cluster, Describe(1, "criti", workers_max=0))
     assert isinstance(refused, Refused)
     assert "no model 'criti' is known here; known models: actor" in refused.error.message

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tensorhub.coordinator import Connected, Received, limits, views
-from tensorhub.coordinator.summaries import summarize
 from tensorhub.messages import (
     Describe,
     Description,
@@ -56,8 +57,8 @@ def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(monkeypatch: p
 
     def shown() -> list[tuple[str, tuple[int, ...], int]]:
         model = cluster.coordinator.cluster.models["actor"]
-        (info, _), (counted,) = views.describe(model), summarize(model, cluster.now).versions
-        return [(view.state, view.missing, counted.missing) for view in info.versions]
+        info, _ = views.describe(model, cluster.now)
+        return [(view.state, view.missing, view.summary.missing) for view in info.versions if view.summary is not None]
 
     assert shown() == [("available", (), 0)]
     for lost, (rank, missing) in enumerate([(2, (2,)), (0, (0, 2)), (3, (0, 2))]):
@@ -150,7 +151,7 @@ def test_pages_of_workers_are_what_describe_lists() -> None:
     cluster = several()
     (whole,) = part(cluster, Describe(1, "actor")).models
     pages: list[ModelInfo] = []
-    after = ""
+    after: str | None = None
     while not pages or pages[-1].workers:
         (page,) = part(cluster, Describe(2, "actor", after, workers_max=2)).models
         pages.append(page)
@@ -159,7 +160,10 @@ def test_pages_of_workers_are_what_describe_lists() -> None:
     assert tuple(worker for page in pages for worker in page.workers) == whole.workers
     assert {replica for page in pages for replica in page.replicas} == set(whole.replicas)  # each has one rank
     assert [lease for page in pages for lease in page.leases] == list(whole.leases)
-    assert all(page.versions == whole.versions for page in pages)
+    first, *later = pages
+    assert (first.versions, first.summary) == (whole.versions, whole.summary)
+    uncounted = tuple(replace(view, summary=None) for view in whole.versions)
+    assert all((page.versions, page.summary) == (uncounted, None) for page in later)
 
 
 def test_a_page_has_only_the_shards_of_its_workers() -> None:
@@ -215,7 +219,7 @@ def whole(cluster: StepwiseCluster) -> tuple[ModelInfo, int]:
     model, found, is_cut = cluster.coordinator.cluster.models["actor"], list[ModelInfo](), True
     while is_cut:
         last = found[-1].workers[-1] if found else None
-        info, is_cut = views.describe(model, after=(last.name, last.incarnation) if last is not None else None)
+        info, is_cut = views.describe(model, cluster.now, after=(last.name, last.incarnation) if last is not None else None)
         found.append(info)
     return joined(found), len(found)
 

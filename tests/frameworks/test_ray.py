@@ -111,6 +111,13 @@ def the_actor() -> Any:
     return ray.get_actor("tensorhub", namespace=tensorhub_ray.NAMESPACE)
 
 
+def updates(hub: sync.Hub) -> int:
+    """How many calls of `update` are under way."""
+    counts = hub.describe("actor", limit=0).summary
+    assert counts is not None
+    return sum(each.count for each in counts.calls if each.call == "update")
+
+
 def eventually(holds: Callable[[], object]) -> None:
     until = time.monotonic() + DEADLINE_S
     while not holds():
@@ -264,7 +271,7 @@ def test_workers_that_die_in_an_update_leave_the_others_and_the_trainer_whole(
     there, at_first = tensorhub_ray.look_up("tensorhub"), ray.get(killed.pid.remote(), timeout=DEADLINE_S)
     in_update = [each.update.remote(2) for each in everyone]
     with sync.connect(address) as hub:
-        eventually(lambda: sum(each.count for each in hub.summarize("actor").calls if each.call == "update") == 3)
+        eventually(lambda: updates(hub) == 3)
     node.kill(apart)
     ray.kill(killed, no_restart=False)
     ray.get(trainer.publish.remote(2), timeout=DEADLINE_S)

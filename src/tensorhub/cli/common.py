@@ -203,7 +203,7 @@ async def connected(connect: Connect, wait_s: float, until: str, *, quiet: bool)
 async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:
     """A progress line, if nothing is published under this name: what the command does next is to wait for it."""
     try:
-        mark = (await hub.summarize(model)).mark
+        mark = (await hub.describe(model, limit=0)).mark
     except VersionUnavailable:
         mark = None
     if mark is None:

@@ -65,7 +65,7 @@ class Publisher:
         with opened as memory:
             async with self.connect() as hub:
                 weights = await register_memory(hub, self.model, memory)
-                number = self._number((await hub.summarize(self.model)).mark)
+                number = self._number((await hub.describe(self.model, limit=0)).mark)
                 with common.bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
                     info = await weights.publish(number)
                 self._tell(info, memory)

@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorhub.cli import common
-from tensorhub.model_summary import CallsSummary, ModelSummary, VersionSummary
 from tensorhub.types import (
     MISSING_TOLD_MAX,
+    CallsSummary,
     LeaseView,
     ModelInfo,
     ReplicaView,
     ShardView,
+    VersionSummary,
     VersionView,
     WorkerView,
     printable,
@@ -63,18 +64,18 @@ def _shown(cell: str) -> str:
     return printable(cell).replace("\n", "\\n")
 
 
-def sheets(models: Sequence[ModelInfo | ModelSummary]) -> list[Sheet]:
-    """Everything that is known about these models; what is empty is left out."""
+def sheets(models: Sequence[ModelInfo], *, counted: bool = False) -> list[Sheet]:
+    """Everything that is known about these models, or what is counted of them; what is empty is left out."""
     if not models:
         return [Sheet("no model is registered", ())]
-    return [sheet for model in models for sheet in (_counts(model) if isinstance(model, ModelSummary) else _of(model))]
+    return [sheet for model in models for sheet in (_counts(model) if counted else _of(model))]
 
 
-def tables(models: Sequence[ModelInfo | ModelSummary]) -> RenderableType:
+def tables(models: Sequence[ModelInfo], *, counted: bool = False) -> RenderableType:
     """The same, for a terminal."""
-    counted = sum(model.rows for model in models if isinstance(model, ModelSummary))
-    hint = [Text(f"{counted:,} rows: --details shows them", "dim")] if counted else []
-    return Group(*(sheet.table() for sheet in sheets(models)), *hint)
+    rows = sum(model.summary.rows for model in models if counted and model.summary is not None)
+    hint = [Text(f"{rows:,} rows: --details shows them", "dim")] if rows else []
+    return Group(*(sheet.table() for sheet in sheets(models, counted=counted)), *hint)
 
 
 def _of(model: ModelInfo) -> Iterator[Sheet]:
@@ -186,7 +187,7 @@ def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
 BEHIND_S = 0.1  # with less, a coordinator is not behind
 
 
-def _title(model: ModelInfo | ModelSummary) -> str:
+def _title(model: ModelInfo) -> str:
     mark = "nothing published yet" if model.mark is None else f"mark {model.mark}"
     late_s = model.coordinator_behind_s
     late = f"; the coordinator is {late_s:.1f} s behind: calls take longer by that" if late_s >= BEHIND_S else ""
@@ -196,32 +197,38 @@ def _title(model: ModelInfo | ModelSummary) -> str:
 # --------------------------------------------------------------------------------------------------------- in counts
 
 
-def _counts(model: ModelSummary) -> Iterator[Sheet]:
-    unheard = f", {model.suspect} of them not heard" if model.suspect else ""
-    there = f"workers {model.workers:,}{unheard}; groups {model.groups:,}; shards {model.shards:,}; reads {model.reads:,}"
+def _counts(model: ModelInfo) -> Iterator[Sheet]:
     yield Sheet(_title(model))
+    counts = model.summary
+    if counts is None:
+        return
+    unheard = f", {counts.suspect} of them not heard" if counts.suspect else ""
+    there = (
+        f"workers {counts.workers:,}{unheard}; groups {counts.groups:,}; shards {counts.shards:,}; reads {counts.reads:,}"
+    )
     yield Sheet(there)
-    if model.versions:
-        yield _version_counts(model.versions)
-    for version in model.versions:
-        if version.layouts:
-            yield _layout_counts(version)
-    if model.versions_known > len(model.versions):
-        yield Sheet(f"and {model.versions_known - len(model.versions):,} older versions")
-    if model.calls:
-        yield _call_counts(model.calls)
-    if model.silent:
-        rows = tuple((worker.name, _ago(worker.silent_s)) for worker in model.silent)
+    versions = [(view, view.summary) for view in reversed(model.versions) if view.summary is not None]
+    if versions:
+        yield _version_counts(versions)
+    for view, summary in versions:
+        if summary.layouts:
+            yield _layout_counts(view.version, summary)
+    if counts.versions_known > len(versions):
+        yield Sheet(f"and {counts.versions_known - len(versions):,} older versions")
+    if counts.calls:
+        yield _call_counts(counts.calls)
+    if counts.silent:
+        rows = tuple((worker.name, _ago(worker.silent_s)) for worker in counts.silent)
         yield Sheet("workers that are not heard", ("worker", "silent for"), rows)
-    if model.suspect > len(model.silent):
-        yield Sheet(f"and {model.suspect - len(model.silent):,} more")
+    if counts.suspect > len(counts.silent):
+        yield Sheet(f"and {counts.suspect - len(counts.silent):,} more")
 
 
 RARE = ("draining", "torn", "doubtful", "quarantined", "missing")  # columns that are shown only if there are some
 
 
-def _version_counts(versions: tuple[VersionSummary, ...]) -> Sheet:
-    rare = [name for name in RARE if any(getattr(view, name) for view in versions)]
+def _version_counts(versions: Sequence[tuple[VersionView, VersionSummary]]) -> Sheet:
+    rare = [name for name in RARE if any(getattr(summary, name) for _, summary in versions)]
     counted = ("copies", "ready", "filling", *rare, "readers")
     columns = ("version", "state", "retained", *(MISSING if name == "missing" else name for name in counted))
     rows = tuple(
@@ -229,25 +236,25 @@ def _version_counts(versions: tuple[VersionSummary, ...]) -> Sheet:
             str(view.version),
             view.state,
             "yes" if view.retained else "no",
-            *(str(getattr(view, name)) for name in counted),
+            *(str(getattr(summary, name)) for name in counted),
         )
-        for view in versions
+        for view, summary in versions
     )
     return Sheet("versions, with their replicas", columns, rows)
 
 
-def _layout_counts(version: VersionSummary) -> Sheet:
-    more = version.layouts_known - len(version.layouts)
+def _layout_counts(version: int, summary: VersionSummary) -> Sheet:
+    more = summary.layouts_known - len(summary.layouts)
     rows = tuple(
         (
             _layout(view.layout_id, is_published=view.published),
             *(str(each) for each in (view.replicas, view.ready, view.bridging, view.shards)),
             f"{view.chunks_verified}/{view.chunks}",
         )
-        for view in version.layouts
+        for view in summary.layouts
     )
     columns = ("layout", "replicas", "ready", "bridging", "shards", "chunks")
-    return Sheet(f"version {version.version} by layout" + (f", and {more:,} others" if more > 0 else ""), columns, rows)
+    return Sheet(f"version {version} by layout" + (f", and {more:,} others" if more > 0 else ""), columns, rows)
 
 
 def _call_counts(calls: tuple[CallsSummary, ...]) -> Sheet:

@@ -22,12 +22,11 @@ from tensorhub.arguments import WORKERS_OF_PAGE_MAX
 from tensorhub.cli import common
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
-from tensorhub.model_summary import ModelSummary
 from tensorhub.types import VERSION_MAX, ModelInfo, check_name
 
 ROWS_MAX = 40  # that a terminal shows unasked; more are counted instead
 
-Models = Sequence[ModelInfo | ModelSummary]
+Models = tuple[Sequence[ModelInfo], bool]  # and whether they are to be shown in counts
 
 
 def status(
@@ -88,12 +87,12 @@ class _Question:
     async def ask(self, hub: tensorhub.Hub, *, may_count: bool) -> Models:
         """Counts if they are wanted, or (`may_count`) if there would be too many rows; else the rows."""
         if self.summary or (may_count and not self.details and not self.is_of_part):
-            counts = (await hub.summarize(self.model),) if self.model is not None else await hub.summarize()
-            if self.summary or sum(model.rows for model in counts) > ROWS_MAX:
-                return counts
+            counts = (await hub.describe(self.model, limit=0),) if self.model is not None else await hub.describe(limit=0)
+            if self.summary or sum(each.summary.rows for each in counts if each.summary is not None) > ROWS_MAX:
+                return counts, True
         if self.model is None:
-            return await hub.describe()
-        return (await hub.describe(self.model, version=self.version, after=self.after, limit=self.limit),)
+            return await hub.describe(), False
+        return (await hub.describe(self.model, version=self.version, after=self.after, limit=self.limit),), False
 
 
 async def _status(
@@ -107,7 +106,7 @@ async def _status(
                 show = _print_json
             elif interval_s is not None and sys.stdout.isatty():
                 live = stack.enter_context(Live(auto_refresh=False, vertical_overflow="visible"))
-                show = lambda models: live.update(tables(models), refresh=True)  # noqa: E731
+                show = lambda models: live.update(tables(models[0], counted=models[1]), refresh=True)  # noqa: E731
             if interval_s is None:
                 show(await asks(hub))
                 return 0
@@ -124,11 +123,12 @@ async def _status(
 
 
 def _print_json(models: Models) -> None:
-    print(json.dumps([asdict(each) for each in models]), flush=True)
+    print(json.dumps([asdict(each) for each in models[0]]), flush=True)
 
 
 def _print(models: Models) -> None:
+    found, counted = models
     if sys.stdout.isatty():
-        Console().print(tables(models))
+        Console().print(tables(found, counted=counted))
     else:
-        print("\n".join(line for sheet in sheets(models) for line in sheet.lines()), flush=True)
+        print("\n".join(line for sheet in sheets(found, counted=counted) for line in sheet.lines()), flush=True)

@@ -1,4 +1,4 @@
-"""Answers to what anybody may ask, joined or not: Describe, Summarize, GetManifest, GetPart, GetPublication, Check.
+"""Answers to what anybody may ask, joined or not: Describe, GetManifest, GetPart, GetPublication, Check.
 
 They change nothing. (What a publication is described by is made when it is first asked for, and kept with the version.)
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorhub.coordinator import summaries, views
+from tensorhub.coordinator import views
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Version
 from tensorhub.coordinator.refusals import held_text
@@ -22,8 +22,6 @@ from tensorhub.messages import (
     GetPublication,
     ManifestReply,
     PublicationReply,
-    Summarize,
-    Summary,
 )
 from tensorhub.types import AVAILABLE, Selector
 
@@ -38,7 +36,7 @@ class Answers:
     def describe(self, session: int, message: Describe) -> None:
         """One model, or a part of it, or a page of all."""
         if message.model is None:
-            models, more, is_cut = views.page(self._cluster, message.after)
+            models, more, is_cut = views.page(self._cluster, message.after, message.workers_max)
             self._cluster.send(session, Description(message.request, models, more, is_cut))
             return
         model = self._model(session, message, message.model)
@@ -49,21 +47,10 @@ class Answers:
             self._cluster.answer(session, message.request, error)
             return
         after = None if message.after is None else (message.after, message.incarnation)
-        found, is_cut = views.describe(model, message.version, after, message.workers_max)
+        found, is_cut = views.describe(model, self._cluster.now, message.version, after, message.workers_max)
         self._cluster.send(session, Description(message.request, (found,), is_cut=is_cut))
 
-    def summarize(self, session: int, message: Summarize) -> None:
-        """One model in counts, or a page of all."""
-        if message.model is None:
-            models, more = summaries.page(self._cluster, message.after)
-            self._cluster.send(session, Summary(message.request, models, more))
-            return
-        model = self._model(session, message, message.model)
-        if model is not None:
-            found = summaries.summarize(model, self._cluster.now)
-            self._cluster.send(session, Summary(message.request, (found,)))
-
-    def _model(self, session: int, message: Describe | Summarize | GetPublication, name: str) -> Model | None:
+    def _model(self, session: int, message: Describe | GetPublication, name: str) -> Model | None:
         """The model of this name; if there is none, the asker hears which ones there are."""
         model = self._cluster.models.get(name)
         if model is None:

@@ -346,8 +346,6 @@ class Coordinator(Stateful[CoordinatorState]):
                 self.cluster.unwatch(session, message.model)
             case messages.Describe():
                 self._answers.describe(session.number, message)
-            case messages.Summarize():
-                self._answers.summarize(session.number, message)
             case messages.GetManifest():
                 self._answers.manifest(session.number, message)
             case messages.GetPart():

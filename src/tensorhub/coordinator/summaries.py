@@ -1,4 +1,4 @@
-"""What `summarize` shows: a model in counts. Changes nothing.
+"""What `describe` counts of a model. Changes nothing.
 
 The counts are made when somebody asks, in one pass over the model's groups. So they cost nothing while nobody asks, and
 cannot be wrong.
@@ -9,32 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Operation, RankPart, Replica, Version
 from tensorhub.coordinator.states import OperationState, ReplicaState, WorkerState
 from tensorhub.coordinator.supply import reads_across
-from tensorhub.model_summary import CallsSummary, LayoutSummary, ModelSummary, SilentWorker, VersionSummary
-from tensorhub.types import OpKind
+from tensorhub.types import CallsSummary, LayoutSummary, ModelSummary, OpKind, SilentWorker, VersionSummary
 
 Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, whose call it is
 
 
-def page(cluster: Cluster, after: str | None) -> tuple[tuple[ModelSummary, ...], bool]:
-    """The models after that name, as many as one answer has room for but one at least; and whether there are more."""
-    models, counted = list[ModelSummary](), 0
-    for model in cluster.models_after(after):
-        if counted >= limits.SUMMARIZED_MAX:
-            return tuple(models), True
-        models.append(summarize(model, cluster.now))
-        counted += limits.SUMMARIZED_PER_MODEL + models[-1].groups + models[-1].shards
-    return tuple(models), False
-
-
-def summarize(model: Model, now: float) -> ModelSummary:
-    """Its workers, its versions with their replicas, and the calls that are under way."""
+def summarize(model: Model, now: float) -> tuple[ModelSummary, dict[int, VersionSummary]]:
+    """Its workers, the calls that are under way, and the replicas of its newest versions, by number."""
     workers = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
     suspects = [worker for worker in workers.values() if worker.state is not WorkerState.LIVE]
     replicas: dict[Version, _Replicas] = {version: _Replicas() for version in model.versions.values()}
@@ -43,29 +30,21 @@ def summarize(model: Model, now: float) -> ModelSummary:
             if replica.version not in replicas:
                 replicas[replica.version] = _Replicas()
             replicas[replica.version].add(replica)
-    retained = model.retained()
-    newest_first = sorted(model.versions.values(), key=lambda version: -version.number)
-    return ModelSummary(
-        model.name,
-        model.lineage,
-        model.mark,
-        model.retain,
+    summary = ModelSummary(
         workers=len(workers),
         suspect=len(suspects),
         groups=len(model.groups),
         shards=sum(each.shards for each in replicas.values()),
         reads=len(model.leases),
-        versions_known=len(newest_first),
-        versions=tuple(
-            replicas[version].summary(version, is_retained=version.number in retained)
-            for version in newest_first[: limits.SUMMARIZED_VERSIONS_MAX]
-        ),
+        versions_known=len(model.versions),
         calls=_calls(_waiting(model), now),
         silent=tuple(
             SilentWorker(worker.name, worker.incarnation, max(0.0, now - worker.heard_at))
             for worker in nsmallest(limits.SUMMARIZED_SILENT_MAX, suspects, key=lambda worker: worker.heard_at)
         ),
     )
+    newest = nlargest(limits.SUMMARIZED_VERSIONS_MAX, model.versions.values(), key=lambda version: version.number)
+    return summary, {version.number: replicas[version].summary(version) for version in newest}
 
 
 @dataclass(slots=True)
@@ -91,14 +70,8 @@ class _Replicas:
             elif holding.member.worker.state is not WorkerState.LIVE:
                 self.doubtful += 1
 
-    def summary(self, version: Version, *, is_retained: bool) -> VersionSummary:
+    def summary(self, version: Version) -> VersionSummary:
         return VersionSummary(
-            version.number,
-            version.state.value,
-            version.lineage,
-            version.info.nbytes,
-            version.info.world_size,
-            is_retained,
             copies=version.copies,
             ready=self.states.count(ReplicaState.READY),
             filling=self.states.count(ReplicaState.FILLING),

@@ -6,79 +6,105 @@ is. (Only to find the next workers, each part looks at all of the model's regist
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from heapq import heapify, heappop
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Worker
 from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.summaries import summarize
 from tensorhub.coordinator.supply import reads_across
-from tensorhub.types import MISSING_TOLD_MAX, LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
+from tensorhub.types import (
+    MISSING_TOLD_MAX,
+    LeaseView,
+    ModelInfo,
+    ModelSummary,
+    ReplicaView,
+    ShardView,
+    VersionSummary,
+    VersionView,
+    WorkerView,
+)
 
 Place = tuple[str, str | None]  # among workers: a name and an incarnation; None: after all of that name
 Found = tuple[ModelInfo, bool]  # a part of a model, and whether the rest is still to be told
 
 
-def page(cluster: Cluster, after: str | None) -> tuple[tuple[ModelInfo, ...], bool, bool]:
+def page(cluster: Cluster, after: str | None, workers_max: int | None = None) -> tuple[tuple[ModelInfo, ...], bool, bool]:
     """The models after that name, as many as one answer has room for but one at least; whether there are more; and whether
     the last of them is told in part.
     """
-    models, entries = list[ModelInfo](), 0
+    models, entries, counted = list[ModelInfo](), 0, 0
     for model in cluster.models_after(after):
-        if entries >= limits.DESCRIBED_MAX:
+        if entries >= limits.DESCRIBED_MAX or counted >= limits.SUMMARIZED_MAX:
             return tuple(models), True, False
-        info, is_cut = describe(model)
+        info, is_cut = describe(model, cluster.now, workers_max=workers_max)
         models.append(info)
         if is_cut:
             return tuple(models), True, True
-        entries += _entries(info)
+        shards = sum(len(replica.shards) for replica in info.replicas)
+        entries += 1 + len(info.versions) + len(info.replicas) + shards + len(info.leases) + len(info.workers)
+        counted += 0 if info.summary is None else info.summary.groups + info.summary.shards
     return tuple(models), False, False
 
 
-def _entries(model: ModelInfo) -> int:
-    """What describing it has cost."""
-    shards = sum(len(replica.shards) for replica in model.replicas)
-    return 1 + len(model.versions) + len(model.replicas) + shards + len(model.leases) + len(model.workers)
+def describe(
+    model: Model, now: float, version: int | None = None, after: Place | None = None, workers_max: int | None = None
+) -> Found:
+    """Versions, replicas, leases and workers of one model, each in a stable order. The first part has the counts, too.
 
-
-def describe(model: Model, version: int | None = None, after: Place | None = None, workers_max: int = 0) -> Found:
-    """Versions, replicas, leases and workers of one model, each in a stable order.
-
-    With `version`, only what concerns it. Of the workers after a place, the next `workers_max` (0: all), with what they hold
-    and read; fewer, if there are too many rows. With the last worker come torn replicas of which no memory is left, and
-    leases of lost readers.
+    With `version`, only what concerns it. Of the workers after a place, the next `workers_max` (None: all; 0: counts only),
+    with what they hold and read; fewer, if there are too many rows. With the last worker come torn replicas of which no
+    memory is left, and leases of lost readers.
     """
-    known = _members(model)
-    ahead = [(members[0].worker.name, incarnation) for incarnation, members in known.items()]
-    if after is not None:
-        ahead = [place for place in ahead if (place > after if after[1] is not None else place[0] > after[0])]
-    heapify(ahead)
-    workers = list[Worker]()
-    shards: dict[Replica, list[Holding]] = {}
-    leases = list[ReadLease]()
-    rows = 0
-    while ahead and rows < limits.DESCRIBED_ROWS_MAX and not 0 < workers_max <= len(workers):
-        members = known[heappop(ahead)[1]]
-        replicas = ((replica, member.rank) for member in members for replica in member.group.replicas)
-        held = [
-            holding for replica, rank in replicas if (holding := replica.holdings.get(rank)) and _is_of(holding, version)
-        ]
-        read = [lease for m in members for lease in m.reads.values() if _is_of(lease.holding, version)]
-        if version is None or held or read:
-            workers.append(members[0].worker)
-            leases += read
-            for holding in held:
-                shards.setdefault(holding.replica, []).append(holding)
-            rows += 1 + len(held) + len(read)
-    if not ahead:
-        for replica in (replica for group in model.serving.values() for replica in group.replicas):
-            if not replica.holdings and version in (None, replica.version.number):
-                shards[replica] = []
-        for lease in model.leases.values():
-            reader = lease.part.member
-            if reader.group.members.get(reader.rank) is not reader and _is_of(lease.holding, version):
-                leases.append(lease)
-    return _info(model, version, shards, leases, workers), bool(ahead)
+    rows = _Rows(model, version)
+    is_cut = workers_max != 0 and rows.add(after, workers_max)
+    counts = summarize(model, now) if after is None else None
+    return _info(rows, counts, counts_only=workers_max == 0), is_cut
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What is told of workers."""
+
+    model: Model
+    version: int | None
+    shards: dict[Replica, list[Holding]] = field(default_factory=dict)
+    leases: list[ReadLease] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+
+    def add(self, after: Place | None, workers_max: int | None) -> bool:
+        """The rows of the next workers; whether there are further ones."""
+        model, version = self.model, self.version
+        known = _members(model)
+        ahead = [(members[0].worker.name, incarnation) for incarnation, members in known.items()]
+        if after is not None:
+            ahead = [place for place in ahead if (place > after if after[1] is not None else place[0] > after[0])]
+        heapify(ahead)
+        rows = 0
+        while ahead and rows < limits.DESCRIBED_ROWS_MAX and (workers_max is None or len(self.workers) < workers_max):
+            members = known[heappop(ahead)[1]]
+            replicas = ((replica, member.rank) for member in members for replica in member.group.replicas)
+            held = [
+                holding for replica, rank in replicas if (holding := replica.holdings.get(rank)) and _is_of(holding, version)
+            ]
+            read = [lease for m in members for lease in m.reads.values() if _is_of(lease.holding, version)]
+            if version is None or held or read:
+                self.workers.append(members[0].worker)
+                self.leases += read
+                for holding in held:
+                    self.shards.setdefault(holding.replica, []).append(holding)
+                rows += 1 + len(held) + len(read)
+        if not ahead:
+            for replica in (replica for group in model.serving.values() for replica in group.replicas):
+                if not replica.holdings and version in (None, replica.version.number):
+                    self.shards[replica] = []
+            for lease in model.leases.values():
+                reader = lease.part.member
+                if reader.group.members.get(reader.rank) is not reader and _is_of(lease.holding, version):
+                    self.leases.append(lease)
+        return bool(ahead)
 
 
 def _members(model: Model) -> dict[str, list[Member]]:
@@ -94,14 +120,10 @@ def _is_of(holding: Holding, version: int | None) -> bool:
     return version is None or holding.version.number == version
 
 
-def _info(
-    model: Model,
-    version: int | None,
-    shards: dict[Replica, list[Holding]],
-    leases: list[ReadLease],
-    workers: list[Worker],
-) -> ModelInfo:
-    retained = model.retained()
+def _info(rows: _Rows, counts: tuple[ModelSummary, dict[int, VersionSummary]] | None, *, counts_only: bool) -> ModelInfo:
+    model, retained = rows.model, rows.model.retained()
+    summary, by_version = counts or (None, {})
+    told = [number for number in (by_version if counts_only else model.versions) if rows.version in (None, number)]
     versions = tuple(
         VersionView(
             version=v.number,
@@ -113,20 +135,21 @@ def _info(
             retained=v.number in retained,
             layout_id=v.layout_id,
             missing=tuple(v.holdings.missing()[:MISSING_TOLD_MAX]),
+            summary=by_version.get(v.number),
         )
-        for v in sorted(model.versions.values(), key=lambda v: v.number)
-        if version is None or v.number == version
+        for v in (model.versions[number] for number in sorted(told))
     )
-    in_order = sorted(shards, key=lambda replica: (replica.group.name, replica.version.number, replica.id))
+    in_order = sorted(rows.shards, key=lambda replica: (replica.group.name, replica.version.number, replica.id))
     return ModelInfo(
         model.name,
         model.lineage,
         model.mark,
         model.retain,
         versions,
-        tuple(_replica(replica, shards[replica]) for replica in in_order),
-        tuple(_lease(lease) for lease in leases),
-        tuple(WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints) for w in workers),
+        tuple(_replica(replica, rows.shards[replica]) for replica in in_order),
+        tuple(_lease(lease) for lease in rows.leases),
+        tuple(WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints) for w in rows.workers),
+        summary,
     )
 
 

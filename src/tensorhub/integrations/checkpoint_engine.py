@@ -236,6 +236,6 @@ def _check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 def _mark(hub: sync.Hub, model: str) -> int | None:
     try:
-        return hub.summarize(model).mark
+        return hub.describe(model, limit=0).mark
     except VersionUnavailable:
         return None

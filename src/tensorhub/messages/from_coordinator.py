@@ -16,7 +16,6 @@ from tensorhub.messages.values import (
     Rank,
     Root,
 )
-from tensorhub.model_summary import ModelSummary
 from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
 
 NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
@@ -341,15 +340,6 @@ class Description:
     is_cut: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Answer to Summarize. Each model is as it is now. `more`: further models follow after the last of these."""
-
-    request: U64
-    models: Annotated[tuple[ModelSummary, ...], Length(2**16)]
-    more: bool = False
-
-
 FromCoordinator = (
     Welcome
     | Dismissed
@@ -375,7 +365,6 @@ FromCoordinator = (
     | PublicationReply
     | Announce
     | Description
-    | Summary
     | Revoked
     | MakeCopy
     | DropCopy

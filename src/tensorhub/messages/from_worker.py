@@ -387,9 +387,9 @@ class Check:
 class Describe:
     """Ask for one model, or for all (None), in pages ordered by name: the models after `after`.
 
-    Of one model a part may be asked for: what concerns `version`, and of its workers the next `workers_max` (0: all), with
-    what they hold and read. The next ones are those after the name `after`; or, of the workers with that name, those after
-    `incarnation`, and all whose names come after it.
+    Of one model a part may be asked for: what concerns `version`, and of its workers the next `workers_max` (None: all),
+    with what they hold and read. The next ones are those after the name `after`; or, of the workers with that name, those
+    after `incarnation`, and all whose names come after it. `workers_max` 0: counts only, of any number of models.
     """
 
     request: U64
@@ -397,16 +397,7 @@ class Describe:
     after: Name | None = None
     incarnation: Id | None = None
     version: U64 | None = None
-    workers_max: U64 = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Summarize:
-    """Ask for one model in counts, or for all (None), in pages ordered by name: the models after `after`."""
-
-    request: U64
-    model: Name | None
-    after: Name | None = None
+    workers_max: U64 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +443,7 @@ class Unpin:
     model: Name
 
 
-FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | Summarize | GetManifest | GetPart | GetPublication | Check
+FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | GetPart | GetPublication | Check
 """What a session may say before a worker has joined over it, too."""
 AboutOperation = Publish | Fill | ReadyToWrite | Covered | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
 """What a rank says of the operation that it takes part in."""

@@ -39,7 +39,6 @@ TAGS: Final[Mapping[type, int]] = {
     m.Watch: 33,
     m.Check: 34,
     m.Describe: 35,
-    m.Summarize: 36,
     m.Rollback: 40,
     m.Retain: 41,
     m.Pin: 42,
@@ -71,7 +70,6 @@ TAGS: Final[Mapping[type, int]] = {
     m.PublicationReply: 98,
     m.Announce: 79,
     m.Description: 80,
-    m.Summary: 81,
     m.Revoked: 84,  # (85 was MustStay)
     m.MakeCopy: 86,
     m.DropCopy: 87,

@@ -45,14 +45,7 @@ class Examine(Generic[H]):
 class Answered:
     """To what the worker itself has asked, unless that is answered or given up already."""
 
-    message: (
-        messages.Done
-        | messages.Refused
-        | messages.ManifestReply
-        | messages.PublicationReply
-        | messages.Description
-        | messages.Summary
-    )
+    message: messages.Done | messages.Refused | messages.ManifestReply | messages.PublicationReply | messages.Description
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +185,7 @@ class Router(Generic[H]):
                 return self._tell(self._answer(message.request), message)
             case messages.Done() | messages.Refused() | messages.ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]
-            case messages.PublicationReply() | messages.Description() | messages.Summary():
+            case messages.PublicationReply() | messages.Description():
                 return [Answered(message)]
             case messages.Revoked() | messages.SetRetained():
                 return self._tell(self.handles.get(message.registration), message)

@@ -1,21 +1,20 @@
-"""`describe` and `summarize` of everything: a page at a time, so that nobody else waits for them; and never older than what
+"""`describe` of everything: a page at a time, so that nobody else waits for them; and never older than what
 the asker did.
 
-Covers `runtime.control.server` (long answers), with `coordinator.views`, `coordinator.summaries` and `coordinator.answers`.
+Covers `runtime.control.server` (long answers), with `coordinator.views` and `coordinator.answers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any, NoReturn
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, summaries, views
+from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
 from tensorhub.coordinator.answers import Answers
 from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck
 from tensorhub.runtime.control.server import CoordinatorServer
@@ -36,19 +35,19 @@ def crowd(coordinator: Coordinator, models: int = MODELS, prefix: str = "model")
     return names
 
 
-@pytest.mark.parametrize(("module", "question"), [(views, "describe"), (summaries, "summarize")])
+@pytest.mark.parametrize("limit", [None, 0])
 async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_answered(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, question: str
+    monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     """Eight sessions ask for everything at once. Counted are models that are described between two turns of the others."""
     described, askers, beats, runs = 0, 8, 0, [0]
     left = askers
-    describe = getattr(module, question)
+    describe = views.describe
 
-    def counting(*args: Any) -> Any:
+    def counting(*args: Any, **named: Any) -> Any:
         nonlocal described
         described += 1
-        return describe(*args)
+        return describe(*args, **named)
 
     async def others_turn() -> None:
         while True:
@@ -59,7 +58,7 @@ async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_ans
     async def ask(server: CoordinatorServer, names: list[str]) -> None:
         nonlocal left
         async with connect(server.address) as hub:
-            found = await getattr(hub, question)()
+            found = await hub.describe(limit=limit)
         assert [model.model for model in found] == names
         left -= 1
 
@@ -76,7 +75,7 @@ async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_ans
                 assert ack.sequence == sequence
                 beats += 1
 
-    monkeypatch.setattr(module, question, counting)
+    monkeypatch.setattr(views, "describe", counting)
     async with nothing_left(), serving(OPTIONS) as server:
         names = crowd(server._core)
         async with anyio.create_task_group() as tasks:

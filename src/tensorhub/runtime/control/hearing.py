@@ -18,7 +18,7 @@ import anyio
 import anyio.lowlevel
 
 from tensorhub.coordinator import Event, Received
-from tensorhub.messages import Describe, FromWorker, GetManifest, GetPart, GetPublication, Join, Register, Summarize
+from tensorhub.messages import Describe, FromWorker, GetManifest, GetPart, GetPublication, Join, Register
 from tensorhub.runtime.control.reach import Reach
 from tensorhub.runtime.control.session import ReadOnlyAnswers, Session, call_soon
 
@@ -26,7 +26,7 @@ ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not h
 MESSAGES_PER_TURN = 4  # of one session; then the next one has a turn
 TURNS_S = 0.005  # for the turns of all sessions, one message at least; then the loop does everything else
 
-LongQuestion = Describe | Summarize | GetManifest | GetPart | GetPublication  # whose answer takes time to make
+LongQuestion = Describe | GetManifest | GetPart | GetPublication  # whose answer takes time to make
 
 
 class Hearing:

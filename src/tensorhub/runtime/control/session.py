@@ -32,7 +32,6 @@ from tensorhub.messages import (
     ManifestReply,
     PublicationReply,
     Refused,
-    Summary,
 )
 from tensorhub.protocol import codec
 from tensorhub.protocol.lost import ConnectionLost
@@ -44,7 +43,7 @@ from tensorhub.types import Options
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 SAID_AT_ONCE_MAX = 64  # messages in one send
 
-LongAnswer = Description | Summary | ManifestReply | PublicationReply | Compare  # what has its room taken before it is sent
+LongAnswer = Description | ManifestReply | PublicationReply | Compare  # what has its room taken before it is sent
 
 log = get_logger("tensorhub.coordinator")
 
@@ -289,7 +288,7 @@ class Session:
         """The body of its frame."""
         if not isinstance(message, LongAnswer):
             return self._turn.encoded(message)
-        if isinstance(message, Description | Summary):
+        if isinstance(message, Description):
             late_s = self._turn.pulse.behind_s
             models: Any = tuple(replace(model, coordinator_behind_s=late_s) for model in message.models)
             message = replace(message, models=models)

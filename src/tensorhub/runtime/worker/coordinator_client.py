@@ -5,25 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import anyio
 
 from tensorhub import messages
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict, VersionUnavailable
-from tensorhub.model_summary import ModelSummary
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, ReplicaView, Selector, VersionInfo, WorkerView
 
-Answer = (
-    messages.Done
-    | messages.Refused
-    | messages.Description
-    | messages.Summary
-    | messages.ManifestReply
-    | messages.PublicationReply
-)
+Answer = messages.Done | messages.Refused | messages.Description | messages.ManifestReply | messages.PublicationReply
 
 
 class MessageSink(Protocol):
@@ -97,7 +88,7 @@ class CoordinatorClient:
         timeout_s: float,
         version: int | None = None,
         after: WorkerView | str | None = None,
-        workers_max: int = 0,
+        workers_max: int | None = None,
     ) -> tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or a part of that (see `messages.Describe`), or of all.
 
@@ -113,11 +104,11 @@ class CoordinatorClient:
         found: list[ModelInfo] = []
         is_last = False
         while not is_last:
-            question = messages.Describe(0, None, found[-1].model if found else None)
+            question = messages.Describe(0, None, found[-1].model if found else None, workers_max=workers_max)
             answer = await self._description(question, timeout_s, deadline)
             found += answer.models
             if answer.is_cut:
-                found[-1] = await self._whole(answer, None, 0, timeout_s, deadline)
+                found[-1] = await self._whole(answer, None, None, timeout_s, deadline)
             is_last = not (answer.more and answer.models)
         return tuple(found)
 
@@ -127,34 +118,21 @@ class CoordinatorClient:
         return answer
 
     async def _whole(
-        self, answer: messages.Description, version: int | None, workers_max: int, timeout_s: float, deadline: float
+        self, answer: messages.Description, version: int | None, workers_max: int | None, timeout_s: float, deadline: float
     ) -> ModelInfo:
         """The last model of an answer, with the parts that it lacks; without them, if the model is forgotten meanwhile."""
         parts = [answer.models[-1]]
-        left = workers_max - len(parts[0].workers)
-        while answer.is_cut and parts[-1].workers and (left > 0 or not workers_max):
+        left = None if workers_max is None else workers_max - len(parts[0].workers)
+        while answer.is_cut and parts[-1].workers and left != 0:
             last = parts[-1].workers[-1]
-            question = messages.Describe(0, parts[0].model, last.name, last.incarnation, version, max(left, 0))
+            question = messages.Describe(0, parts[0].model, last.name, last.incarnation, version, left)
             try:
                 answer = await self._description(question, timeout_s, deadline)
             except VersionUnavailable:
                 break
             parts += answer.models
-            left -= len(parts[-1].workers)
+            left = None if left is None else left - len(parts[-1].workers)
         return joined(parts)
-
-    async def summarize(self, model: str | None, timeout_s: float) -> tuple[ModelSummary, ...]:
-        """One model in counts, or all: each as it is at some time during this call, which asks for a page at a time."""
-        deadline = anyio.current_time() + timeout_s
-        found: list[ModelSummary] = []
-        is_last = False
-        while not is_last:
-            question = partial(messages.Summarize, model=model, after=found[-1].model if found else None)
-            answer = await self._ask(question, "summarize", timeout_s, deadline)
-            assert isinstance(answer, messages.Summary)
-            found += answer.models
-            is_last = not (answer.more and answer.models)
-        return tuple(found)
 
     async def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> bytes:
         """The encoded manifest of one shard of a version. VersionUnavailable if it has no such shard, or is no more."""
@@ -210,14 +188,14 @@ class CoordinatorClient:
 
 
 def joined(parts: Sequence[ModelInfo]) -> ModelInfo:
-    """One model of its parts, which were told one after the other: of what is in several, the last word counts."""
+    """One model of its parts, which were told one after the other. Versions and counts are those of the first part."""
     replicas: dict[str, ReplicaView] = {}
     for view in (view for part in parts for view in part.replicas):
         before = replicas.get(view.replica)
         shards = {shard.rank: shard for each in (before, view) if each is not None for shard in each.shards}
         replicas[view.replica] = replace(view, shards=tuple(shards[rank] for rank in sorted(shards)))
     return replace(
-        parts[-1],
+        parts[0],
         replicas=tuple(sorted(replicas.values(), key=lambda view: (view.group, view.version, view.replica))),
         leases=tuple({view.lease: view for part in parts for view in part.leases}.values()),
         workers=tuple({view.incarnation: view for part in parts for view in part.workers}.values()),
