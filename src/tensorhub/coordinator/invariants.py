@@ -128,6 +128,13 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
         demand(member.worker is worker, "a member belongs to its worker", member)
         if member.holding is not None:
             _ordered(member.holding)
+        for lease in member.reads.values():
+            _yields(lease)
+
+
+def _yields(lease: ReadLease) -> None:
+    is_known = lease.yields == yields(lease.part, lease.holding)
+    demand(is_known or lease.state is not LeaseState.ACTIVE, "a reader that yields is known to", lease)
 
 
 def _member(cluster: Cluster, member: Member) -> None:
@@ -414,13 +421,12 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
             _ordered(part.member.holding)
         for lease in part.leases.values():
             demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
-            demand(lease.yields == yields(part, lease.holding), "a reader that yields is known to", lease)
+            _yields(lease)
             demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
             demand(running, "only running operations read", lease)
             demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
-        striped = [lease.holding for lease in part.leases.values() if lease.is_of_whole and lasts(lease)]
-        alone = len(striped) < 2 or part.bridges or all(holding.active_readers == 1 for holding in striped)
-        demand(alone, "who reads from several complete sources reads there alone", operation)
+        is_one = part.bridges or sum(map(lasts, part.leases.values())) < 2
+        demand(is_one, "a reader has one source that brings everything", operation)
 
 
 def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
@@ -455,6 +461,7 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         operation = part.operation
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
         demand(known, "a reader knows its leases", lease)
+        _yields(lease)
         demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
         demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9

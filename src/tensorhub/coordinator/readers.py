@@ -337,8 +337,8 @@ class Readers:
         """It moves if it has the rest so many times sooner elsewhere, and as much sooner. (Without a gain: it yields.)"""
         if not part.reads or part.bridges or part.member.worker.read_only:
             return
-        if not all(lease.is_only and lease.holding.is_fed for lease in part.leases.values()):
-            return
+        if [lease.is_only and lease.holding.is_fed for lease in part.leases.values()] != [True]:
+            return  # it has lost its source, or is being moved
         found = self._choice.faster(part, factor, gain_s)
         if found is not None:
             part.moved_with = part.progress[0]
