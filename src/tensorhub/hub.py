@@ -306,12 +306,13 @@ class Hub(Unpicklable):
 
         `limit=0`: counts only, and the newest 32 versions. `info.summary` has the workers, the calls by what they wait for,
         and for how long; `summary` of each version has its replicas by state. That answer is short, however many workers
-        there are, so that a dashboard may ask every second. The other answers have the counts, too, and grow with the model.
+        there are, so that a dashboard may ask every second. A whole description has the counts, too, and grows with the
+        model.
 
         Of one model a part can be asked for. `version`: only that version, its replicas, its reads, and the workers that
         hold or read it. `limit`, `after`: a page of workers by name, the next `limit` after `after`, with the shards that
         they hold and the reads that bring them bytes. `after` is a name, or a worker of the page before:
-        `after=info.workers[-1]`. A page after a worker has no counts. Raises VersionUnavailable for an unknown model or
+        `after=info.workers[-1]`. A page has no counts. Raises VersionUnavailable for an unknown model or
         version.
         """
         number, most = check_part(model, version, after, limit)

@@ -467,7 +467,7 @@ class VersionView:
     retained: bool  # `retain` or a pin keeps it
     layout_id: Name = ""  # in which it was published; other replicas may have others
     missing: Annotated[tuple[U64, ...], Length(MISSING_TOLD_MAX)] = ()
-    summary: VersionSummary | None = None  # None: not on this page
+    summary: VersionSummary | None = None  # None: this is a page of the model, or the version is not among the newest 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,7 +609,7 @@ class ModelInfo:
     replicas: Annotated[tuple[ReplicaView, ...], Length(2**20)]
     leases: Annotated[tuple[LeaseView, ...], Length(2**20)]
     workers: Annotated[tuple[WorkerView, ...], Length(2**20)]
-    summary: ModelSummary | None = None  # None: not on this page
+    summary: ModelSummary | None = None  # None: this is a page of the model
     coordinator_behind_s: Seconds = field(default=0.0, compare=False)  # how late the coordinator is with calls
 
 

@@ -277,7 +277,6 @@ async def test_a_terminal_shows_the_rows_of_a_small_cluster_and_counts_those_of_
             (2, True, replace(everything, model="m"), counted),
             (2, True, replace(everything, details=True), described),
             (2, True, replace(everything, model="m", version=1), described),
-            (2, True, replace(everything, model="m", limit=1), described),
             (3, False, replace(everything, summary=True), counted),
         ):
             monkeypatch.setattr(status, "ROWS_MAX", rows)

@@ -52,7 +52,8 @@ def page(cluster: Cluster, after: str | None, workers_max: int | None = None) ->
 def describe(
     model: Model, now: float, version: int | None = None, after: Place | None = None, workers_max: int | None = None
 ) -> Found:
-    """Versions, replicas, leases and workers of one model, each in a stable order. The first part has the counts, too.
+    """Versions, replicas, leases and workers of one model, each in a stable order. The first part has the counts, too,
+    unless it is a page of so many workers.
 
     With `version`, only what concerns it. Of the workers after a place, the next `workers_max` (None: all; 0: counts only),
     with what they hold and read; fewer, if there are too many rows. With the last worker come torn replicas of which no
@@ -60,7 +61,7 @@ def describe(
     """
     rows = _Rows(model, version)
     is_cut = workers_max != 0 and rows.add(after, workers_max)
-    counts = summarize(model, now) if after is None else None
+    counts = None if after is not None or workers_max else summarize(model, now)
     return _info(rows, counts, counts_only=workers_max == 0), is_cut
 
 
