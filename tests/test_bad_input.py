@@ -1,4 +1,4 @@
-"""What users and strangers get wrong: each is a typed error that says what to do, and nobody else notices."""
+"""What users and unauthenticated peers get wrong: each is a typed error that says what to do, and nobody else notices."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ async def test_an_error_of_the_callers_may_say_anything() -> None:
             await group[1].publish(1)
 
 
-# ------------------------------------------------------------------------------------------------------------ strangers
+# ----------------------------------------------------------------------------------------------- unauthenticated peers
 
 
 GARBAGE = {
@@ -334,7 +334,7 @@ def data_address(hub: Hub) -> str:
 
 @pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
 @pytest.mark.parametrize("where", ["coordinator", "worker"])
-async def test_strangers_cost_nobody_anything(where: str, words: bytes) -> None:
+async def test_unauthenticated_peers_cost_nobody_anything(where: str, words: bytes) -> None:
     async with cluster("trainer", "reader") as c:
         source = await published(c.hubs[0])
         address = c.address if where == "coordinator" else data_address(c.hubs[0])
@@ -349,7 +349,7 @@ async def test_strangers_cost_nobody_anything(where: str, words: bytes) -> None:
 
 
 @pytest.mark.parametrize("where", ["coordinator", "worker"])
-async def test_strangers_that_say_nothing_do_not_keep_others_out(where: str) -> None:
+async def test_pending_connections_that_say_nothing_do_not_keep_others_out(where: str) -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0])
         address = parse_address(c.address if where == "coordinator" else data_address(c.hubs[0]))

@@ -29,7 +29,7 @@ def test_generated_pages_are_current(name: str) -> None:
     assert page == _generator()[name], "run: python docs/generate.py"
 
 
-def test_nothing_tells_anybody_to_install_a_strangers_package() -> None:
+def test_nothing_tells_anybody_to_install_an_unknown_package() -> None:
     """On PyPI another project has the name. Only `tensorhub[...] @ URL` is this one."""
     told = re.compile(r"""(pip3?|pipx|uv) (install|add)\b[^`|#]{0,80}?[ '"]tensorhub(\[[\w,]+\])?(?![\w\[./-])(?! @)""")
     root, wrong = DOCS.parent, []

@@ -21,7 +21,7 @@ from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_token
-from tensorhub.runtime.control import pending_handshakes as strangers_module
+from tensorhub.runtime.control import accepting
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until, worker_of
 
@@ -65,11 +65,11 @@ async def fetches(c: Cluster, content: int) -> None:
 
 @pytest.mark.parametrize("words", [b"", b"TENSRHUB"], ids=["silent", "half a word"])
 @pytest.mark.parametrize("where", ["coordinator", "worker"])
-async def test_a_flood_of_strangers_throws_itself_out(
+async def test_a_flood_of_pending_connections_closes_its_own_ones(
     where: str, words: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("STRANGERS_MAX", "READING_STRANGERS_MAX"):
-        monkeypatch.setattr(strangers_module, name, 8)
+    for name in ("PENDING_MAX", "PENDING_READERS_MAX"):
+        monkeypatch.setattr(accepting, name, 8)
     async with cluster("trainer", options=PATIENT) as c:
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ async def test_a_flood_of_strangers_throws_itself_out(
             assert await anyio.to_thread.run_sync(is_closed, flood[0])
             await fetches(c, 1)
             assert await anyio.to_thread.run_sync(is_closed, flood[20])
-    told = [record.getMessage() for record in caplog.records if "stranger_thrown_out" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "pending_connection_closed" in record.getMessage()]
     assert 0 < len(told) < 10
 
 

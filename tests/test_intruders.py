@@ -178,7 +178,7 @@ async def during_a_transfer(role: str, insults: Callable[[Address], None]) -> No
 
 
 @pytest.mark.parametrize("role", ["worker", "reader"])
-async def test_strangers_and_intruders_cost_a_running_transfer_nothing(role: str) -> None:
+async def test_unauthenticated_and_authenticated_intruders_cost_a_running_transfer_nothing(role: str) -> None:
     def insults(address: Address) -> None:
         tracemalloc.start()
         try:

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 SECRET = b"secret"
 READ_ONLY = "a read-only token gives no memory to map"
-STRANGER = 54_321  # a user whom nobody has
+OTHER_USER = 54_321  # a user whom nobody has
 
 
 def shared(content: int) -> Any:
@@ -131,10 +131,10 @@ def test_a_read_only_peer_is_given_none(source: ServedSource) -> None:
 
 
 def test_a_process_of_another_user_is_given_none(source: ServedSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix, "peer_uid", lambda connection: STRANGER)
-    with pytest.raises(Unusable, match=rf"user {STRANGER} is given no memory .* Options\.shared_memory_uids"):
+    monkeypatch.setattr(unix, "peer_uid", lambda connection: OTHER_USER)
+    with pytest.raises(Unusable, match=rf"user {OTHER_USER} is given no memory .* Options\.shared_memory_uids"):
         opened(source, SECRET)
-    assert str(STRANGER) in asked(source, SECRET).reason
+    assert str(OTHER_USER) in asked(source, SECRET).reason
 
 
 # -------------------------------------------------------------------------------------------------------------- whoever
@@ -188,8 +188,8 @@ for uid in map(int, uids):
 async def test_processes_of_other_users_map_nothing_unless_they_are_named() -> None:
     content = shared(1)
     total = int(sum(np.sum(tensor) for tensor in content.values()))
-    named = Options(op_timeout_s=WAIT_S, chunk_bytes=OPTIONS.chunk_bytes, shared_memory_uids=(STRANGER,))
-    users = [0, STRANGER, STRANGER + 1, UNMAPPED_UID]
+    named = Options(op_timeout_s=WAIT_S, chunk_bytes=OPTIONS.chunk_bytes, shared_memory_uids=(OTHER_USER,))
+    users = [0, OTHER_USER, OTHER_USER + 1, UNMAPPED_UID]
     async with cluster(token="secret") as c, connect(c.address, "trainer", named, "secret") as hub:
         await (await hub.register("m", content)).publish(1)
         command = [sys.executable, "-c", READS, c.address, *map(str, users)]
@@ -198,7 +198,7 @@ async def test_processes_of_other_users_map_nothing_unless_they_are_named() -> N
     rows = done.stdout.decode().splitlines()
     assert len(rows) == len(users)
     for uid, row in zip(users, rows, strict=True):
-        assert ("'shm'" in row) == (uid in (0, STRANGER)), row
+        assert ("'shm'" in row) == (uid in (0, OTHER_USER)), row
         assert (row[:3], row.rpartition(" ")[2]) == ("1 [", str(total))
     for uid in users[2:]:
         assert f"user {uid}" in done.stderr.decode()

@@ -93,7 +93,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 class Tally:
-    """An event that strangers can bring about as often as they like: logged once a second at most, with `times`, how often
+    """An event that peers can bring about as often as they like: logged once a second at most, with `times`, how often
     it has happened since it was logged last, and the fields of the newest. Any thread may count.
     """
 

@@ -74,7 +74,7 @@ def test_what_works() -> None:
 
 
 def test_how_many_workers_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))  # of which a quarter is for strangers
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))  # of which a quarter is for pending connections
     assert run().splitlines()[-1] == (
         "a coordinator: room for 640 workers (`ulimit -Hn` is 1024): raise it to 20608 for 16,384 "
         "(LimitNOFILE= in systemd, --ulimit nofile= for containers)"

@@ -46,7 +46,7 @@ def test_only_workers_join_and_only_once() -> None:
     cluster.coordinator.step(Disconnected(78), 0.0)
 
 
-def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
+def test_messages_of_an_old_session_or_of_unknown_sessions_change_nothing() -> None:
     """G9: a key of another epoch is answered, and opens nothing."""
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")

@@ -398,16 +398,16 @@ def test_if_the_last_source_leaves_on_purpose_its_readers_go_over_unless_their_o
     (first,) = filling(world)
     finish(world, [first], trainers)
     (follower,) = filling(world, "f")
-    (stranger,) = world.group("s", [("own/s", ())])
-    world.fill([stranger])
-    world.ready(stranger, A, B)
+    (late,) = world.group("s", [("own/s", ())])
+    world.fill([late])
+    world.ready(late, A, B)
     for trainer in trainers:
         world.leave(trainer)
     world.pass_time(10.0)
     for trainer in trainers:
         assert trainer.take(LeaveGranted)
         world.fenced(trainer)
-    (outcome,) = stranger.take(Outcome)
+    (outcome,) = late.take(Outcome)
     assert outcome.again
     assert not follower.take(Outcome)
     finish(world, [follower])

@@ -156,7 +156,7 @@ while time.monotonic() < until:
                 raise OSError
         except BlockingIOError:
             pass
-        except OSError:  # thrown out: come again
+        except OSError:  # closed: come again
             peers.pop(number).close()
 """
 
@@ -250,7 +250,7 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
             for number, _ in events:
                 peer, handshake = workers[number]
                 words = peer.recv(4096)
-                assert words, "it was thrown out"
+                assert words, "it was closed"
                 if not handshake.bytes_wanted:  # it has joined: that is its welcome
                     poll.unregister(number)
                     del workers[number]

@@ -176,13 +176,13 @@ def test_frames_that_are_lost_repeated_or_reordered_are_noticed(order: list[int]
 
 
 def test_frames_of_another_key_or_of_none_are_noticed() -> None:
-    for stranger in (
+    for wrong in (
         sealed(b"body", key=b"o" * 32),
         [frame(b"body", MOST) + bytes(MAC_BYTES)],
         [frame(b"b" * 40, MOST)] * 2,
     ):
         with pytest.raises(NotAuthentic):
-            opened(stranger)
+            opened(wrong)
 
 
 def test_after_a_frame_that_is_not_authentic_nothing_is_taken() -> None:
@@ -216,7 +216,7 @@ def test_the_preface_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("start", [b"G", b"GET / HTTP/1.1\r\n", b"TENSORHUB", b"\x00", b"TENSRHUb\x00\x02"])
-def test_a_stranger_is_recognised_by_its_first_bytes(start: bytes) -> None:
+def test_another_protocol_is_recognised_by_its_first_bytes(start: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a TensorHub peer") as caught:
         check_preface(start)
     assert repr(start[:16]) in str(caught.value)

@@ -352,7 +352,7 @@ def test_the_keys_are_none_of_the_proofs() -> None:
 
 
 @pytest.mark.parametrize("make", [client, server], ids=["client", "server"])
-def test_a_stranger_is_refused_and_told_nothing(make: Any) -> None:
+def test_a_peer_without_the_secret_is_refused_and_told_nothing(make: Any) -> None:
     one = make()
     one.data_to_send()
     with pytest.raises(ProtocolError, match=r"not a TensorHub peer.*GET / HTTP"):

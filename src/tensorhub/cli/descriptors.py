@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from tensorhub.runtime.control.pending_handshakes import descriptors_for, shares
+from tensorhub.runtime.control.accepting import caps, descriptors_for
 from tensorhub.types import Options
 
 SESSIONS_MAX: Final = Options().sessions_max
@@ -22,7 +22,7 @@ class Descriptors:
     """What this process may have open."""
 
     hard: int
-    sessions: int  # that fit beside pending handshakes and the reserve
+    sessions: int  # that fit beside pending connections and the reserve
     needed: int  # for SESSIONS_MAX of them
 
     @property
@@ -52,4 +52,4 @@ def descriptors() -> Descriptors:
     """What there is room for under the hard limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     hard = sys.maxsize if limit == resource.RLIM_INFINITY else limit
-    return Descriptors(hard, shares(SESSIONS_MAX, hard)[1], descriptors_for(SESSIONS_MAX))
+    return Descriptors(hard, caps(SESSIONS_MAX, hard)[1], descriptors_for(SESSIONS_MAX))

@@ -99,12 +99,16 @@ class BlockingConnection:
                 self._step(handshake, deadline)
         except OperationTimeout as error:
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s") from error
+        self.go_on_from(handshake)
+        self._limit_waits(self.stall_timeout_s)
+        return handshake.peer
+
+    def go_on_from(self, handshake: Handshake[PeerHello]) -> None:
+        """Go on from a handshake that is done."""
         mine, theirs = handshake.frame_keys
         self._encoder.authenticate(mine)
         self._decoder.authenticate(theirs)
         self._decoder.receive_data(handshake.take_rest())
-        self._limit_waits(self.stall_timeout_s)
-        return handshake.peer
 
     def _step(self, handshake: Handshake[PeerHello], deadline: float) -> None:
         self._limit_waits(deadline - time.monotonic())

@@ -23,7 +23,7 @@ from tensorhub.transport.base import Cutter, ReadFailure
 from tensorhub.transport.forks import close_in_children
 from tensorhub.types import format_address, parse_address
 
-BACKLOG = 4096  # or the kernel's somaxconn, if that is less: a flood must not fill it before it is thrown out
+BACKLOG = 4096  # or the kernel's somaxconn, if that is less: a flood must not fill it before its connections are closed
 LOCAL_CONGESTION_CONTROL = b"reno"
 LOCAL_BUFFER_BYTES = 4 * 2**20  # see benches/one_to_one.py; elsewhere the kernel's own tuning follows the path
 KEEPALIVE_IDLE_S = 15

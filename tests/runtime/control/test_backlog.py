@@ -69,11 +69,11 @@ async def test_in_a_burst_that_lasts_longer_than_the_lease_nobody_is_lost(monkey
             assert isinstance(await worker.receive(), Dismissed)
 
 
-@pytest.mark.parametrize("stranger", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
 async def test_who_is_away_has_a_second_lease_while_somebody_waits_to_be_let_in(
-    stranger: bool, monkeypatch: pytest.MonkeyPatch
+    pending: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be the very worker that comes back. Strangers who never say anything keep nobody for longer."""
+    """It may be the very worker that comes back. Pending connections that never say anything keep nobody for longer."""
     lost: list[tuple[Event, float]] = []  # in which step, and how long after it was heard last
     step = Coordinator.step
 
@@ -87,15 +87,15 @@ async def test_who_is_away_has_a_second_lease_while_somebody_waits_to_be_let_in(
     monkeypatch.setattr(Coordinator, "step", watched)
     options = Options(lease_s=LEASE_S, connect_timeout_s=2 * WAIT_S)
     async with nothing_left(), serving(options) as server, AsyncExitStack() as stack:
-        if stranger:
+        if pending:
             await stack.enter_async_context(await anyio.connect_tcp(*parse_address(server.address)))
-            await until(lambda: server._doorstep is not None and not server._doorstep.is_empty)
+            await until(lambda: server._accept_loop is not None and not server._accept_loop.is_empty)
         async with await thin_worker(server, 1) as worker:
             say_at_once(worker, Join("w1", Location(), (), 1, 0))
             assert isinstance(await worker.receive(), Welcome)
         await until(lambda: bool(lost))
         event, seconds = lost[0]
-        if stranger:
+        if pending:
             assert isinstance(event, Tick)
             assert seconds >= 2 * LEASE_S
         else:

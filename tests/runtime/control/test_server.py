@@ -251,7 +251,9 @@ async def test_if_descriptors_are_short_whoever_fits_is_served_and_the_log_says_
 ) -> None:
     caplog.set_level("INFO", "tensorhub.coordinator")
     monkeypatch.setattr(logs, "TALLY_S", 60.0)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))  # of which 8 are for strangers, and 8 for everything else
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda _: (32, 32)
+    )  # of which 8 are for pending connections, and 8 for everything else
     async with nothing_left(), serving(OPTIONS) as server, contextlib.AsyncExitStack() as stack:
         served = [await stack.enter_async_context(await talk(server, JOIN, incarnation=f"w{n}")) for n in range(16)]
         assert {type(await each.receive()) for each in served} == {Welcome}

@@ -1,4 +1,4 @@
-"""Memory that other processes can map: what is in it, what it costs, and what a reader takes from a stranger."""
+"""Memory that other processes can map: what is in it, what it costs, and what a reader takes from a peer."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_reader_sees_what_is_written_and_writes_nothing() -> None:
         os.close(again)
 
 
-def test_what_a_stranger_hands_over_is_looked_at_first(tmp_path: Path) -> None:
+def test_what_a_peer_hands_over_is_looked_at_first(tmp_path: Path) -> None:
     segment = Segment(4096)
     with pytest.raises(StateError, match="said to have 8192 bytes, and has 4096"):
         MappedSegment(segment.descriptor, 8192)

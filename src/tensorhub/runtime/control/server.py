@@ -3,7 +3,7 @@
 Responsible for sessions (their handshake and their end), for feeding events to the core one at a time,
 and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
 
-A connection whose peer has not proved itself is one of the `PendingHandshakes`. A session may send only small frames before
+A connection that has not authenticated is the `AcceptLoop`'s. A session may send only small frames before
 Join, which has to come soon; afterwards its lease keeps it. A session is heard a few messages at a time, and only while its
 peer takes what it is told. So neither what a peer asks for nor how fast it asks makes anybody else wait.
 """
@@ -51,10 +51,9 @@ from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
-from tensorhub.runtime.control.doorstep import Doorstep, Stranger
+from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
 from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
-from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, descriptors_for, shares
 from tensorhub.runtime.control.polled_stream import Poller
 from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, ReadOnlyAnswers, Session, Turn
@@ -94,15 +93,15 @@ class CoordinatorServer:
         self._look_wanted = anyio.Event()
         self._lost: list[WorkerLost] = []  # of which the log says nothing yet
         self._lost_wanted = anyio.Event()
-        self._doorstep: Doorstep | None = None  # where strangers are; None: nobody is one
+        self._accept_loop: AcceptLoop | None = None  # None: connections come from this process
         self._wakes_at = math.inf  # when time is let pass for the core
         self._is_sooner = anyio.Event()  # it wants that earlier
         self._turn: Turn
         self._hearing: Hearing
         self._poller: Poller
         self._now: Callable[[], float]  # of the loop that this runs on
-        self._strangers_max, self._sessions_max = shares(options.sessions_max)
-        self._crowding = Tally(log.warning, "stranger_thrown_out")
+        self._pending_max, self._sessions_max = caps(options.sessions_max)
+        self._closings = Tally(log.warning, "pending_connection_closed")
         self._refusals = Tally(log.warning, "peer_refused")
         self._turned_away = Tally(log.info, "session_refused")
         self._shortages = Tally(log.warning, "accept_failed")
@@ -315,7 +314,7 @@ class CoordinatorServer:
     def _nobody_comes(self) -> bool:
         """Whether no connection waits to be accepted, nor for its handshake, nor has one still to say Join."""
         joining = any(each.scope.deadline < math.inf and not each.is_ending for each in self._sessions.values())
-        return not joining and (self._doorstep is None or self._doorstep.is_empty)
+        return not joining and (self._accept_loop is None or self._accept_loop.is_empty)
 
     async def _keep_access(self) -> None:
         """End the sessions of tokens that are no longer accepted, also of peers that only listen. A peer that has another
@@ -334,37 +333,21 @@ class CoordinatorServer:
     async def _accept(self, listener: anyio.abc.Listener[Any], tasks: anyio.abc.TaskGroup) -> None:
         """Serve whoever comes. What keeps one connection out ends no other."""
         listening: socket.socket | None = listener.extra(anyio.abc.SocketAttribute.raw_socket, None)
-        if listening is None:  # in this process: nobody there is a stranger
+        if listening is None:  # in this process
             await listener.serve(self._serve, tasks)
             return
+        self._accept_loop = AcceptLoop(listening, self._pending_max, self._serve_accepted, self._closings, self._shortages)
+        await self._accept_loop.run(tasks)
 
-        def meet(stranger: Stranger) -> None:
-            tasks.start_soon(self._serve_stranger, stranger, doorstep)
-
-        strangers = PendingHandshakes[Stranger](
-            self._strangers_max, min(MET_MAX, self._strangers_max), self._options.connect_timeout_s
-        )
-        self._doorstep = doorstep = Doorstep(listening, strangers, meet, self._crowding, self._shortages)
-        await doorstep.keep()
-
-    async def _serve_stranger(self, stranger: Stranger, doorstep: Doorstep) -> None:
-        """Until it has proved itself it may be thrown out for another one."""
+    async def _serve_accepted(self, connection: socket.socket, authenticated: Callable[[], None]) -> None:
         try:
-            with anyio.CancelScope() as scope:
-                stranger.end = scope.cancel
-                try:
-                    stranger.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    stream = self._poller.stream(stranger.connection)
-                except OSError:  # its peer has gone already
-                    stranger.connection.close()
-                    return
-                await self._serve(stream, stranger.origin, partial(doorstep.proved, stranger))
-        finally:
-            doorstep.dismiss(stranger)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = self._poller.stream(connection)
+        except OSError:  # its peer has gone already
+            return
+        await self._serve(stream, authenticated)
 
-    async def _serve(
-        self, stream: anyio.abc.ByteStream, origin: str = "", proved: Callable[[], None] = lambda: None
-    ) -> None:
+    async def _serve(self, stream: anyio.abc.ByteStream, authenticated: Callable[[], None] = lambda: None) -> None:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
@@ -372,14 +355,14 @@ class CoordinatorServer:
                     "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
                 )
                 await messages.handshake(handshake, self._options.connect_timeout_s)
-                proved()
-                await self._converse(messages, handshake, origin)
+                authenticated()
+                await self._converse(messages, handshake)
         except ConnectionLost:
             pass
         except TensorHubError as error:
             self._refusals.count(kind=type(error).__name__, reason=str(error))
 
-    async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake, origin: str) -> None:
+    async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         kind = self._read_only if handshake.read_only else self._full

@@ -1,8 +1,8 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets (none outlives `serve_readers`), and for how many there are: peers that
-have not proved themselves wait on the `Doorstep`, and no reader takes more than half of the places. Not responsible for what
-may be read (`SharedOwner`), nor for what is said (`ReadServer`).
+Responsible for the life of these threads and sockets (none outlives `serve_readers`), and for how many there are. A
+connection gets a thread once it has authenticated, and no reader takes more than half of the places. Not responsible for
+pending connections (`AcceptLoop`), for what may be read (`SharedOwner`), nor for what is said (`ReadServer`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import anyio.abc
@@ -27,8 +26,7 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.control.doorstep import Doorstep, Stranger
-from tensorhub.runtime.control.pending_handshakes import READERS_MET_MAX, PendingHandshakes, readers_share
+from tensorhub.runtime.control.accepting import AcceptLoop, pending_readers_max
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.owner import Lane
@@ -36,6 +34,7 @@ from tensorhub.transport.read_server import ReadServer, not_served
 from tensorhub.types import Incarnation
 
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
+ENDING_MAX = 64  # threads besides those that serve: of refused readers, and of lanes that were stopped and have not ended
 REVOKED_S = 1.0  # between two looks for readers whose token is no longer accepted
 
 log = get_logger("tensorhub.owner")
@@ -57,51 +56,63 @@ class ServeSettings:
 
 
 class _Acceptor:
-    """One listener's connections. All but `proved` belongs to the loop's thread."""
+    """One listener's connections. All belongs to the loop's thread."""
 
-    def __init__(
-        self, listener: socket.socket, owner: SharedOwner, settings: ServeSettings, tasks: anyio.abc.TaskGroup
-    ) -> None:
+    def __init__(self, listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
         self.owner = owner
         self.settings = settings
         self.lanes: set[Lane] = set()  # all whose sockets are open
-        self._tasks = tasks
-        self._threads = 0  # of lanes; also of who was thrown out, until it notices
-        most = readers_share()
-        self.doorstep = Doorstep(
-            listener,
-            PendingHandshakes(most, min(READERS_MET_MAX, most), settings.handshake_timeout_s),
-            self._meet,
-            Tally(log.warning, "stranger_thrown_out"),
-            Tally(log.warning, "accept_failed"),
-            lambda: self._threads < settings.readers_max + 2 * READERS_MET_MAX,
-        )
+        closings, shortages = Tally(log.warning, "pending_connection_closed"), Tally(log.warning, "accept_failed")
+        self.accept_loop = AcceptLoop(listener, pending_readers_max(), self._serve, closings, shortages)
 
-    def _meet(self, stranger: Stranger) -> None:
-        self._threads += 1
-        self._tasks.start_soon(self._serve, stranger)
-
-    async def _serve(self, stranger: Stranger) -> None:
-        connection = _tuned(stranger.connection, self.settings.stall_timeout_s)
+    async def _serve(self, accepted: socket.socket, authenticated: Callable[[], None]) -> None:
+        handshake = ServerHandshake("owner", self.settings.incarnation, self.settings.secrets, os.urandom(NONCE_BYTES))
+        try:
+            await _authenticate(accepted, handshake, self.settings.handshake_timeout_s)
+        except ConnectionLost:
+            return
+        except TensorHubError as error:
+            _ended.count(reader=None, reason=str(error))
+            return
+        authenticated()
+        if len(self.lanes) >= self.settings.readers_max + ENDING_MAX:
+            _unserved.count(reader=handshake.client_incarnation, reason="too many connections have not ended")
+            return
+        connection = _tuned(accepted, self.settings.stall_timeout_s)
         if connection is not None:
-            not_given = _why_not_given(stranger.connection, self.settings)
-            lane = Lane(connection, is_local=sockets.is_local(stranger.connection), not_given=not_given)
-            stranger.end = partial(self.owner.stop, lane)
+            connection.go_on_from(handshake)
+            not_given = _why_not_given(accepted, self.settings)
+            lane = Lane(connection, is_local=sockets.is_local(accepted), not_given=not_given)
+            lane.secret = handshake.secret
             self.lanes.add(lane)
             try:
                 limiter = anyio.CapacityLimiter(1)  # its place is taken already
-                await anyio.to_thread.run_sync(_serve_lane, lane, connection, self, stranger, limiter=limiter)
+                await anyio.to_thread.run_sync(_serve_lane, lane, connection, handshake, self, limiter=limiter)
             finally:
                 connection.close()
                 self.lanes.remove(lane)
-        self._threads -= 1
-        self.doorstep.dismiss(stranger)
 
-    def proved(self, stranger: Stranger, lane: Lane, reader: Incarnation) -> str:
-        """The peer has shown who it is. Returns why it is not served; "": it is. Called by its lane's thread."""
-        self.doorstep.proved(stranger)
-        readers_max = self.settings.readers_max
-        return self.owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
+
+async def _authenticate(connection: socket.socket, handshake: ServerHandshake, timeout_s: float) -> None:
+    """Run the handshake in the loop, so that a pending connection takes no thread."""
+    with anyio.move_on_after(timeout_s) as scope:
+        while not handshake.done:
+            await anyio.wait_readable(connection)
+            try:
+                data = connection.recv(handshake.bytes_wanted)
+                if not data:
+                    handshake.receive_eof()
+                handshake.receive_data(data)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ConnectionLost(f"the connection is gone: {error!r}") from error
+            finally:
+                if answer := handshake.data_to_send():  # also where the handshake has failed: it says why
+                    with contextlib.suppress(OSError):  # a peer that does not take so little is not worth waiting for
+                        connection.send(answer)
+    if scope.cancelled_caught:
+        raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
 
 
 async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
@@ -109,11 +120,11 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
     open.
     """
     async with anyio.create_task_group() as tasks:
-        acceptor = _Acceptor(listener, owner, settings, tasks)
+        acceptor = _Acceptor(listener, owner, settings)
         if not isinstance(settings.secrets, tuple):  # else they never change
             tasks.start_soon(_end_revoked, acceptor)
         try:
-            await acceptor.doorstep.keep()
+            await acceptor.accept_loop.run(tasks)
         finally:
             for lane in acceptor.lanes:
                 owner.stop(lane)
@@ -158,17 +169,15 @@ _ended = Tally(log.info, "lane_ended")
 _meddled = Tally(log.warning, "frame_not_authentic")
 
 
-def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor, stranger: Stranger) -> None:
+def _serve_lane(lane: Lane, connection: BlockingConnection, handshake: ServerHandshake, acceptor: _Acceptor) -> None:
     """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
     owner, settings = acceptor.owner, acceptor.settings
     owner.add_lane(lane)
     try:
         if lane.is_stopped:
             return
-        handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
-        connection.handshake(handshake, settings.handshake_timeout_s)
-        lane.secret = handshake.secret
-        refusal = acceptor.proved(stranger, lane, Incarnation(handshake.client_incarnation))
+        reader, readers_max = Incarnation(handshake.client_incarnation), settings.readers_max
+        refusal = owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
         with contextlib.closing(ReadServer(lane, connection, owner, owner.sides, settings.patience_s)) as server:
             while (read := server.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:

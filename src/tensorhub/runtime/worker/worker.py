@@ -32,7 +32,7 @@ from tensorhub.manifest import Manifest
 from tensorhub.memory.regions import Memory
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
-from tensorhub.runtime.control.doorstep import RETRY_S
+from tensorhub.runtime.control.accepting import RETRY_S
 from tensorhub.runtime.control.link import CoordinatorLink, Dial
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
