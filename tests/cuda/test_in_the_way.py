@@ -118,7 +118,7 @@ async def test_a_source_without_room_to_send_from_tells_its_reader_why(caplog: p
         await (await register(made.hubs[0], tensors(1), device)).publish(1)
         weights = await register(made.hubs[1], memory, None)
         with pytest.raises(VersionUnavailable, match=f"reads that failed: worker 'trainer': {STAGING}"):
-            await weights.replicate(timeout=0.5)
+            await weights.replicate(timeout=2)
         assert "taking page-locked host memory" in warned(caplog, "read_not_served")[0]
         device.is_full = False
         assert (await weights.replicate()).version == 1

@@ -77,6 +77,14 @@ def test_a_publication_is_what_its_parts_say(random: Random) -> None:
     assert [each.ranks for each in again.classes] == [each.ranks for each in made.classes]
 
 
+def test_several_ranks_of_plain_tensors_have_each_their_own() -> None:
+    publication = publication_of(*published_plain(2))
+    assert [{(piece.kind.ranks, piece.box[0].start) for piece in rank.pieces()} for rank in publication.ranks] == [
+        {(2, 0)},
+        {(2, 1)},
+    ]
+
+
 def test_parts_that_are_missing_or_others_are_refused() -> None:
     published, parts = published_by_rows(2)
     for part_id in parts:

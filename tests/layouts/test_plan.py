@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tensorhub.errors import ManifestMismatch
-from tensorhub.layouts import Coordinates, Kind, LocalTensor, Publication, arrange, pieces_of, plan, source
+from tensorhub.layouts import Coordinates, Kind, LocalTensor, Publication, arrange, at, pieces_of, plan, source
 from tensorhub.layouts.boxes import whole
 from tensorhub.layouts.catalogue import Catalogue
-from tensorhub.layouts.cells import Cell
+from tensorhub.layouts.cells import STILL, Cell
 from tensorhub.layouts.pieces import Piece, packed
 from tensorhub.layouts.sharding import Cut, cut
 from tests.layouts.worlds import moved, wanted, world
@@ -126,6 +126,24 @@ def test_a_reader_with_names_in_the_order_of_text_reads_in_the_order_of_numbers(
         found = plan(reader, [held])
         assert len(found.families) == 52  # 10 to 19, 20 to 29, ..., and a few more for 0 to 9
         assert (found.nbytes, len(set(found.cells(0)))) == (500 * 48, 500)
+
+
+def test_experts_with_names_of_their_own_make_families_and_neighbours_coalesce() -> None:
+    """A trainer with a tensor for each expert, in regions of their own; an engine that stacks them. And the other way."""
+    names = [f"experts.{n}.w2" for n in range(16)]
+    shapes = dict.fromkeys(names, (8, 4))
+    apart = arrange(pieces_of(locals_of(shapes)))
+    sources = {"w2": [(at[n], source(name)) for n, name in enumerate(names)]}
+    stacked = arrange(pieces_of(locals_of({"w2": (16, 8, 4)}), sources=sources, shape_of=dict(shapes).get), apart.catalogue)
+    cell = Cell(0, 0, 0, 0, (), 64)
+    for reader, held, expected in (
+        (stacked, apart, (16, cell, (1, 0, 0, 64))),
+        (apart, stacked, (16, cell, (0, 64, 1, 0))),
+        (stacked, stacked, (1, cell._replace(run=16 * 64), STILL)),
+    ):
+        (family,) = plan(reader, [held]).families
+        assert (family.length, family.first, family.step) == expected
+    assert list(plan(stacked, [apart]).cells(0))[3] == Cell(3, 0, 0, 192, (), 64)
 
 
 # ---------------------------------------------------------------------------------------------------- whom to read

@@ -199,6 +199,14 @@ def test_chunks_of_regions_that_are_not_read() -> None:
     assert ChunkMemory(partial, views, frozenset({2})).unwanted == (1,)
 
 
+def test_chunks_move_between_two_memories_of_one_grid() -> None:
+    (memory, _), (other, held) = resharded_memory(CHUNKS), resharded_memory(CHUNKS)
+    for each in held.held:
+        each[:] = bytes(len(each))
+    move_chunks(memory, other, range(len(CHUNKS)))
+    assert other.digests(range(len(CHUNKS))) == memory.digests(range(len(CHUNKS)))
+
+
 def test_a_stream_gives_as_many_bytes_as_are_wanted() -> None:
     chance = random.Random(3)
     for kind in KINDS:
