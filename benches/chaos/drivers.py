@@ -49,7 +49,7 @@ ROLES: Final = (
     Role("pair", ("pair-0", "pair-1"), transports=("tcp",)),
     Role("spot", ("spot", "spot"), spot=True, leaves=True, shared=True),
     Role("staged", ("staged", "staged"), host_memory_bytes=8 * NBYTES, prefetch=True, staged=True),
-    Role("visitor", ("visitor", "visitor"), fetches=True, leaves=True, transports=("cma", "tcp")),
+    Role("fetcher", ("fetcher", "fetcher"), fetches=True, leaves=True, transports=("cma", "tcp")),
 )
 WORKERS: Final = tuple(dict.fromkeys(host for role in ROLES for host in role.hosts))
 

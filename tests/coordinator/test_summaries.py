@@ -16,7 +16,7 @@ from tests.coordinator.test_answers import ask, observed
 from tests.coordinator.test_retention import fill, retained, run_but
 from tests.coordinator.test_testimonies import published as published_by_digests
 from tests.coordinator.test_withdrawals import reading, run_without_reads
-from tests.runtime.control.test_describing import crowd
+from tests.runtime.control.test_describing import many_models
 
 
 def summary(cluster: StepwiseCluster) -> ModelSummary:
@@ -298,7 +298,7 @@ def test_a_page_has_room_for_so_many_groups_and_shards_and_one_model_is_never_cu
     for number in range(40):
         cluster.handle(f"reader-{number}")
     cluster.run()
-    names = crowd(cluster.coordinator, 7)
+    names = many_models(cluster.coordinator, 7)
     found, after = [], None
     while True:
         answer = ask(cluster, Describe(1, None, after, workers_max=0))
@@ -319,7 +319,7 @@ def test_a_model_counts_with_its_shards(monkeypatch: pytest.MonkeyPatch) -> None
     for rank in ranks:
         rank.publish(9)
     cluster.run()
-    crowd(cluster.coordinator, 1)
+    many_models(cluster.coordinator, 1)
     answer = ask(cluster, Describe(1, None, workers_max=0))
     assert isinstance(answer, Description)
     assert ([model.model for model in answer.models], answer.more) == (["actor"], True)

@@ -19,7 +19,7 @@ from tensorhub.types import ModelInfo, ReplicaView, ShardView, WorkerView
 from tests.coordinator.test_answers import OBSERVER as WATCHER, ask as ask_one, observed
 from tests.coordinator.test_availability import publish
 from tests.coordinator.test_withdrawals import reading, run_without_reads
-from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, crowd, pages
+from tests.runtime.control.test_describing import OBSERVER, Unlooked, ask, many_models, pages
 
 
 def test_describe_shows_versions_replicas_leases_and_workers() -> None:
@@ -72,7 +72,7 @@ def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(monkeypatch: p
 def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DESCRIBED_MAX", 7)
     cluster = StepwiseCluster()
-    names = crowd(cluster.coordinator, 30)
+    names = many_models(cluster.coordinator, 30)
     trainer, _ = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -87,7 +87,7 @@ def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.Mo
 def test_a_name_that_is_forgotten_leaves_no_gap() -> None:
     """Between two pages the last model of the first one goes, and others come."""
     cluster = StepwiseCluster()
-    names = crowd(cluster.coordinator, 600)
+    names = many_models(cluster.coordinator, 600)
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
     first = ask(cluster, Describe(1, None))
     last = first.models[-1].model

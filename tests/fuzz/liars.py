@@ -69,7 +69,7 @@ ENOUGH = ErrorInfo("StateError", "enough", False)
 T = TypeVar("T")
 
 
-class _Crowd(Shell):
+class _Peers(Shell):
     """What drives the coordinator, and makes up what is said."""
 
     dice = 0
@@ -238,14 +238,14 @@ class _Crowd(Shell):
 
 def liars(data: bytes) -> None:
     """Each step keeps the invariants and the counts, and leaves nobody waiting who can go on; in the end nothing is left."""
-    crowd = _Crowd(Source(data))
+    peers = _Peers(Source(data))
     for _ in range(STEPS_MAX):
-        if not crowd.source:
+        if not peers.source:
             break
-        crowd.any_step()
-        crowd.coordinator.check_waits()
-        invariant_counts.check(crowd.coordinator.cluster)
-    crowd.end()
-    cluster, read_only = crowd.coordinator.cluster, crowd.coordinator.cluster.read_only
+        peers.any_step()
+        peers.coordinator.check_waits()
+        invariant_counts.check(peers.coordinator.cluster)
+    peers.end()
+    cluster, read_only = peers.coordinator.cluster, peers.coordinator.cluster.read_only
     assert not any((read_only.sessions, read_only.away, read_only.watches, read_only.registrations)), read_only
     assert not any((cluster.watchers, cluster.undecided))

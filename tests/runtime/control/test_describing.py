@@ -27,7 +27,7 @@ OBSERVER = 1000
 DEAF = 2**40  # a request's number
 
 
-def crowd(coordinator: Coordinator, models: int = MODELS, prefix: str = "model") -> list[str]:
+def many_models(coordinator: Coordinator, models: int = MODELS, prefix: str = "model") -> list[str]:
     """So many models are known; returns their names."""
     names = [f"{prefix}-{number:05d}" for number in range(models)]
     for name in reversed(names):
@@ -77,7 +77,7 @@ async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_ans
 
     monkeypatch.setattr(views, "describe", counting)
     async with nothing_left(), serving(OPTIONS) as server:
-        names = crowd(server._core)
+        names = many_models(server._core)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(others_turn)
             tasks.start_soon(beat, server)
@@ -92,7 +92,7 @@ async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_ans
 
 async def test_a_description_that_no_frame_could_carry_arrives_whole() -> None:
     async with nothing_left(), serving(replace(OPTIONS, frame_bytes_max=65_536)) as server, connect(server.address) as hub:
-        names = crowd(server._core, prefix="m" * 100)
+        names = many_models(server._core, prefix="m" * 100)
         assert [model.model for model in await hub.describe()] == names
 
 
@@ -107,7 +107,7 @@ async def test_who_asks_for_pages_and_takes_none_holds_nobody_up(monkeypatch: py
 
     monkeypatch.setattr(Answers, "describe", counting)
     async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
-        names = crowd(server._core, prefix="m" * 200)
+        names = many_models(server._core, prefix="m" * 200)
         async with await talk(server, JOIN) as deaf:
             for _ in range(5000):  # far more than the kernel holds the answers to
                 await deaf.send(Describe(DEAF, None))
@@ -141,7 +141,7 @@ def pages(cluster: StepwiseCluster) -> Iterator[Description]:
 
 def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
     cluster = StepwiseCluster()
-    crowd(cluster.coordinator, 300)
+    many_models(cluster.coordinator, 300)
     trainer = cluster.handle("trainer")
     cluster.run()
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)

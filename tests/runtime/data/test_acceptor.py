@@ -10,7 +10,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from tensorhub.messages import ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.secret import read_only_secret
@@ -46,23 +48,25 @@ async def test_more_readers_than_allowed_are_turned_away() -> None:
         await finish(to_b)
 
 
-async def test_read_only_readers_give_way_where_they_have_most_places() -> None:
+async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
     """Those that take what they asked for as slowly as they may kept a trainer's readers out for as long as they liked."""
     manifest = manifest_of((LARGE,), chunk_bytes=LARGE)
     a = Node("a", manifest, filled=True, readers_max=4).open(complete=True)
     b = Node("b", manifest, filled=False).open(complete=False)
     async with serving(a, b), b.runner() as to_b:
         with contextlib.ExitStack() as stack:
-            for name in ("raw-1", "raw-1", "raw-2", "raw-2"):
+            for name in ("raw-1", "raw-2", "raw-3"):
                 peer = stack.enter_context(socket.create_connection(a.listener.getsockname()))
                 connection = BlockingConnection(peer, stall_timeout_s=WAIT_S)
                 handshake = ClientHandshake("reader", name, read_only_secret(SECRET), os.urandom(NONCE_BYTES))
                 await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
                 connection.send(read(a, (0, 1)))
-            await until(lambda: "4 accesses" in repr(a.owner))
+            refusal = await anyio.to_thread.run_sync(connection.receive, FROM_OWNER)
+            assert isinstance(refusal, ReadRefused)
+            assert "2 read-only connections are served here already (half of Options.readers_max)" in refusal.reason
             to_b.add_source(a.grant())
             await finish(to_b)
-            await until(lambda: "3 accesses" in repr(a.owner))
+            assert "2 accesses" in repr(a.owner)
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])

@@ -265,10 +265,10 @@ def test_a_further_connection_is_of_the_same_read() -> None:
     assert [(lane.reader, lane.lease) for lane in made if lane.is_stopped] == [read]
 
 
-@pytest.mark.parametrize(("guests", "gets"), [(1, True), (2, False), (3, False)])
-def test_read_only_readers_that_have_half_of_all_end_no_workers_connection(guests: int, gets: bool) -> None:
+@pytest.mark.parametrize(("read_only", "gets"), [(1, True), (2, False), (3, False)])
+def test_read_only_readers_that_have_half_of_all_end_no_workers_connection(read_only: int, gets: bool) -> None:
     """Each may call itself another reader, so they could leave every worker with one."""
-    places, made = lanes_of(*[("a", "1")] * (4 - guests), *[(f"{READ_ONLY}{each}", "2") for each in range(guests)])
+    places, made = lanes_of(*[("a", "1")] * (4 - read_only), *[(f"{READ_ONLY}{each}", "2") for each in range(read_only)])
     assert ask(places, f"{READ_ONLY}new", 4, 4) == gets
     assert [lane.reader for lane in made if lane.is_stopped] == ["a"] * gets
 

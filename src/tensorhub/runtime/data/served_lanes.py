@@ -1,8 +1,8 @@
 """The lanes that serve readers, and whom there is room to serve: connections are bounded in all, and by reader.
 
-A lane whose reader keeps its connection for later gives way first. Then read-only readers give way to workers, and of
-several connections of one read all but one: the others bring what it was asked for (`transport.parallel`). Read-only readers
-that have half of all places get no more from workers.
+Read-only readers have half of all places at most. Where places are short, a lane whose reader keeps its connection for later
+makes room first. Then one of several connections of one read does: the others bring what it was asked for
+(`transport.parallel`).
 
 Not responsible for what a lane may read (`serving`), nor for its thread (`acceptor`). Whoever calls holds the owner's lock.
 """
@@ -49,20 +49,20 @@ class ServedLanes:
         """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
         served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
         of_one = [each for each in served if each.reader == reader]
-        guests = [each for each in served if each.is_read_only]
-        is_guest, half = reader.startswith(READ_ONLY), readers_max // 2
+        read_only = [each for each in served if each.is_read_only]
+        at_cap = reader.startswith(READ_ONLY) and len(read_only) >= max(1, readers_max // 2)
+        among = read_only if at_cap else served
         if len(of_one) >= of_one_max:
             if not (self._stop_resting(of_one) or self._stop_further(of_one, 0)):
                 return (
                     f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
                     "let some fetches end first"
                 )
-        elif len(served) >= readers_max and not (
-            self._stop_resting(served)
-            or (not is_guest and len(guests) > half and self._stop_guest(guests))
-            or self._stop_further(guests if is_guest and len(guests) >= half else served, len(of_one))
+        elif (at_cap or len(served) >= readers_max) and not (
+            self._stop_resting(among) or self._stop_further(among, len(of_one))
         ):
-            return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
+            kind, cap = ("read-only connections", "half of Options") if at_cap else ("connections", "Options")
+            return f"{len(among)} {kind} are served here already ({cap}.readers_max): try again, or elsewhere"
         lane.reader, lane.rests_from = reader, time.monotonic()
         return ""
 
@@ -73,12 +73,6 @@ class ServedLanes:
         if lane is None or time.monotonic() - since < REST_S:
             return False
         self.stop(lane)
-        return True
-
-    def _stop_guest(self, guests: Sequence[Lane]) -> bool:
-        """End one of the read-only reader that has most."""
-        of = Counter(each.reader for each in guests)
-        self.stop(max(guests, key=lambda each: of[each.reader]))
         return True
 
     def _stop_further(self, lanes: Sequence[Lane], has: int) -> bool:
