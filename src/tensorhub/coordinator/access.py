@@ -7,14 +7,15 @@ its incarnation (the handshake sees to that). So no name of it is ever in the wa
 Caps protect full workers from the holders of the read-only token: on read-only sessions, on their registrations and on their
 watches. At a cap the read-only session that was idle longest makes room.
 
-Not responsible for workers (`membership`). Three other modules treat a read-only session differently: its host memory counts
-as none (`membership`); all read-only sessions share one corruption check a second (`corruption_checks`); of a version's
-manifest a read-only session names only the id, and is believed for itself only (`fills`).
+Not responsible for workers (`membership`). Other modules treat a read-only worker differently where its word, or its number,
+would count for full workers: all read-only workers share one corruption check a second (`corruption_checks`); they name a
+manifest by its id only and are believed for themselves only (`fills`, `bridges`, `testimonies`); their calls keep no version
+(`versions`), and get another source in their turn (`readers`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from tensorhub import messages
@@ -117,45 +118,51 @@ class Access:
         self._cluster.refuse_session(session.number, error)
 
 
-def admits(cluster: Cluster, session: Session, message: messages.FromWorker) -> bool:
-    """Whether this read-only session may say that; if not, whoever waits for an answer gets one here."""
-    if isinstance(message, messages.FromAnybody):
-        return True
+def admitted(cluster: Cluster, session: Session, message: messages.FromWorker) -> messages.FromWorker | None:
+    """The message of a read-only session as far as it counts. None: it is refused, and a sender that waits hears so.
+
+    The host memory of a read-only worker counts as none, and what it reports of its sources is not believed.
+    """
     match message:
-        case messages.Leave() | messages.Deregister() | messages.Unpin() | messages.ReadyToWrite() | messages.Prepared():
-            return True  # about registrations and operations of its own, or about nothing; so below
-        case (
-            messages.Covered()
-            | messages.Compared()
-            | messages.Abandon()
-            | messages.Resolve()
-            | messages.ReadFailed()
-            | messages.Progress()
-        ):
-            return True
+        case messages.Join():
+            return replace(message, host_bytes=0)
+        case messages.Progress():
+            return replace(message, flows=())
         case messages.Register():
-            return _fetches(cluster, session, message) or _refuse(cluster, session, message.request, "register")
+            if not _fetches(cluster, session, message):
+                _refuse(cluster, session, message.request, "register")
+                return None
         case messages.Fill() | messages.Publish():
             kind = OpKind.PUBLISH if isinstance(message, messages.Publish) else message.kind
             if kind is not OpKind.FETCH:
                 error = messages.ErrorInfo.of(read_only_refusal(kind.value))
                 cluster.send(session.number, messages.Outcome(message.key, message.rank, False, False, None, error))
-            return kind is OpKind.FETCH
+                return None
         case messages.Retain() | messages.Pin() | messages.Rollback():
-            return _refuse(cluster, session, message.request, type(message).__name__.lower())
+            _refuse(cluster, session, message.request, type(message).__name__.lower())
+            return None
         case messages.LeaveRequest():
-            return _refuse(cluster, session, message.request, "unpublish")
+            _refuse(cluster, session, message.request, "unpublish")
+            return None
         case messages.BegunWith() | messages.Fenced() | messages.CopyRefused() | messages.RetainedAck():
-            return False  # about memory that others read: nobody waits for an answer; so below
+            return None  # about memory that other workers read: no sender waits for an answer; so below
         case messages.ReaderCut() | messages.DigestedAgain() | messages.Digests():
-            return False
+            return None
+        case messages.Heartbeat() | messages.Watch() | messages.Unwatch() | messages.Describe() | messages.GetManifest():
+            pass
+        case messages.GetPart() | messages.GetPublication() | messages.Check():
+            pass
+        case messages.Leave() | messages.Deregister() | messages.Unpin() | messages.ReadyToWrite() | messages.Prepared():
+            pass  # about registrations and operations of its own, or about nothing; so below
+        case messages.Covered() | messages.Compared() | messages.Abandon() | messages.Resolve() | messages.ReadFailed():
+            pass
         case _:
             assert_never(message)
+    return message
 
 
-def _refuse(cluster: Cluster, session: Session, request: int, call: str) -> bool:
+def _refuse(cluster: Cluster, session: Session, request: int, call: str) -> None:
     cluster.answer(session.number, request, read_only_refusal(call))
-    return False
 
 
 def _fetches(cluster: Cluster, session: Session, message: messages.Register) -> bool:

@@ -221,8 +221,8 @@ class Cluster:
         self.reckon(*(member.holding for member in worker.members.values() if member.holding is not None))
 
     def touch(self, model: Model, *, wakes: bool = True) -> None:
-        """Have the model settled at the end of this step. `wakes`: with the operations that wait for it. False where only
-        somebody read-only came or went: nobody waits for that.
+        """Have the model settled at the end of this step. `wakes`: with the operations that wait for it. False where
+        only memory that serves no reader came or went: no operation waits for that.
         """
         self.changed_models[model.name] = wakes or self.changed_models.get(model.name, False)
         self.noted[model] = None

@@ -16,7 +16,7 @@ from typing import assert_never
 
 from tensorhub import messages
 from tensorhub.coordinator import invariants, limits
-from tensorhub.coordinator.access import Access, admits
+from tensorhub.coordinator.access import Access, admitted
 from tensorhub.coordinator.actions import Action, Durable
 from tensorhub.coordinator.announcements import Announcements
 from tensorhub.coordinator.answers import Answers
@@ -315,8 +315,11 @@ class Coordinator(Stateful[CoordinatorState]):
             answers = message.answers if isinstance(message, messages.Heartbeat) else session.welcomed_at
             if not isinstance(message, messages.Join):  # which answers nothing, also if it comes twice
                 self._membership.heard(worker, answers)
-        if session.read_only and not admits(self.cluster, session, message):
-            return
+        if session.read_only:
+            counts = admitted(self.cluster, session, message)
+            if counts is None:
+                return
+            message = counts
         if worker is not None and isinstance(message, Often):
             self._operations.hear(worker, message)
         elif isinstance(message, messages.FromAnybody):

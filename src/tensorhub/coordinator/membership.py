@@ -91,7 +91,7 @@ class Membership:
                 session.number,
                 cluster.now,
                 cluster.now,  # it holds nothing yet, and says what it holds only when it has heard the Welcome
-                0 if session.read_only else message.host_bytes,
+                message.host_bytes,
                 session.read_only,
             )
             cluster.workers[session.incarnation] = worker
@@ -312,7 +312,7 @@ class Membership:
 
     def _touch_models(self, worker: Worker) -> None:
         for member in worker.members.values():
-            self._cluster.touch(member.group.model, wakes=not worker.read_only)
+            self._cluster.touch(member.group.model, wakes=member.serves)
 
     # -- ranks
 
@@ -374,7 +374,7 @@ class Membership:
             worker.spot = True
             cluster.reckon_all_of(worker)
         self._ranks_changed(group)
-        cluster.touch(group.model, wakes=not member.worker.read_only)
+        cluster.touch(group.model, wakes=member.serves)
         keep = message.held is None or self._announcements.heard(member, message.held, held_parts, message.request)
         self._tell_registered(member, message, keep)
 
@@ -486,7 +486,7 @@ class Membership:
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
             self._ranks_changed(group)
-        cluster.touch(group.model, wakes=not member.worker.read_only)
+        cluster.touch(group.model, wakes=member.serves)
         if not group.members and not new_epoch:
             self._dissolve(group)
         else:

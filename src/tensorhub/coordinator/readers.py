@@ -93,13 +93,13 @@ class Readers:
         return grid_id(layout.origin_id, id_of(layout.parts[shard][-1]), shard)
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
-        """A reader reports what has come from its sources. A read-only reader is not believed; nor is anything kept of a
-        source that is lost, although it may serve on.
+        """A reader reports what has come from its sources. Nothing is kept of a source that is lost, although it may serve
+        on.
         """
         reader, to_weigh = part.member.worker, dict[Worker, None]()
         for flow in flows:
             lease = part.leases.get(flow.lease)
-            if lease is None or reader.read_only:
+            if lease is None:
                 continue
             nbytes, seconds = flow.nbytes - lease.flow.nbytes, flow.seconds - lease.flow.seconds
             if nbytes < 0 or seconds < SECONDS_MIN:

@@ -265,7 +265,7 @@ class Testimonies:
         """A worker tells digests. They count from a publisher, and from whoever was asked."""
         member = worker.members.get(message.registration)
         found = self._about(member, message.generation) if member is not None else None
-        if member is None or worker.read_only:
+        if member is None:
             return
         if found is None:
             self._told_nothing(member, message)
