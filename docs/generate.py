@@ -21,7 +21,6 @@ TITLES = {
     "publish": "Phases of a publish",
     "fill": "Phases of a fill",
     "leave": "Phases of a leave (unpublish, close; of a host copy: release)",
-    "copy": "Phases of a copy from another registration",
     "immediate call": "Phases of a call that ends when it starts (refuse)",
     "source": "Source of a pull",
 }

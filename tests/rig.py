@@ -355,7 +355,7 @@ def copies_of(hub: Hub) -> list[Handle]:
     """The handles of its copies in host memory."""
     worker = worker_of(hub)
     handles = worker.router.handles
-    return [handles[ident] for ident in worker.copies.machine._pool.copies if ident in handles]
+    return [handles[ident] for ident in worker.copies.machine._copies if ident in handles]
 
 
 def thread_of(hub: Hub) -> LoopThread:

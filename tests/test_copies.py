@@ -91,7 +91,7 @@ async def test_a_copy_that_has_no_room_is_refused() -> None:
         source = await c.hubs[0].register("m", tensors(1))
         said = listen(c.hubs[0])
         info = await source.publish(1)
-        order = MakeCopy("c1", info, 0, source._handle.member.shard.registration)
+        order = MakeCopy("c1", info, 0)
         thread_of(c.hubs[0]).post(partial(worker_of(c.hubs[0]).received, order))
         await until(lambda: any(isinstance(message, CopyRefused) for message in said))
         (refused,) = [message for message in said if isinstance(message, CopyRefused)]

@@ -377,7 +377,7 @@ async def test_prefetch_without_or_with_too_little_host_memory() -> None:
 async def test_prefetch_does_not_wait_for_room_beyond_its_deadline() -> None:
     async with cluster("trainer", "reader", options=HOSTED) as c:
         _, weights = await ready(c)
-        hub, room = c.hubs[1], copies(c.hubs[1]).machine._pool._room
+        hub, room = c.hubs[1], copies(c.hubs[1]).machine._room
         assert hub._thread.post(lambda: room._line.append(object()))  # somebody else makes room, and takes for ever
         with pytest.raises(OperationTimeout, match=r"no host memory within 0.05 s.*is still being read") as caught:
             await weights.prefetch(timeout=0.05)

@@ -16,7 +16,6 @@ from tensorhub.machine import STORY_EVENTS_MAX, IllegalTransition, Stateful
 from tensorhub.worker import states as worker_states
 from tensorhub.worker.active_call import Refusing
 from tensorhub.worker.calls import Call
-from tensorhub.worker.copying import Copying
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.leaving import Leaving
 from tensorhub.worker.member import CALLS as CALL_KINDS
@@ -78,10 +77,9 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         """QUEUED -> WITHDRAWING | DEREGISTERING | OVER; WITHDRAWING -> FENCING | OVER;
         FENCING -> DEREGISTERING | OVER; DEREGISTERING -> OVER""",
     ),
-    "copy": (Copying, "QUEUED", "QUEUED -> COPYING | OVER; COPYING -> STOPPING | OVER; STOPPING -> OVER"),
     "immediate call": (Refusing, "QUEUED", "QUEUED -> OVER"),
 }
-CALLS = ("publish", "fill", "leave", "copy", "immediate call")  # each goes through some of the phases
+CALLS = ("publish", "fill", "leave", "immediate call")  # each goes through some of the phases
 TERMINAL = {
     "version": {"DISCARDED", "RETIRED"},
     "replica": {"GONE"},

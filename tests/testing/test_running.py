@@ -77,7 +77,7 @@ def test_a_hub_that_closes_makes_no_copies_for_others(run: Callable[..., list[st
 
             async def ordered_meanwhile(*arguments: Any) -> None:
                 facade.worker.say = said.append  # type: ignore[assignment]
-                facade.worker.copies.ordered(MakeCopy("copy", info, 0, ""))
+                facade.worker.copies.ordered(MakeCopy("copy", info, 0))
                 del facade.worker.say
                 await close_handles(*arguments)
 

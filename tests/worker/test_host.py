@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
@@ -25,7 +26,6 @@ from tensorhub.messages import (
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,
-    CopyCall,
     CopyLocally,
     Fence,
     FillCall,
@@ -121,6 +121,7 @@ class Rank:
     def hold(self, number: int) -> None:
         """Filled with a version, as if in no time."""
         self.fill(number)
+        self.do(self.member.copied(ALL, 0))  # from other memory of this worker, where there is some
         self.do(self.member.pull_done(0))
         self.outcome(number)
         self.take()
@@ -241,18 +242,24 @@ def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
     assert kinds(host.take()) == ["Fence", "FreeMemory", "Finish"]  # what was left of it
 
 
-def test_a_copy_from_ones_own_memory_is_held_when_it_is_whole() -> None:
+def test_a_retention_copy_is_filled_from_a_handle_of_its_worker_and_never_the_other_way() -> None:
     copies = LocalCopies()
-    host = Rank(copies, Medium.HOST, Purpose.RETENTION)
-    source = LocalCopy("r", 7)
-    host.do(host.member.begin(CopyCall(version(1), manifest(), source), 60, 0))
-    assert of(host.take(), CopyLocally).sources == (source,)
-    assert not copies.of_shard(Rank(copies).shard).keep("content1", manifest().grid_id)
+    rank, host = Rank(copies), Rank(copies, Medium.HOST, Purpose.RETENTION)
+    rank.hold(1)
+    content = rank.member.content
+    assert content is not None
+    host.fill(1, kind=OpKind.REPLICATE)
+    assert of(host.take(), CopyLocally).sources == (LocalCopy(rank.shard.registration, content.generation),)
+    assert not copies.of_shard(rank.shard).keep("content1", manifest().grid_id)
     host.do(host.member.copied(ALL, 0))
-    assert [r.held.version for r in host.said(Register) if r.held is not None] == [1]
+    assert of(host.take(), StartPull).copied == ALL
+    host.do(host.member.pull_done(0))
+    host.outcome(1)
     assert host.member.version == 1
-    assert copies.of_shard(Rank(copies).shard).keep("content1", manifest().grid_id)
+    assert copies.of_shard(rank.shard).keep("content1", manifest().grid_id)
     assert not copies.of_shard(host.shard).keep("content1", manifest().grid_id)  # it is not its own reason to leave
+    other = replace(rank.shard, registration="another handle")
+    assert [each.registration for each in copies.of_shard(other).find("content1", manifest().grid_id)] == ["host-retention"]
 
 
 @pytest.mark.parametrize(("ranks", "goes"), [(1, True), (2, False)])
@@ -261,22 +268,11 @@ def test_unasked_a_rank_leaves_what_its_own_host_copy_keeps_unless_it_has_mates(
     copies = LocalCopies()
     rank, host = Rank(copies, ranks=ranks), Rank(copies, Medium.HOST, Purpose.RETENTION)
     rank.hold(1)
-    host.do(host.member.begin(CopyCall(version(1), manifest(), LocalCopy(rank.shard.registration, 1)), 60, 0))
-    host.do(host.member.copied(ALL, 0))
+    host.hold(1)
     rank.do(rank.member.receive(SetRetained(rank.shard.registration, "content1", True, 1), 0))
     rank.do(rank.member.begin(UnpublishCall(), 60, 0))
     rank.do(rank.member.tick(30))  # readers have had half the time to leave
     assert kinds(rank.take()) == (["Fence"] if goes else [])
-
-
-def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:
-    host = Rank(LocalCopies(), Medium.HOST, Purpose.RETENTION)
-    host.do(host.member.begin(CopyCall(version(1), manifest(), LocalCopy("r", 7)), 60, 0))
-    host.do(host.member.copied(frozenset({0}), 0))
-    error = of(host.take(), Finish).error
-    assert isinstance(error, StateError)
-    assert error.retryable
-    assert host.member.state is HandleState.TORN
 
 
 def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_out() -> None:

@@ -25,18 +25,13 @@ from tensorhub.errors import (
     TensorHubError,
     VersionUnavailable,
 )
-from tensorhub.layouts.reading import Reading
-from tensorhub.layouts.resharded import resharded
 from tensorhub.messages import CopyRefused, DropCopy, MakeCopy
-from tensorhub.strips import straight
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import FetchReport, HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Call,
     CloseCall,
-    CopyCall,
     FillCall,
-    LocalCopy,
     RefuseCall,
     ReleaseCall,
     Say,
@@ -137,8 +132,8 @@ class World:
     def close(self, member: FakeMember, timeout_s: float = 10.0, *, abandon: bool = False) -> int:
         return self.ask(self.copies.close, member, timeout_s, abandon=abandon)
 
-    def order(self, ident: str = "c", number: int = 1, source: str = "") -> None:
-        self.do(self.copies.ordered(MakeCopy(ident, version(number), 0, source), self.now))
+    def order(self, ident: str = "c", number: int = 1) -> None:
+        self.do(self.copies.ordered(MakeCopy(ident, version(number), 0), self.now))
 
     def error(self, request: int) -> Exception | None:
         return self.finished[request].error
@@ -191,7 +186,7 @@ class World:
             return self.copies.call_ended(
                 action.number, self.now, error=StateError("one call at a time"), nbytes=member.nbytes
             )
-        if isinstance(action.call, FillCall | CopyCall):
+        if isinstance(action.call, FillCall):
             assert self.copies.budget.reservation(action.registration) is not None
         member.running = Running(action.number, action.call)
         return []
@@ -217,7 +212,7 @@ class World:
 
     def take(self, member: FakeMember) -> None:
         """The running fill takes its memory."""
-        assert isinstance(member.running and member.running.call, FillCall | CopyCall)
+        assert isinstance(member.running and member.running.call, FillCall)
         self.copies.take(member.shard.registration, member.shard.purpose, ONE)
         member.nbytes = ONE
         assert self.taken() <= self.bytes_max
@@ -238,10 +233,10 @@ class World:
 
     def _succeed(self, member: FakeMember, call: Call) -> list[CopyAction]:
         match call:
-            case FillCall() | CopyCall():
+            case FillCall():
                 if not member.nbytes:
                     self.take(member)
-                number = call.selector if isinstance(call, FillCall) and isinstance(call.selector, int) else 1
+                number = call.selector if isinstance(call.selector, int) else 1
                 member.state, member.content = HandleState.READY, Content(version(number))
             case ReleaseCall() | CloseCall():
                 member.state = HandleState.CLOSED if isinstance(call, CloseCall) else HandleState.EMPTY
@@ -485,7 +480,7 @@ def test_a_close_that_fails_leaves_the_handle(fails: str) -> None:
 def test_a_handle_that_becomes_the_last_one_while_it_closes_takes_the_copies_with_it() -> None:
     world = World()
     handle, other = world.handle("a", content=1), world.handle("b")
-    world.order("kept", source="a")
+    world.order("kept")
     world.settle()
     request = world.close(handle)
     world.close(other, abandon=True)
@@ -500,7 +495,7 @@ def test_a_handle_that_becomes_the_last_one_while_it_closes_takes_the_copies_wit
 def test_with_the_last_handle_goes_what_is_retained_and_what_is_being_made_is_refused() -> None:
     world = World()
     handle, _ = world.handle("a"), world.handle("spare", content=1)
-    world.order("kept", source="spare")
+    world.order("kept")
     world.settle()
     kept = world.members["kept"]
     world.close(world.members["spare"])
@@ -530,7 +525,7 @@ def test_a_handle_that_is_closed_already_is_not_closed_again() -> None:
 def test_an_abandoned_close_leaves_what_is_retained() -> None:
     world = World()
     handle = world.handle(content=1)
-    world.order("kept", source="a")
+    world.order("kept")
     world.settle()
     request = world.close(handle, abandon=True)
     world.settle()
@@ -541,48 +536,32 @@ def test_an_abandoned_close_leaves_what_is_retained() -> None:
 # ---------------------------------------------------------------------------------------------------------------- orders
 
 
-def test_a_copy_is_made_of_what_is_here_or_of_what_others_hold() -> None:
+def test_a_copy_that_is_ordered_is_filled_once() -> None:
     world = World()
     world.handle(content=1)
-    world.order("near", source="a")
-    world.order("near", source="a")  # said again
+    world.order()
+    world.order()  # said again
     world.settle()
-    world.order("far", source="")
-    world.settle()
-    copied: Call = CopyCall(version(1), MANIFEST, LocalCopy("a", 7))
-    assert world.begun == [("near", copied), ("far", FillCall(OpKind.REPLICATE, 1))]
+    assert world.begun == [("c", FillCall(OpKind.REPLICATE, 1))]
     assert world.refused == {}
-
-
-def test_a_copy_of_what_was_read_across_layouts_has_room_for_its_padding() -> None:
-    """Its regions are those of the reader's memory, of which no chunk has the padding."""
-    half = Reading(((straight(0, 0, ONE // 2),),), (ONE // 2,), ())
-    padded = resharded(MANIFEST, "xxh3-64", MANIFEST.chunk_bytes, half, "grid")
-    world = World(ONE - 1)
-    member = world.handle(content=1)
-    member.content = Content(version(1), padded)
-    world.order("c", source="a")
-    assert "does not outrank" in world.refused["c"] or "host memory" in world.refused["c"]
-    assert world.begun == []
 
 
 def test_what_cannot_be_made_is_refused() -> None:
     world = World(ONE)
     world.handle(content=1)
-    world.order("gone", 2, source="a")
-    world.order("one", source="a")
+    world.order("one")
     world.settle()
-    world.order("two", source="a")
+    world.order("two")
+    world.settle()
     world.order("three", 3)
     world.answer_manifest(VersionUnavailable("no such version"))
-    assert "is not held by 'a' any more" in world.refused["gone"]
     assert "does not outrank" in world.refused["two"]
     assert world.refused["three"] == "no such version"
     world.drop("one")
     world.settle()
     assert list(world.members) == ["a"]
     world.copies.stop()
-    world.order("four", source="a")
+    world.order("four")
     assert world.refused["four"] == "this worker closes"
 
 
@@ -590,7 +569,7 @@ def test_a_copy_that_is_ordered_out_twice_ends_once() -> None:
     """The coordinator says it again to a worker that it has taken for lost."""
     world = World()
     world.handle(content=1)
-    world.order("c", source="a")
+    world.order("c")
     world.settle()
     world.drop("c")
     world.drop("c")
@@ -661,9 +640,9 @@ class AnyOrder(RuleBasedStateMachine):
         if open_:
             self.world.do(self.world.copies.cancel(data.draw(st.sampled_from(open_)), self.world.now))
 
-    @rule(source=st.sampled_from(("", "a", "b")), number=st.integers(1, 2))
-    def order(self, source: str, number: int) -> None:
-        self.world.order(f"o{next(self.names)}", number, source)
+    @rule(number=st.integers(1, 2))
+    def order(self, number: int) -> None:
+        self.world.order(f"o{next(self.names)}", number)
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
@@ -698,7 +677,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def take_memory(self, data: st.DataObject) -> None:
         member = data.draw(st.sampled_from(self.world.running()))
-        if isinstance(member.running and member.running.call, FillCall | CopyCall):
+        if isinstance(member.running and member.running.call, FillCall):
             self.world.take(member)
 
     @rule()

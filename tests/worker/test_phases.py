@@ -9,10 +9,10 @@ import pytest
 
 from tensorhub.errors import GroupAborted, StateError
 from tensorhub.machine import counting_transitions
-from tensorhub.messages import Compare, ErrorInfo, GetManifest, ManifestReply, Outcome, Revoked, Start
+from tensorhub.messages import Compare, ErrorInfo, GetManifest, ManifestReply, Outcome, Start
 from tensorhub.testing.coverage import RARE, transitions
 from tensorhub.types import Medium, OpKind, Purpose
-from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy
+from tensorhub.worker.calls import FillCall
 from tensorhub.worker.local_copies import LocalCopies
 from tests.worker.test_host import ALL, Rank, manifest, version
 
@@ -153,21 +153,6 @@ def voted_to_asked() -> None:
     is_gone(rank)
 
 
-def queued_copy_is_given_up() -> None:
-    copy = host(LocalCopies(), Purpose.RETENTION)
-    copy.hold(1)
-    copy.do(copy.member.receive(Revoked(copy.shard.registration, "content1", "rolled back"), 0))
-    copy.do(copy.member.begin(CopyCall(version(2), manifest(), LocalCopy("r", 7)), 60, 0))  # waits for the fence
-    copy.do(copy.member.cancel(StateError("cancelled"), 0))
-
-
-def copy_is_stopped() -> None:
-    copy = host(LocalCopies(), Purpose.RETENTION)
-    copy.do(copy.member.begin(CopyCall(version(1), manifest(), LocalCopy("r", 7)), 60, 0))
-    copy.do(copy.member.cancel(StateError("cancelled"), 0))
-    copy.do(copy.member.pull_stopped(0))
-
-
 WAYS: dict[Callable[[], None], set[str]] = {
     asked_to_fencing: {"fill: asked -> fencing"},
     manifest_to_asked: {"fill: manifest -> asked"},
@@ -182,8 +167,6 @@ WAYS: dict[Callable[[], None], set[str]] = {
     copying_to_copying: {"fill: copying -> copying"},
     copying_to_stopping: {"fill: copying -> stopping"},
     voted_to_pulling: {"fill: voted -> pulling"},
-    queued_copy_is_given_up: {"copy: queued -> over"},
-    copy_is_stopped: {"copy: copying -> stopping", "copy: stopping -> over"},
 }
 
 

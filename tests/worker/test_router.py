@@ -125,7 +125,7 @@ def test_a_question_about_memory_that_is_not_here_is_answered_at_once() -> None:
     assert router.route(digests) == [Reply(Digests("a", 7, 0, (), b"", True))]
 
 
-@pytest.mark.parametrize("message", [Announce("m", None), CutReader("l", "r"), MakeCopy("k", VERSION, 0, ""), DropCopy("k")])
+@pytest.mark.parametrize("message", [Announce("m", None), CutReader("l", "r"), MakeCopy("k", VERSION, 0), DropCopy("k")])
 def test_what_concerns_the_worker_itself_is_handed_on(message: FromCoordinator) -> None:
     assert two_ranks().route(message) == [message]
 

@@ -742,7 +742,6 @@ class Handover:
     shard: int
     worker: Worker
     nbytes: int
-    origin: str  # a registration of that worker which holds the shard, or ""
     layout_id: str = ""  # of whose layout the shard is; "": it is as it was published
     manifest_id: str = ""  # of that shard, where the layout is not the published one
     registered: bool = False  # the copy is a member

@@ -214,11 +214,9 @@ class Handovers:
         worker = self._successor(model, wish, there)
         if worker is None:
             return
-        mine = (m for m in worker.members.values() if m.holding is not None and m.holding.is_source)
-        origin, manifest_id = next((m.registration for m in mine if m.holding in there), ""), ""
-        if holding.bridges:  # a copy has other chunks, which are read out of this layout
-            origin, manifest_id = "", self._cluster.manifests.id_of(layout.manifests[shard])
-        what = worker, holding.member.nbytes, origin, layout_id, manifest_id
+        # A copy of a shard of another layout has other chunks, which are read out of this layout.
+        manifest_id = self._cluster.manifests.id_of(layout.manifests[shard]) if holding.bridges else ""
+        what = worker, holding.member.nbytes, layout_id, manifest_id
         handover = Handover(self._cluster.new_id(), version, shard, *what)
         model.handovers[handover.copy] = handover
         self._set_deadline(handover)
@@ -286,7 +284,7 @@ class Handovers:
         self._cluster.timers.set("handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s)
 
     def _tell_to_make(self, handover: Handover) -> None:
-        what = handover.shard, handover.origin, handover.layout_id, handover.manifest_id
+        what = handover.shard, handover.layout_id, handover.manifest_id
         self._cluster.send(handover.worker.session, MakeCopy(handover.copy, handover.version.info, *what))
 
     def _tell_to_drop(self, handover: Handover) -> None:

@@ -212,10 +212,8 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class MakeCopy:
-    """Keep this shard in host memory: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
-
-    `registration`: one of the worker's own that holds the content, to copy from. "": read it from others, by a replicate
-    call of the new registration. It is done when the coordinator counts the copy. Or CopyRefused answers.
+    """Keep this shard in host memory: register it as `copy`, with `medium` HOST and `purpose` RETENTION, and fill it by a
+    replicate call. It is done when the coordinator counts the copy. Or CopyRefused answers.
 
     `layout_id`: it is a shard of a layout that was read out of another one, and registers so; the part `manifest_id` is
     that shard's manifest.
@@ -224,7 +222,6 @@ class MakeCopy:
     copy: Id
     version: VersionInfo
     shard: Rank
-    registration: Id
     layout_id: Name = ""
     manifest_id: Id = ""
 

@@ -16,7 +16,6 @@ from tensorhub.machine import Stateful, transition
 from tensorhub.scheduler.pull import SOURCE, SOURCE_TABLE, SourceState
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import Refusing
-from tensorhub.worker.copying import Copying
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.leaving import Leaving
 from tensorhub.worker.member_memory import MemberMemory
@@ -47,7 +46,6 @@ MACHINES: Final = (
     _machine(Publishing, Phase.QUEUED),
     _machine(Filling, Phase.QUEUED),
     _machine(Leaving, Phase.QUEUED),
-    _machine(Copying, Phase.QUEUED),
     _machine(Refusing, Phase.QUEUED),
     Machine(SOURCE, SourceState.LIVE, SOURCE_TABLE),
 )
@@ -67,9 +65,6 @@ RARE: Final = (
     "fill: stopping -> asked",
     "fill: voted -> asked",
     "fill: voted -> pulling",
-    "copy: queued -> over",
-    "copy: copying -> stopping",
-    "copy: stopping -> over",
 )
 
 

@@ -1,7 +1,7 @@
 """A call that runs: what all of them have in common, and what those of a group do (R6).
 
 Each call is an object of its own, which lives from `begin` to its `Finish`, and moves from `Phase` to `Phase` along the
-table of its kind. Each kind of call is a module: `publishing`, `filling`, `leaving`, `copying`. The machine of the handle
+table of its kind. Each kind of call is a module: `publishing`, `filling`, `leaving`. The machine of the handle
 (`worker.member`) tells the call what happened, and only what is about it.
 
 Responsible for a call's deadline, for how it is given up, and for a vote that was not answered. Not responsible for

@@ -67,16 +67,7 @@ class ReleaseCall:
     """A host copy is not needed any more: withdraw what it holds, and give its memory back. The registration stays."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopyCall:
-    """Fill a host copy with what another registration of this worker holds; no other worker takes part in it."""
-
-    version: VersionInfo
-    manifest: Manifest
-    source: LocalCopy
-
-
-Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall | CopyCall
+Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall
 
 # ------------------------------------------------------------------------------------------------- actions
 

@@ -1,4 +1,4 @@
-"""What one worker's host copies hold: where a fill finds bytes that need no network.
+"""What the memories of one worker hold: where a fill finds bytes that need no network.
 
 Not responsible for what the copies are for or when they end, nor for copying.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tensorhub.types import HandleState, Purpose
+from tensorhub.types import HandleState, Medium, Purpose
 from tensorhub.worker.calls import LocalCopy
 from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.registration_session import Shard
 
 
 class LocalCopies:
-    """One worker's registrations in host memory, in the order in which they were made. Its handles share it."""
+    """One worker's registrations, in the order in which they were made. Its handles share it."""
 
     def __init__(self) -> None:
         self._memories: dict[str, MemberMemory] = {}  # by registration
@@ -35,10 +35,11 @@ class LocalCopies:
 
     def readable(self, content_id: str, grid_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
         """Those that have (some of) this content in that grid: registration, memory, and under which generation it can be
-        copied.
+        copied. A host copy is filled from all of them, a caller's memory from host copies only.
         """
         for registration, memory in self._memories.items():
             content, is_other = memory.readable, registration != shard.registration
+            is_other = is_other and (memory.is_host or shard.medium is Medium.HOST)
             is_it = content is not None and content.version.content_id == content_id
             if content is None or not is_it or not is_other or memory.shard.number != shard.number:
                 continue

@@ -24,7 +24,6 @@ from tensorhub.manifest import Manifest
 from tensorhub.types import HandleState, Options
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
-from tensorhub.worker.copying import Copying
 from tensorhub.worker.coverage import Found
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.known_parts import KnownParts
@@ -47,15 +46,14 @@ CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
     calls.CloseCall: Closing,
     calls.RefuseCall: Refusing,
     calls.ReleaseCall: Releasing,
-    calls.CopyCall: Copying,
 }
 
 
 class Member:
     """The machine of one handle. `requests` and `generations` mint numbers that are used once.
 
-    `copies`: the worker's host copies, shared by its handles; one in host memory is among them from now on. `parts`: what
-    the worker knows of publications, shared as well.
+    `copies`: what this worker may copy from, shared by its handles; this handle is in it from now on, unless its memory is
+    `in_file`. `parts`: what the worker knows of publications, shared as well.
     """
 
     def __init__(
@@ -67,6 +65,7 @@ class Member:
         manifests: dict[str, Manifest],
         copies: LocalCopies | None = None,
         parts: KnownParts | None = None,
+        in_file: bool = False,
     ) -> None:
         self.shard = shard
         copies = copies if copies is not None else LocalCopies()
@@ -75,7 +74,7 @@ class Member:
         self._session = self._context.session
         self._memory = MemberMemory(self._context)
         self._call: ActiveCall[Any] | None = None  # the last one that was begun
-        if self._memory.is_host:
+        if shard.serves and not in_file:
             copies.add(shard.registration, self._memory)
 
     def __repr__(self) -> str:
@@ -311,8 +310,8 @@ class Member:
             self.running.compared(following, wrong)
         return self._context.take_actions()
 
-    def copied(self, chunks: frozenset[int], now: float, root: bytes = b"") -> list[calls.Action]:
-        """What could be copied of the running CopyLocally is there, and verified; `root`: of the digests, if that is all."""
+    def copied(self, chunks: frozenset[int], now: float) -> list[calls.Action]:
+        """What could be copied of the running CopyLocally is there, and verified."""
         self._context.enter(now)
         content = self._memory.content
         if self._memory.applying and content is not None:
@@ -324,8 +323,6 @@ class Member:
                 self._go_on()
         elif isinstance(self.running, Filling):
             self.running.copied(chunks)
-        elif isinstance(self.running, Copying):
-            self.running.copied(chunks, root)
         return self._context.take_actions()
 
     def pull_failed(self, error: TensorHubError, now: float) -> list[calls.Action]:
@@ -333,13 +330,13 @@ class Member:
         if self._memory.applying:  # it is committed: what does not arrive is torn
             return self.copied(frozenset(), now)
         self._context.enter(now)
-        if isinstance(self.running, Filling | Copying):
+        if isinstance(self.running, Filling):
             self.running.pull_failed(error)
         return self._context.take_actions()
 
     def pull_stopped(self, now: float) -> list[calls.Action]:
         self._context.enter(now)
-        if isinstance(self.running, Filling | Copying):
+        if isinstance(self.running, Filling):
             self.running.pull_stopped()
         return self._context.take_actions()
 

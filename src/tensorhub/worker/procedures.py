@@ -2,8 +2,8 @@
 
 Theory of operation. A procedure waits for a condition. After each of the machine's events the conditions are checked, in the
 order in which the procedures began, and a procedure goes on in the event in which its condition came true. A wait ends
-earlier, with `Cancelled`, at the deadline of a `within` block, or when nobody wants the procedure any more, unless it is
-`shielded` then.
+earlier, with `Cancelled`, at the deadline of a `within` block, or when the procedure is cancelled. What the procedure does
+then, to put things in order, is not interrupted again.
 
 Responsible for when each procedure goes on, and for the order in which procedures that want one thing get it (`Turns`). No
 clock: time is an argument. Not responsible for what procedures do.
@@ -22,13 +22,13 @@ Steps = Generator[Callable[[], bool], None, T]
 
 
 class Cancelled(Exception):
-    """Raised where a procedure waits: it is to end, or is too late. (No TensorHubError: nobody takes it for one.)"""
+    """Raised where a procedure waits: it is to end, or is too late. (It is no TensorHubError, as callers would see.)"""
 
 
 class Procedure:
-    """One of them. `request`: whoever asked for it, and hears of its end; None: nobody does."""
+    """One of them. `request`: what a caller asked for, who hears of its end; None: no caller did."""
 
-    __slots__ = ("_is_late", "_is_notified", "_is_shielded", "is_cancelled", "request", "steps", "until", "waits_for")
+    __slots__ = ("_is_interrupted", "is_cancelled", "request", "steps", "until", "waits_for")
 
     def __init__(self, steps: Steps[Any], request: int | None) -> None:
         self.request = request
@@ -36,9 +36,7 @@ class Procedure:
         self.waits_for: Callable[[], bool] = lambda: True
         self.until = inf  # when its wait ends if nothing has come
         self.is_cancelled = False
-        self._is_notified = False  # of that: once is enough, so that it can put things in order
-        self._is_late = False
-        self._is_shielded = False
+        self._is_interrupted = False  # `Cancelled` was raised in it
 
     @contextmanager
     def within(self, until: float, late: Callable[[], Exception]) -> Iterator[None]:
@@ -47,36 +45,26 @@ class Procedure:
         try:
             yield
         except Cancelled:
-            if self._is_late:
-                raise late() from None
-            raise
+            if self.is_cancelled:
+                raise
+            self._is_interrupted = False
+            raise late() from None
         finally:
-            self.until, self._is_late = inf, False
-
-    @contextmanager
-    def shielded(self) -> Iterator[None]:
-        """What has been begun is put in order first, whoever wants it to end."""
-        before, self._is_shielded = self._is_shielded, True
-        try:
-            yield
-        finally:
-            self._is_shielded = before
+            self.until = inf
 
     def next_deadline(self) -> float:
-        return inf if self._is_shielded or self._is_late else self.until
+        return inf if self._is_interrupted else self.until
 
     def go_on(self, now: float) -> bool:
         """Take one step, if what it waits for has come, or it has to end. Raises StopIteration, and what the steps raise."""
-        if self.is_cancelled and not self._is_notified and not self._is_shielded:
-            self._is_notified = True
-        elif self.waits_for():
+        is_met = self.waits_for()
+        if not self._is_interrupted and (self.is_cancelled or (not is_met and now >= self.until)):
+            self._is_interrupted = True
+            self.waits_for = self.steps.throw(Cancelled())
+        elif is_met:
             self.waits_for = next(self.steps)
-            return True
-        elif now >= self.next_deadline():
-            self._is_late = True
         else:
             return False
-        self.waits_for = self.steps.throw(Cancelled())
         return True
 
 

@@ -29,7 +29,7 @@ class Phase(StrEnum):
     HOOK = "hook"  # before_write runs
     HELD = "held"  # ReadyToWrite is said; waits for Write
     FENCING = "fencing"  # waits for the owner's own accesses to end
-    COPYING = "copying"  # from this worker's own host copies
+    COPYING = "copying"  # from other memory of this worker
     PULLING = "pulling"  # from other workers
     VOTED = "voted"  # Publish or Prepared is said: only the coordinator ends it
     APPLYING = "applying"  # staged and committed; waits until it is in place
@@ -74,12 +74,6 @@ LEAVE_TABLE: Mapping[P, frozenset[P]] = {
     P.WITHDRAWING: frozenset({P.FENCING, P.OVER}),
     P.FENCING: frozenset({P.DEREGISTERING, P.OVER}),
     P.DEREGISTERING: frozenset({P.OVER}),
-    P.OVER: frozenset(),
-}
-COPY_TABLE: Mapping[P, frozenset[P]] = {
-    P.QUEUED: frozenset({P.COPYING, P.OVER}),
-    P.COPYING: frozenset({P.STOPPING, P.OVER}),
-    P.STOPPING: frozenset({P.OVER}),
     P.OVER: frozenset(),
 }
 AT_ONCE_TABLE: Mapping[P, frozenset[P]] = {P.QUEUED: frozenset({P.OVER}), P.OVER: frozenset()}

@@ -203,7 +203,7 @@ class Filler:
 
     async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
         """Take over what other memory of this worker has; see `CopyLocally`."""
-        started, copied, root = clock.now(), frozenset[int](), b""
+        started, copied = clock.now(), frozenset[int]()
         try:
             with pull.scope:
                 self._memory.check_unreplaced()
@@ -216,15 +216,13 @@ class Filler:
                     copied = await anyio.to_thread.run_sync(work)
                     if action.last:
                         await self._unpack(mapped)
-                if action.last:
-                    root, _ = await self._roots(action.manifest, target, action.generation)
         except TensorHubError as error:
             log.warning("copy_failed", registration=self._registration, reason=str(error))
             self._apply(self._member.pull_failed(error, clock.now()))
         else:
             self._note_copying(clock.now() - started)
             if not pull.scope.cancelled_caught:
-                self._apply(self._member.copied(copied, clock.now(), root))
+                self._apply(self._member.copied(copied, clock.now()))
         finally:
             pull.ended.set()
 

@@ -131,7 +131,7 @@ class HostCopyRunner(CallersCopies):
 
     def began(self, handle: Handle) -> None:
         """The worker has a new handle."""
-        self.machine.began(handle.member, in_file=handle.memory.digests_first)
+        self.machine.began(handle.member)
 
     def ended(self, registration: str) -> None:
         """A handle is no more."""

@@ -398,6 +398,7 @@ class Worker(CallersWorker):
             manifests=self._manifests,
             copies=self._found_copies,
             parts=self._parts,
+            in_file=memory.digests_first,
         )
         page_bytes = messages.digests_bytes_max(self.options.frame_bytes_max)
         handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)

@@ -333,7 +333,7 @@ class HandleShell:
                 self.filler.compare(action)
             case calls.CopyLocally():
                 copied = self.filler.copy(action)
-                self.apply(self.member.copied(copied, self.cluster.now, self.filler.roots(action)[0]))
+                self.apply(self.member.copied(copied, self.cluster.now))
             case calls.AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
