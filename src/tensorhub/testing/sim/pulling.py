@@ -189,7 +189,7 @@ class SimLane:
         for chunk, cell, _ in frame.chunks:
             reader.filler.receive(chunk, cell, reading.start)
         content_id, cells = reading.start.version.content_id, (cell for _, cell, _ in frame.chunks)
-        if self.source is not None:
+        if self.source is not None and not reading.start.again:
             reader.cluster.guarantees.crossings.arrived(reader, self.source, content_id, cells)
         named = [(chunk, digest) for chunk, _, digest in frame.chunks]
         is_digested = reading.start.manifest.digest != "none"

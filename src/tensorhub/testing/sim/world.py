@@ -284,8 +284,8 @@ class World:
             handle = worker.router.rank_at(message.key.model, message.key.group, message.rank)
             if isinstance(message, Write) or (isinstance(message, Start) and message.write):
                 self.guarantees.told_to_write(handle, message)
-            if handle is not None and isinstance(message, Start):
-                self.guarantees.crossings.told(handle, message.key, message.version.content_id)
+            if handle is not None and isinstance(message, Start | Write):
+                self.guarantees.crossings.told(handle, message)
             if handle is not None and isinstance(message, Outcome) and message.committed and message.version is not None:
                 self.guarantees.commits(handle, message.version.version, message.version.content_id)
             if handle is not None and not isinstance(message, Write):

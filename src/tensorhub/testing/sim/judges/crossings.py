@@ -5,8 +5,8 @@ reads from the earlier one. Both may read it from another site where the earlier
 the earlier group stages what it reads, or where it does not move. Groups of different layouts, and the ranks of one group,
 each read for themselves.
 
-Responsible for groups whose ranks are in one site. Not responsible for copies of one shard, which read what was published,
-nor for anything once a fault has happened: then bytes may be lost that had come.
+Responsible for groups whose ranks are in one site. Not responsible for copies of one shard and fetches, which read what was
+published, nor for anything once a fault has happened: then bytes may be lost that had come.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tensorhub.messages import Start, Write
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.layouts import tags_in
 from tensorhub.testing.sim.memory import CHUNK_BYTES
-from tensorhub.types import HandleState, OpKey, Purpose
+from tensorhub.types import HandleState, OpKey, OpKind, Purpose
 from tensorhub.worker.calls import FillCall
 
 SLACK_S = 0.5  # until the coordinator hears what has happened, and its ranks what it says
@@ -31,8 +32,9 @@ class _Reading:
 
     key: OpKey
     content_id: str
+    layout_id: str
     ranks: list[tuple[JudgedHandle, JudgedCall]]
-    before: list[_Reading]  # who read that there when this one was told where to read, and others can read it there
+    before: list[_Reading]  # who read that there when this one was told to write, and others can read it there
     beside: list[_Reading]  # who was reading it there then: it may have followed one of them
     holders: list[JudgedHandle]  # who held that then, or was about to give it up
     # By published cell: bytes from other sites, and the rank that has read them there.
@@ -44,11 +46,6 @@ class _Reading:
         """Whether groups of its layout can read there what it reads: while it is filled, unless that is staged."""
         is_staged = any(isinstance(call.what, FillCall) and call.what.staged for _, call in self.ranks)
         return all(handle.shard.serves for handle, _ in self.ranks) and (self.is_done or not is_staged)
-
-    @property
-    def layout_id(self) -> str:
-        """Of its first rank, which names that of the group."""
-        return min(self.ranks, key=lambda each: each[0].shard.rank)[0].shard.layout_id
 
     @property
     def lasts(self) -> bool:
@@ -79,30 +76,37 @@ class CrossingJudge:
     def __init__(self, world: JudgedWorld) -> None:
         self._world = world
         self._there: dict[Where, list[_Reading]] = {}
+        self._bound: dict[OpKey, str] = {}  # the content id that an operation reads
         self._known: dict[OpKey, _Reading] = {}
 
-    def told(self, handle: JudgedHandle, key: OpKey, content_id: str) -> None:
-        """Its group is told where to read that."""
-        if key in self._known or not self._world.is_unharmed():
+    def told(self, handle: JudgedHandle, message: Start | Write) -> None:
+        """Its group is told which version it reads, or (with the first sources) to write."""
+        key = message.key
+        if isinstance(message, Start):
+            self._bound[key] = message.version.content_id
+        may_write = isinstance(message, Write) or message.write
+        if not may_write or key in self._known or key not in self._bound or not self._world.is_unharmed():
             return
+        content_id = self._bound[key]
         handles = [h for h in (handle, *self._world.mates(handle)) if h.last_call is not None and h.last_call.key == key]
         ranks = [(h, h.last_call) for h in handles if h.last_call is not None]
         sites = {h.worker.location.site for h, _ in ranks}
-        is_one = any(not h.shard.layout_id or h.shard.purpose not in (Purpose.USE, Purpose.PREFETCH) for h, _ in ranks)
-        if len(ranks) < handle.shard.world_size or len(sites) > 1 or is_one:
+        is_copy = any(h.shard.purpose not in (Purpose.USE, Purpose.PREFETCH) for h, _ in ranks)
+        is_fetch = any(isinstance(call.what, FillCall) and call.what.kind is OpKind.FETCH for _, call in ranks)
+        if len(ranks) < handle.shard.world_size or len(sites) > 1 or is_copy or is_fetch:
             return
         there = self._there.setdefault((content_id, sites.pop()), [])
         now, lease_s = self._world.now, self._world.options.lease_s
         holders = [each for each in self._world.live_handles() if _holds(each, content_id) or _gives_up(each, content_id)]
         beside = [each for each in there if each.lasts and not each.is_done]
-        self._known[key] = reading = _Reading(key, content_id, ranks, [], beside, holders)
-        alike = [each for each in there if each.layout_id == reading.layout_id and each.can_be_followed]
+        self._known[key] = reading = _Reading(key, content_id, handle.layout_id, ranks, [], beside, holders)
+        alike = [each for each in there if each.layout_id == handle.layout_id and each.can_be_followed]
         reading.before = [each for each in alike if each.lasts and each.moves(now, lease_s)]
         reading.moved_at = dict.fromkeys(handles, now)
         there.append(reading)
 
     def arrived(self, handle: JudgedHandle, source: JudgedHandle, content_id: str, cells: Iterable[str]) -> None:
-        """A reader has got what these hold."""
+        """A reader has got what these hold, and had not read it before."""
         site, record = handle.worker.location.site, handle.last_call
         reading = self._known.get(record.key) if record is not None and record.key is not None else None
         if reading is None or not self._world.is_unharmed():
