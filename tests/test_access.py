@@ -207,7 +207,7 @@ async def test_the_coordinator_says_the_same_to_a_client_that_does_not_look(monk
 
 
 async def test_a_read_only_token_puts_the_whole_model_together_when_its_publisher_has_gone() -> None:
-    """Out of a copy of two ranks, with what encloses what it reads."""
+    """Out of a copy of two ranks, whose digests count."""
     whole = np.arange(2**16, dtype=np.int32).reshape(2, 2**15)
     view = tensorhub.source("w", shape=whole.shape)
 
@@ -229,6 +229,7 @@ async def test_a_read_only_token_puts_the_whole_model_together_when_its_publishe
             await all_of(*[rank.replicate() for rank in await ranks(keeper, "keeper", np.zeros_like(whole))])
         fetched = await dashboard.fetch("m", rank=None)
         assert np.array_equal(fetched["w"].numpy(), whole)
+        assert fetched.report.verified_by == "source"
         assert [source.name for source in fetched.report.sources if source.bytes_read] == ["keeper", "keeper"]
 
 

@@ -54,11 +54,6 @@ def root_of(values: bytes | bytearray) -> bytes:
     return hashlib.blake2b(values, digest_size=ROOT_BYTES).digest()
 
 
-def root_of_selections(roots: Iterable[tuple[int, str, bytes]]) -> bytes:
-    """What names all lists of memory that was read in selections: of each the class of shards, its id and its root."""
-    return root_of(msgpack.packb(sorted(roots)))
-
-
 def runs_of(chunks: Iterable[int]) -> list[tuple[int, int]]:
     """Ascending numbers as (first, count) runs."""
     runs: list[tuple[int, int]] = []

@@ -373,9 +373,12 @@ class FetchReport:
     """What one rank's one call of `replicate`, `update`, `prefetch` or `fetch` did.
 
     `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
-    of it whose offsets had been verified before in this call. `excess_bytes`: the part of it that was read only to verify
-    what is taken out of it (enclosing reads, docs/layouts.md). `changed` is False when the version was held already.
+    of it whose offsets had been verified before in this call. `changed` is False when the version was held already.
     `cells`, `runs`, `bytes_across`: what was read of other layouts than the reader's own.
+
+    `verified_by`: "publisher": the digests of all that this rank holds are the publisher's. "source": of some of it no
+    publisher could be asked, so that the digests of the workers it was read from count (SECURITY.md). Without digests
+    (`Options.digest`) it is "source".
 
     `phases`: wall seconds by name, which add up to `seconds`, the whole call. An update that changed nothing has `resolve`
     only:
@@ -395,8 +398,8 @@ class FetchReport:
     sources: tuple[SourceReport, ...] = ()
     retries: int = 0  # chunks that had to be asked for again
     reread_bytes: int = 0  # the part of bytes_read that had been verified before
-    excess_bytes: int = 0  # the part of bytes_read that only helped to verify the rest
     rebinds: int = 0  # how often a call by selector was bound to another version, since the bound one had gone away
+    verified_by: Literal["publisher", "source"] = "publisher"  # whose digests the bytes have
 
     @property
     def cells(self) -> int:

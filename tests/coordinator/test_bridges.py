@@ -15,7 +15,6 @@ from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import (
     AddSource,
-    DigestedAgain,
     DropSource,
     GetPart,
     GetPublication,
@@ -262,19 +261,6 @@ def test_who_lacks_a_class_is_given_it_when_it_is_there() -> None:
     assert not reader.take(AddSource)
     world.connect(trainers[1])
     assert [added.grant.shard for added in reader.take(AddSource)] == [1]
-
-
-def test_who_is_given_one_class_again_reads_partial_copies_of_another_in_the_same_step() -> None:
-    """Nobody holds all of the other class. Who can go on is settled once: nothing would wake it for the partial copies."""
-    world, trainers = published()
-    world.fill(world.group("c", [cut(rank) for rank in range(2)], site="there"))
-    (reader,) = world.group("r", [wide(0)])
-    world.fill([reader], staged=True)
-    world.ready(reader, A, B)
-    world.lose_source(reader, world.lease(reader, "t0"))
-    world.now += 0.06  # t0 may be tried again, and no timer has said so yet
-    world.say(trainers[1], DigestedAgain("", trainers[1].name, True, generation=trainers[1].generation))
-    assert sorted(world.sources(reader)) == [("c1", "half of it", 1), ("t0", "half of it", 0)]
 
 
 def test_a_follower_is_moved_only_if_it_finds_all_that_it_needs() -> None:

@@ -128,19 +128,6 @@ def test_another_way_that_this_reader_cannot_read_is_none() -> None:
     assert outcome.error.kind == "VersionUnavailable"
 
 
-def test_who_waits_goes_over_once_there_is_another_way() -> None:
-    world, trainers = published()
-    (bridge,) = filling(world)
-    (waits,) = readers(world)
-    world.vote(bridge, root(A), root(B))  # nobody has said yet whether that is what was published
-    lose_in_mid_read(world, trainers, [waits])
-    assert not waits.take(Outcome)
-    for need in (A, B):
-        world.tell(bridge, need, shard=need.shard)
-    assert [outcome.committed for outcome in bridge.take(Outcome)] == [True]
-    assert is_told_to_go_over([waits])
-
-
 def test_who_follows_chunk_by_chunk_goes_over_as_well() -> None:
     """Nobody is left who serves chunks of the grid that both have given up."""
     world, trainers, _ = held()
@@ -186,7 +173,7 @@ def test_in_its_first_lease_a_coordinator_waits_for_those_who_may_come_back() ->
     back(world, reader, held_by(reader, info))
     (late,) = world.group("s", [("own/s0", ())])
     late.generation = 5
-    resume = Begun(key, info.version, info.content_id, "", True, described, "")
+    resume = Begun(key, info.version, info.content_id, "", True, described)
     call = (OpKind.UPDATE, "latest", None, 5, False, False, 1000.0, (key,), resume)
     world.say(late, Fill(world.key(late), 0, late.name, *call))
     assert not late.take(Outcome)

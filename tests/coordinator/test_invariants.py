@@ -164,7 +164,7 @@ def finds(check: Callable[[], None]) -> bool:
     """Whether it raises: what is promised, or because of what is not there at all."""
     try:
         check()
-    except (InvariantBroken, AttributeError, KeyError, IndexError, TypeError):
+    except (InvariantBroken, AssertionError, AttributeError, KeyError, IndexError, TypeError):
         return True
     return False
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import bridges, ways
+from tensorhub.coordinator import ways
 from tensorhub.coordinator.states import VersionState
-from tensorhub.digests import root_of
 from tensorhub.layouts.published import Published
 from tensorhub.manifest import id_of
 from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Register, Registered, Start, Write
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, OpKind, Purpose
-from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root
+from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
 from tests.coordinator.test_layouts_over_time import back, held_by
 
@@ -239,18 +238,6 @@ def test_who_reads_what_was_published_looks_at_no_other_way() -> None:
     assert ways.find(world.core.cluster, world.version, operation) == ways.Way(world.version.holdings, None)
 
 
-def test_digests_of_an_origin_are_those_that_its_first_readers_have_found() -> None:
-    world, trainers, _ = held()
-    leave(world, *trainers)
-    late = begin(world, "x", "own/x")
-    world.ready(late, OF_R)
-    world.vote(late, root(OF_R, b"b"))
-    world.tell(late, OF_R, b"b")
-    assert [outcome.committed for outcome in late.take(Outcome)] == [True]
-    key = (reader_of(world, "own/r0"), 0, "all of it")
-    assert world.version.selections[key].root == root_of(list_of(OF_R.chunks, b"b"))
-
-
 def test_a_rank_that_holds_it_in_other_chunks_than_its_mates_will_fills_it_anew() -> None:
     """All ranks of a group say where they read to, in one layout of one origin."""
     world, trainers, _ = held()
@@ -312,23 +299,3 @@ def test_a_copy_of_a_shard_reads_the_layout_that_the_shard_is_of(site: str) -> N
     world.fill([rank])
     (start,) = rank.take(Start)
     assert start.publication == its
-
-
-def test_ranks_that_have_the_same_vouch_only_if_the_digests_of_all_of_them_are_known() -> None:
-    world, trainers = published()
-    first, second = world.group("x", [(f"own/x{rank}", ()) for rank in range(2)])
-    world.fill([first, second])
-    second.layout_id = first.layout_id
-    world.ready(first, A, B)
-    world.ready(second, A)
-    for trainer, need in zip(trainers, (A, B), strict=True):
-        world.tell(trainer, need)
-    world.vote(first, root(A), root(B))
-    world.vote(second, root(A))
-    (layout,) = world.version.others.values()
-    assert layout.classes == {0: (0, 1)}
-    assert bridges.is_vouched_for(world.version, layout, 0)
-    assert not bridges.is_vouched_for(world.version, layout, 1)  # no class is named so
-    world.core.cluster.forget_selection(world.version, (layout.origin_id, B.shard, B.selection))
-    assert [bool(bridges.grid_root(world.version, layout, shard)) for shard in range(2)] == [False, True]
-    assert not bridges.is_vouched_for(world.version, layout, 0)

@@ -16,9 +16,9 @@ from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import OpKind, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, Rank, World
 from tests.coordinator.test_bridges import cut, filling
-from tests.coordinator.test_enclosing import copied
 from tests.coordinator.test_layouts_over_time import back, held_by
 from tests.coordinator.test_origins import OF_R, held, leave
+from tests.coordinator.test_selection_digests import copied
 
 ANOTHER = make_manifest(CHUNKS + 1, "xxh3-64").encode()
 

@@ -9,13 +9,12 @@ import pytest
 from tensorhub.coordinator import limits, replicas
 from tensorhub.errors import IntegrityError
 from tensorhub.manifest import Manifest, id_of
-from tensorhub.messages import AddSource, Digests, Outcome, Register, Retain, Revoked, Start, TellDigests
+from tensorhub.messages import Digests, Outcome, Register, Retain, Revoked, Start, TellDigests
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root
-from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+from tests.coordinator.test_bridges import A, B, cut, filling
 from tests.coordinator.test_layouts_over_time import acknowledge, asks_to_leave, back, held_by, is_refused
-from tests.coordinator.test_origins import OF_R, begin, leave
 
 LARGER = replace(Manifest.decode(MANIFEST), chunk_bytes=2**30).encode()  # chunks
 
@@ -68,15 +67,10 @@ def is_unaware(world: World, trainer: Rank) -> None:
     world.say(trainer, Digests(trainer.name, trainer.generation, 0, (), b"", True, B.selection, B.shard))
 
 
-def test_another_one_is_read_once_it_is_known_to_be_equal() -> None:
+def test_all_of_a_class_are_read_from_the_beginning_and_asked_for_their_digests_when_they_are_published() -> None:
     world, trainers = hsdp()
-    assert sources(world, filling(world, "first", ranks=2)) == ["t0", "t0", "t1", "t1"]
     assert [[each.selection for each in trainer.take(TellDigests)] for trainer in trainers] == [[""]] * 4
-    for trainer in trainers[:3]:
-        world.tell(trainer)
-    assert sources(world, filling(world, "second", site="there")) == ["t1", "t2"]
-    world.tell(trainers[3])
-    assert sources(world, filling(world, "third", site="elsewhere")) == ["t2", "t3"]
+    assert sources(world, filling(world, ranks=2)) == ["t0", "t1", "t2", "t3"]
 
 
 def test_memory_without_digests_is_what_its_publisher_says() -> None:
@@ -175,23 +169,21 @@ def test_who_does_not_need_them_is_not_concerned() -> None:
     (reader,) = filling(world, needs=[A])
     for trainer, value in zip(trainers, (b"a", b"one", b"a", b"other"), strict=True):
         world.tell(trainer, value=value)
-    world.tell(trainers[0], A)
+    world.tell(trainers[2], A)
     world.vote(reader, root(A))
+    world.tell(trainers[0], A)
     assert reader.take(Outcome)[0].committed
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_if_the_first_one_fails_a_reader_another_is_read_at_once_and_the_vote_waits(differs: bool) -> None:
+def test_a_vote_waits_until_all_of_a_class_have_told_their_digests(differs: bool) -> None:
     world, trainers = hsdp()
     (reader,) = filling(world)
-    world.lose_source(reader, world.lease(reader, "t1"))
-    (added,) = reader.take(AddSource)
-    assert added.grant.source == "t3"
     world.tell(trainers[0], A)
     world.tell(trainers[1], B)
     world.vote(reader, root(A), root(B))
-    assert not reader.take(Outcome)
-    world.tell(trainers[1])
+    for trainer in trainers[:3]:
+        world.tell(trainer)
     assert not reader.take(Outcome)
     world.tell(trainers[3], value=b"other" if differs else b"a")
     if differs:
@@ -200,49 +192,26 @@ def test_if_the_first_one_fails_a_reader_another_is_read_at_once_and_the_vote_wa
         assert reader.take(Outcome)[0].committed
 
 
-@pytest.mark.parametrize("known", [0, 1])
-def test_the_vote_waits_for_each_class_of_which_a_reader_has_read_two(known: int) -> None:
+@pytest.mark.parametrize("how", ["tells nothing", "is lost", "is cut off"])
+def test_no_vote_waits_for_one_of_a_class_that_cannot_tell(how: str) -> None:
     world, trainers = hsdp()
     (reader,) = filling(world)
-    for first in ("t0", "t1"):
-        world.lose_source(reader, world.lease(reader, first))
-    world.tell(trainers[0], A)
-    world.tell(trainers[1], B)
-    world.vote(reader, root(A), root(B))
-    for trainer in (trainers[known], trainers[known + 2], trainers[1 - known]):
+    for trainer in (*trainers[:1], *trainers[2:]):
         world.tell(trainer)
-    assert not reader.take(Outcome)
-    world.tell(trainers[3 - known])
-    assert reader.take(Outcome)[0].committed
-
-
-def test_the_vote_waits_for_the_first_also_if_the_other_has_nothing_to_tell() -> None:
-    world, trainers = hsdp()
-    (reader,) = filling(world)
-    world.lose_source(reader, world.lease(reader, "t1"))
-    world.tell(trainers[0], A)
-    world.tell(trainers[1], B)
+    if how == "is lost":
+        world.lose(trainers[1])
+    elif how == "is cut off":
+        world.cut_off(trainers[1])
+    else:
+        world.say(trainers[1], Digests("t1", trainers[1].generation, CHUNKS, (), b"", True))
     world.vote(reader, root(A), root(B))
-    world.say(trainers[3], Digests("t3", trainers[3].generation, CHUNKS, (), b"", True))
-    assert not reader.take(Outcome)
-    world.tell(trainers[1])
-    assert reader.take(Outcome)[0].committed
-
-
-def test_if_the_first_one_is_lost_before_it_has_told_nobody_waits_for_it() -> None:
-    world, trainers = hsdp()
-    (reader,) = filling(world)
-    world.lose_source(reader, world.lease(reader, "t1"))
-    world.lose(trainers[1])
-    world.tell(trainers[3])
     world.tell(trainers[0], A)
-    world.tell(trainers[3], B)
-    world.vote(reader, root(A), root(B))
-    assert reader.take(Outcome)[0].committed
+    world.tell(trainers[1 if how == "tells nothing" else 3], B)
+    (outcome,) = reader.take(Outcome)
+    assert (outcome.committed, outcome.by_source) == (True, False)
 
 
 def test_a_publisher_where_nobody_has_read_a_selection_leaves_it_to_its_equal() -> None:
-    """And nobody believes those who have read it, as long as a publisher can tell."""
     world, trainers = hsdp()
     for trainer in trainers:
         world.tell(trainer)
@@ -252,21 +221,7 @@ def test_a_publisher_where_nobody_has_read_a_selection_leaves_it_to_its_equal() 
     is_unaware(world, trainers[1])
     (asked,) = [each for each in trainers[3].take(TellDigests) if each.selection]
     assert (asked.selection, asked.shard) == (B.selection, B.shard)
-    assert not reader.take(TellDigests)
     world.tell(trainers[3], B)
-    assert reader.take(Outcome)[0].committed
-
-
-def test_if_none_of_them_knows_it_those_who_have_read_it_say_what_it_is() -> None:
-    world, trainers = hsdp()
-    (reader,) = filling(world)
-    world.tell(trainers[0], A)
-    world.vote(reader, root(A), root(B))
-    for trainer in (trainers[1], trainers[3], trainers[1]):
-        is_unaware(world, trainer)
-    (asked,) = reader.take(TellDigests)
-    assert asked.selection == B.selection
-    world.tell(reader, B, shard=B.shard)
     assert reader.take(Outcome)[0].committed
 
 
@@ -289,29 +244,3 @@ def test_of_digests_that_are_forgotten_nobody_can_say_in_what_they_differ(
     world.tell(trainers[forgotten])
     world.tell(trainers[1 - forgotten], value=b"b")
     assert "in which tensors is not known any more" in error_of(reader)
-
-
-def test_of_another_layout_all_ranks_of_a_class_are_read_from_the_beginning() -> None:
-    """What each has read has its publisher's digests."""
-    world, trainers = published()
-    finish(world, bridging(world, site="here"), trainers)
-    leave(world, *trainers)
-    readers = [begin(world, f"y{number}", f"own/y{number}") for number in range(2)]
-    for reader in readers:
-        world.ready(reader, OF_R)
-    assert sources(world, readers) == ["x0", "x1"]
-
-
-def test_of_another_layout_no_publisher_of_a_class_is_asked() -> None:
-    """Its classes are not those of what was published: here there are more of them."""
-    world, trainers = published(1)
-    finish(world, filling(world, ranks=2, needs=[A]), trainers, [A])
-    leave(world, *trainers)
-    reader = begin(world, "y", "own/y")
-    needs = [OF_R, replace(OF_R, shard=1)]
-    world.ready(reader, *needs)
-    assert sources(world, [reader]) == ["r0", "r1"]
-    world.vote(reader, *map(root, needs))
-    for need in needs:
-        world.tell(reader, need, shard=need.shard)
-    assert reader.take(Outcome)[0].committed

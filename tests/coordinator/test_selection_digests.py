@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator.entities import Operation
+from tensorhub.coordinator.testimonies import ANSWER_S
 from tensorhub.digests import root_of
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
@@ -23,8 +24,27 @@ from tensorhub.messages import (
     Stray,
     TellDigests,
 )
+from tensorhub.testing import CHUNKS
+from tensorhub.types import OpKind
 from tests.coordinator.layout_world import NO_DIGESTS, Rank, World, list_of, root
 from tests.coordinator.test_bridges import A, B, cut, filling, finish, published
+
+OWN = root_of(list_of(CHUNKS))
+
+
+def copied() -> tuple[World, list[Rank], list[Rank]]:
+    """A publisher, and a replica in its layout."""
+    world, trainers = published()
+    copies = world.group("c", [cut(0), cut(1)])
+    world.fill(copies)
+    for rank in copies:
+        world.ready(rank)
+    for trainer in trainers:
+        world.tell(trainer)
+    for rank in copies:
+        world.vote(rank, root=OWN)
+    assert [rank.take(Outcome)[0].committed for rank in copies] == [True, True]
+    return world, trainers, copies
 
 
 def compared(world: World, rank: Rank, following: int, strays: Sequence[Stray] = (), *, rereads: bool = False) -> None:
@@ -94,20 +114,8 @@ def test_a_list_that_is_right_counts_whatever_root_was_named() -> None:
     assert reader.take(Outcome)[0].committed
 
 
-def test_if_the_publisher_has_gone_those_who_read_from_it_say_what_it_said() -> None:
-    world, trainers = published()
-    (reader,) = filling(world)
-    world.tell(trainers[0], A)
-    world.lose(trainers[1])
-    world.vote(reader, root(A), root(B))
-    (asked,) = reader.take(TellDigests)
-    assert (asked.selection, asked.shard, asked.origin) == (B.selection, B.shard, "t1")
-    world.tell(reader, B, shard=B.shard)
-    assert reader.take(Outcome)[0].committed
-
-
 def test_a_publisher_where_nobody_has_read_that_selection_does_not_say_that_it_is_empty() -> None:
-    """It does not know the selection: it was read from replicas of what it has published."""
+    """It does not know the selection: it was read from replicas of what it has published. Their digests count."""
     world, trainers = published()
     (reader,) = filling(world)
     world.tell(trainers[0], A)
@@ -115,16 +123,45 @@ def test_a_publisher_where_nobody_has_read_that_selection_does_not_say_that_it_i
     assert trainers[1].take(TellDigests)
     world.say(trainers[1], Digests(trainers[1].name, trainers[1].generation, 0, (), b"", True, B.selection, B.shard))
     assert not reader.take(Compare)
-    (asked,) = reader.take(TellDigests)
-    assert asked.selection == B.selection
-    world.tell(reader, B, shard=B.shard)
-    assert reader.take(Outcome)[0].committed
+    (outcome,) = reader.take(Outcome)
+    assert (outcome.committed, outcome.by_source) == (True, True)
+
+
+@pytest.mark.parametrize("how", ["lost", "cut off", "silent"])
+def test_a_publisher_that_does_not_answer_leaves_it_to_the_sources(how: str) -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    world.tell(trainers[0], A)
+    if how == "lost":
+        world.lose(trainers[1])
+    elif how == "cut off":
+        world.cut_off(trainers[1])
+    world.vote(reader, root(A), root(B))
+    if how == "silent":
+        assert not reader.take(Outcome)
+        world.pass_time(3 * ANSWER_S)
+    (outcome,) = reader.take(Outcome)
+    assert (outcome.committed, outcome.by_source) == (True, True)
+
+
+def test_what_a_publisher_has_confirmed_is_verified_by_the_publisher_also_for_a_call_that_finds_it_there() -> None:
+    world, trainers = published()
+    (reader,) = filling(world)
+    for trainer, need in zip(trainers, (A, B), strict=True):
+        world.tell(trainer, need)
+    world.vote(reader, root(A), root(B))
+    assert not reader.take(Outcome)[0].by_source
+    world.fill([reader], kind=OpKind.UPDATE)
+    (again,) = reader.take(Outcome)
+    assert (again.changed, again.by_source) == (False, False)
 
 
 def test_of_a_class_the_first_rank_that_is_left_decides() -> None:
     world = World()
     trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
     world.publish(trainers, 1)
+    for trainer in trainers:
+        world.tell(trainer)
     (reader,) = filling(world)
     world.lose(trainers[0])
     world.tell(trainers[3], B, b"other")  # it is not the first, and nobody has asked it
@@ -135,7 +172,6 @@ def test_of_a_class_the_first_rank_that_is_left_decides() -> None:
         [(A.selection, 0)],
         [],
     ]
-    assert not reader.take(TellDigests)  # its second-hand word is not needed
     world.tell(trainers[1], B)
     world.tell(trainers[2], A)
     assert reader.take(Outcome)[0].committed
@@ -145,6 +181,8 @@ def test_ranks_of_one_class_that_differ_are_named_and_nobody_is_quarantined() ->
     world = World()
     trainers = world.group("t", [cut(rank % 2) for rank in range(4)])
     world.publish(trainers, 1)
+    for trainer in trainers:
+        world.tell(trainer)
     (reader,) = filling(world)
     world.tell(trainers[0], A)
     world.tell(trainers[1], B)
@@ -164,12 +202,7 @@ def test_ranks_of_one_class_that_differ_are_named_and_nobody_is_quarantined() ->
 
 def test_a_copy_whose_bytes_differ_is_quarantined() -> None:
     """A replica in the published layout serves a selection, and its bytes are not what was published."""
-    world, trainers = published()
-    copies = world.group("c", [cut(0), cut(1)])
-    world.fill(copies)
-    for trainer, copy in zip(trainers, copies, strict=True):
-        world.tell(trainer)
-        world.vote(copy, root=root_of(list_of(2)))
+    world, trainers, copies = copied()
     (reader,) = filling(world)
     for trainer, need in zip(trainers, (A, B), strict=True):
         world.tell(trainer, need)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import xxhash
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
-from tensorhub.digests import pack
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Selection
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
@@ -25,8 +24,6 @@ from tensorhub.messages import (
     FromOwner,
     FromReader,
     Grant,
-    ListChunks,
-    Listed,
     Locate,
     NotThisWay,
     Origin,
@@ -308,9 +305,7 @@ def _question(source: Source, kind: int) -> bytes:
         generation = source.choice((GENERATION,) * 6 + (5,))
         said = Select(source.below(2**16), REGISTRATION, generation, name, total, at, piece)
         return frame(codec.encode(said), FRAME_BYTES_MAX)
-    asked: type[FromReader] = (
-        TransportRequest if kind < 100 else Locate if kind > 200 else ListChunks if kind > 190 else Read
-    )
+    asked: type[FromReader] = TransportRequest if kind < 100 else Locate if kind > 200 else Read
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -340,18 +335,6 @@ def _asked(said: bytes) -> FromReader | None:
         return codec.decode(said[4:], codec.FROM_READER)
     except ProtocolError:
         return None
-
-
-def _check_listed(asked: ListChunks, told: FromOwner | None, memory: ChunkMemory, held: frozenset[int] | None) -> None:
-    """What is open under that generation is told as it is; its digests only once all of them are known."""
-    if isinstance(told, ReadRefused):
-        is_open = held is not None and (asked.registration, asked.generation) == (REGISTRATION, GENERATION)
-        assert not is_open or asked.digests
-        return
-    assert isinstance(told, Listed)
-    blob = pack(memory.digests(range(CHUNKS)), memory.width) if asked.digests else memory.manifest.encode()
-    assert held is not None
-    assert (told.request, told.total, told.piece) == (asked.request, len(blob), blob[asked.offset :])
 
 
 def _serve(
@@ -387,10 +370,6 @@ def _serve(
         if isinstance(told, Selected) and told.following == read.total:
             assert held is not None
             assert read.selection in owner.selections(REGISTRATION)
-        return True
-    if isinstance(read, ListChunks):
-        with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-            _check_listed(read, hears.receive(codec.FROM_OWNER), memory, held)
         return True
     # Of a longer run nothing is expected: where it is not refused, the read itself is, and its runs are not looked at.
     wanted = [chunk for first, count in read.runs for chunk in range(first, first + min(count, CHUNKS_PER_ACCESS_MAX))]

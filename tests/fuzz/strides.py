@@ -1,4 +1,4 @@
-"""Target: a reader of another layout, and a source that lies: of selections as they are, and with what encloses them."""
+"""Target: a reader of another layout, and a source that lies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import xxhash
 
-from tensorhub.digests import pack, root_of
 from tensorhub.layouts.reading import Part, Reading, Selection
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Grant, Listed, Origin, StillWaiting
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Grant, Origin, StillWaiting
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX
 from tensorhub.protocol.frames import frame
@@ -26,7 +25,6 @@ from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
 from tensorhub.strips import Strip, straight
 from tensorhub.transport.base import Cutter, Destination
-from tensorhub.transport.enclosing import EnclosingChannel, Enclosure, Vouched
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
@@ -49,11 +47,8 @@ GAP, CANARY = 3, 0xA5  # what lies between the runs of the reader's chunks, and 
 
 
 def strides(data: bytes) -> None:
-    """Whatever a source answers: nothing is written beside the chunks, and only what has its digest is offered to others.
-    With what encloses them, only what was published is: the source's digests count for nothing.
-    """
+    """Whatever a source answers: nothing is written beside the chunks, and only what has its digest is offered to others."""
     source = Source(data)
-    encloses = source.flag()
     manifest, part = _reading()
     array = bytearray([CANARY]) * manifest.regions[0].nbytes
     memory = ChunkMemory(manifest, [memoryview(array)])
@@ -61,19 +56,13 @@ def strides(data: bytes) -> None:
     owner.open(REGISTRATION, GENERATION, CONTENT, memory, complete=False)
     name = part.selection.selection_id
     grant = replace(GRANT, selection=name)
-    if encloses:
-        grant = replace(grant, root=root_of(_digests()), grid=_published().manifest_id)
     peers = Peers(Local(Incarnation("reader"), (b"",), Options()), tcp_owner.DIALECT)
     peers.close()
     with _connected() as (connection, theirs):
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             client = ReadClient(peers, Peer(connection, "", RIGHT.incarnation, b"", is_local=True), RIGHT, cutter)
-            if not encloses:
-                return Opened("any", TcpChannel(client, destination))
-            enclosure = Enclosure(part.selection, Vouched(grant.grid, grant.root))
-            enclosure.learn(client)
-            return Opened("any", EnclosingChannel(TcpChannel(client, enclosure), enclosure, destination))
+            return Opened("any", TcpChannel(client, destination))
 
         batch_bytes = source.choice((1, 60, 10**6))
         runner = PullRunner(
@@ -87,29 +76,25 @@ def strides(data: bytes) -> None:
         lane.batch_bytes = batch_bytes
         runner._pull.add_source(lease, source.flag(), part.chunks)
         runner._lanes[lease] = lane
-        theirs.sendall(b"".join(_listed(source) if encloses else ()) + b"".join(_answers(source, encloses=encloses)))
+        theirs.sendall(b"".join(_answers(source)))
         theirs.shutdown(socket.SHUT_WR)
         with contextlib.closing(connection):
             runner._lane_thread(lane)
-    _check(runner, owner, memory, array, encloses=encloses)
+    _check(runner, owner, memory, array)
 
 
-def _check(runner: PullRunner, owner: SharedOwner, memory: ChunkMemory, array: bytearray, *, encloses: bool) -> None:
+def _check(runner: PullRunner, owner: SharedOwner, memory: ChunkMemory, array: bytearray) -> None:
     pull = runner._pull
     pull.check_invariants()
     verified = [chunk for chunk, is_verified in enumerate(pull.verified) if is_verified]
     for chunk in verified:
         held = b"".join([bytes(view) for views in memory.outgoing(chunk) for view in views])
         assert owner._owner.digest(REGISTRATION, GENERATION, chunk) == xxhash.xxh3_64_intdigest(held)
-        assert not encloses or held == _selected(chunk)
     available = {chunk for first, count in owner.has(REGISTRATION, GENERATION, 9) for chunk in range(first, first + count)}
     assert available == set(verified)
-    assert owner.enclosed(REGISTRATION, GENERATION) == (frozenset(verified) if encloses else frozenset())
     strips = [strip for strips in _reading()[0].reading.places for strip in strips]
     mine = {at + n for strip in strips for _, at in strip.places() for n in range(strip.run)}
     assert all(byte == CANARY for at, byte in enumerate(array) if at not in mine), "bytes beside the chunks were written"
-    report = runner.report()
-    assert 0 <= report.excess_bytes <= report.bytes_read
     owner.check_invariants()
 
 
@@ -126,16 +111,6 @@ def _published() -> Manifest:
 def _held() -> ChunkMemory:
     regions = [bytearray((31 * n + at) % 251 for at in range(size)) for n, size in enumerate(SIZES)]
     return ChunkMemory(_published(), [memoryview(region) for region in regions])
-
-
-@functools.cache
-def _digests() -> bytes:
-    return pack(_held().digests(range(_published().chunk_count)), 8)
-
-
-@functools.cache
-def _selected(chunk: int) -> bytes:
-    return b"".join([bytes(view) for views in _held().selected(SELECTED).outgoing(chunk) for view in views])
 
 
 @functools.cache
@@ -158,25 +133,9 @@ def _reading() -> tuple[ReshardedManifest, Part]:
 # ---------------------------------------------------------------------------------------------------- what is said
 
 
-def _listed(source: Source) -> Iterator[bytes]:
-    """Its manifest and its digests: rightly, or with something wrong."""
-    for blob in (_published().encode(), _digests()):
-        kind, told, total = source.byte(), bytearray(blob), len(blob)
-        if kind > 245:
-            told[source.below(len(told))] ^= 1 + source.byte() % 255
-        elif kind > 240:
-            total = source.choice((0, 1, total - 8, total + 8, 2**28))
-        elif kind > 235:
-            told = told[: source.below(len(told))]
-        cut = source.below(len(told) + 1) if kind % 2 else len(told)
-        for piece in (told[:cut], told[cut:]):
-            if piece or not told:
-                yield _frame(Listed(0, total, bytes(piece)))
-
-
-def _answers(source: Source, *, encloses: bool) -> Iterator[bytes]:
+def _answers(source: Source) -> Iterator[bytes]:
     """Chunks with their bytes: those that were asked for, or others; whole, longer or shorter; with any digest."""
-    memory = _held() if encloses else _held().selected(SELECTED)
+    memory = _held().selected(SELECTED)
     count, request, said = len(memory.sizes), 0, 0
     pools: dict[str, list[Any]] = {"request": [0, 1, 2, 3], "reason": ["gone"]}
     while source and said < 2**16:
@@ -192,7 +151,7 @@ def _answers(source: Source, *, encloses: bool) -> Iterator[bytes]:
         elif 175 <= kind < 185:
             digest = source.below(2**16)
         if kind < 230:
-            numbers = (chunk,) if encloses or source.flag() else tuple(range(count))
+            numbers = (chunk,) if source.flag() else tuple(range(count))
             if len(numbers) > 1:
                 payload = bytearray(b"".join([_payload(memory, each) for each in numbers]))
             if kind % 2 and len(numbers) == 1:

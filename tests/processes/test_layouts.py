@@ -171,7 +171,7 @@ def test_the_publisher_is_gone_in_mid_read_and_a_group_of_another_layout_is_read
 def test_nobody_waits_for_the_word_of_a_publisher_that_was_killed_who_can_do_without_it(
     processes: ChildProcesses,
 ) -> None:
-    """The lease is longer than any call. Who was reading, and who comes later, read what encloses it out of a copy."""
+    """The lease is longer than any call. Who was reading, and who comes later, read it out of a copy."""
     address = coordinator(processes, lease_s=600.0)
     train = process_of(processes, address, "trainer")
     Group("fsdp", "rows", 4, [train] * 4).publish(1)

@@ -40,7 +40,6 @@ from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
-from tests.transport.enclosed import read_enclosed
 
 BACKENDS = ("asyncio", "trio")
 SECRET = b"a secret of the test"
@@ -124,24 +123,6 @@ def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None
     transport, make = ways(kind, backend)
     with kept_until_the_end(transport):
         CHECKS[check](transport, make)
-    assert not busy_threads()
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "tcp",
-        pytest.param("cma", marks=needs_cma),
-        pytest.param("shm", marks=needs_shm),
-        pytest.param("nixl", marks=[pytest.mark.nixl, needs_nixl]),
-    ],
-)
-def test_what_encloses_a_selection_is_read_by_it(kind: str) -> None:
-    transport, make = ways(kind, "asyncio")
-    with kept_until_the_end(transport):
-        source = make()
-        assert isinstance(source, ServedSource)
-        read_enclosed(transport, source)
     assert not busy_threads()
 
 

@@ -25,9 +25,3 @@ def test_what_is_not_as_published_is_told_with_its_origin() -> None:
 
 def test_of_a_list_that_is_too_long_the_rest_says_nothing() -> None:
     assert compare(CompareDigests(MANIFEST, 7, False, 0, pack([1, 2, 3], 8)), 8, [1], lambda chunk: None) == ([], 3)
-
-
-def test_what_was_not_read_with_what_encloses_it_is_to_be_read_again() -> None:
-    question = CompareDigests(MANIFEST, 7, False, 0, b"", (1, 3, 4), enclose=True)
-    assert compare(question, 8, [9] * 5, lambda chunk: None, {0, 3}) == ([(1, None, None), (4, None, None)], 3)
-    assert compare(question, 8, [9] * 5, lambda chunk: None) == ([(1, None, None), (3, None, None), (4, None, None)], 3)

@@ -481,10 +481,10 @@ def test_digests_are_told_of_memory_or_else_of_what_is_staged_for_it() -> None:
     content = at.handle.member.content
     assert content is not None
     lists: dict[str, tuple[int, tuple[int | None, ...]]] = {}
-    question = TellDigests(at.handle.id, content.generation, "")
+    question = TellDigests(at.handle.id, content.generation)
 
     def told(question: TellDigests) -> tuple[int, tuple[tuple[int, int], ...]]:
-        (said,) = at.interpreter.tell_digests(question, lambda target, _: lists.get(target), lambda target: [1])
+        (said,) = at.interpreter.tell_digests(question, lambda target, _: lists.get(target))
         assert said.last
         return said.chunks, said.runs
 
@@ -493,11 +493,7 @@ def test_digests_are_told_of_memory_or_else_of_what_is_staged_for_it() -> None:
     assert told(question) == (4, ((0, 1), (2, 2)))
     lists[at.handle.id] = 8, (7, 8, None)
     assert told(question) == (3, ((0, 2),))
-    asked_of_one = TellDigests(at.handle.id, content.generation, "another")
-    assert told(asked_of_one) == (3, ((1, 1),))
-    assert told(replace(asked_of_one, selection="a selection")) == (3, ())  # it was read in its own grid
     assert at.interpreter.must_make(question)
-    assert not at.interpreter.must_make(asked_of_one)
 
 
 def test_a_loss_of_state_is_told_by_the_member() -> None:

@@ -204,7 +204,6 @@ class Reader:
         self.shard = columns()
         self.parts = known if known is not None else KnownParts()
         self.published, self.blobs = publication_of_rows()
-        self.origin = ""
         self.member = Member(
             self.shard,
             requests=lambda: next(numbers),
@@ -244,7 +243,7 @@ class Reader:
     def start(self, number: int = 1) -> None:
         info = VersionInfo("m", number, f"content{number}", 2048 * 16, 2)
         assert self.shard.manifest is not None
-        what = info, self.shard.manifest.manifest_id, False, (), b"", (), self.published.publication_id, self.origin
+        what = info, self.shard.manifest.manifest_id, False, (), b"", (), self.published.publication_id
         self.do(self.member.receive(Start(self.key, 0, *what), 0))
 
     def answer(self) -> int:
@@ -489,40 +488,6 @@ def test_what_was_planned_is_not_asked_for_again() -> None:
     assert other.wants(PlanReading).publication is not None
 
 
-def test_chunks_of_those_who_have_read_it_are_planned_anew_where_they_may_enclose() -> None:
-    published, blobs = publication_of_rows()
-    publication, holders = publication_of(published, blobs), list[ReshardedManifest]()
-    for shard in map(columns, range(2)):
-        assert shard.manifest is not None
-        assert shard.declared is not None
-        holders.append(reading_for(published, publication, shard.manifest, shard.declared))
-    parts = [said_parts(each) for each in holders]
-    copies = Published("xxh3-64", CHUNK_BYTES, tuple(map(tuple, parts)), is_copy=True)
-    blobs |= parts[0] | parts[1] | {copies.publication_id: copies.encode()}
-
-    def reader_of_copies(origin: str, known: KnownParts | None = None) -> Reader:
-        made = Reader(known)
-        made.published, made.blobs, made.origin = copies, blobs, origin
-        made.begin()
-        return made
-
-    plain = reader_of_copies("")
-    assert plain.answer() == 1 + len(copies.part_ids)
-    find_none = plain.plan().find_grid  # nobody has said what they have read, which is not what was published
-    assert find_none is not None
-    assert find_none(holders[0].grid_id, (0, 1)) is None
-    reader = reader_of_copies(published.publication_id, plain.parts)
-    assert reader.answer() > 0
-    find = reader.plan().find_grid
-    assert find is not None
-    for each in holders:
-        found = find(each.grid_id, (0, 1))
-        assert found is not None
-        assert (found.reading, found.digest, found.grid_id) == (each.reading, "xxh3-64", each.grid_id)
-        assert find(each.grid_id, (0, 1)) is found
-    assert find("of somebody else", (0, 1)) is None
-
-
 @pytest.mark.parametrize("wrong", ["content", "meaning", "refusal"])
 def test_parts_that_are_none_end_the_call(wrong: str) -> None:
     reader = Reader()
@@ -619,16 +584,17 @@ def test_a_selection_is_compared_in_its_own_numbers() -> None:
 
 
 @pytest.mark.parametrize("is_another", [False, True], ids=["the same coordinator", "another one"])
-@pytest.mark.parametrize("is_enclosed", [False, True])
-def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(is_enclosed: bool, is_another: bool) -> None:
-    """A connection is lost while it looks for what was not read with what encloses it. The coordinator cannot know whether
-    its question was heard, and would count the vote.
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(is_right: bool, is_another: bool) -> None:
+    """A connection is lost while it compares the last page. The coordinator cannot know whether its question was heard, and
+    would count the vote.
     """
     reader = Reader()
     reading = reader.pulls()
     reader.votes(reading)
     part = reading.parts[1]
-    question = Compare(reader.key, 0, 0, b"", True, part.selection.selection_id, part.shard, enclose=True)
+    digests = pack([*part.chunks], 8)
+    question = Compare(reader.key, 0, 0, digests, True, part.selection.selection_id, part.shard)
     reader.do(reader.member.receive(question, 0))
     action = reader.wants(CompareDigests)
     reader.actions.clear()
@@ -640,11 +606,12 @@ def test_a_vote_is_not_said_again_before_it_is_known_whether_it_is_void(is_enclo
         reader.start()
         reader.do(reader.member.receive(Write(reader.key, 0, ()), 0))
     assert not reader.said(Prepared)
-    wrong, following = compare(action, 8, [], lambda _: None, part.chunks if is_enclosed else ())
+    mine = [chunk + (not is_right) for chunk in range(reading.chunk_count)]
+    wrong, following = compare(action, 8, mine, lambda _: None)
     reader.do(reader.member.compared(action.generation, following, wrong, 0))
     (said,) = reader.said(Compared)
-    assert said.rereads is not is_enclosed
-    assert len(reader.said(Prepared)) == is_enclosed
+    assert said.rereads is not is_right
+    assert len(reader.said(Prepared)) == is_right
 
 
 def test_a_list_of_what_is_not_read_is_not_compared() -> None:
@@ -692,29 +659,26 @@ def test_a_plan_is_of_one_publication_into_the_regions_of_one_manifest() -> None
     reader.begin()
     reader.answer()
     made, known = reader.plan(), KnownReadings()
-    known.keep("publication", "", "its own", made)
-    assert known.get("publication", "", "its own") is made
-    assert known.get("publication", "", "of the first group") is None
-    assert known.get("publication", "what it was read from", "its own") is None
-    assert known.get("another", "", "its own") is None
+    known.keep("publication", "its own", made)
+    assert known.get("publication", "its own") is made
+    assert known.get("publication", "of the first group") is None
+    assert known.get("another", "its own") is None
 
 
 # ------------------------------------------------------------------------- what it tells of what it has read in selections
 
 
-def told(reader: Reader, *, shard: int, origin: str = "", selection: str = "") -> Digests:
-    """Its answer to TellDigests, where its chunks have their own number as digest, and odd ones were read at the origin."""
+def told(reader: Reader, *, shard: int, selection: str = "") -> Digests:
+    """Its answer to TellDigests, where its chunks have their own number as digest."""
     content = reader.member.content
     assert content is not None
-    question = TellDigests(reader.shard.registration, content.generation, origin, selection, shard)
+    question = TellDigests(reader.shard.registration, content.generation, selection, shard)
     count = content.manifest.chunk_count
 
     def listed(target: str, of: str) -> tuple[int, Sequence[int | None]] | None:
         return (8, range(count)) if target == reader.shard.registration and not of else None
 
-    (said,) = Interpreter(reader.member, list).tell_digests(
-        question, listed, lambda target: [chunk for chunk in range(count) if chunk % 2]
-    )
+    (said,) = Interpreter(reader.member, list).tell_digests(question, listed)
     assert (said.selection, said.shard, said.last) == (selection, shard, True)
     return said
 
@@ -726,9 +690,6 @@ def test_what_was_read_in_a_selection_is_told_in_its_numbers() -> None:
     name = part.selection.selection_id
     said = told(reader, shard=part.shard, selection=name)
     assert (said.chunks, unpack(said.digests, 8)) == (len(part.chunks), [*part.chunks])
-    some = told(reader, shard=part.shard, selection=name, origin="from")
-    numbers = [number for first, length in some.runs for number in range(first, first + length)]
-    assert [part.chunks[number] for number in numbers] == [chunk for chunk in part.chunks if chunk % 2]
     assert told(reader, shard=part.shard, selection="unknown").chunks == 0
 
 

@@ -22,14 +22,14 @@ class Rig:
     def __init__(self, *held: Sequence[int], damaged: Sequence[tuple[str, int]] = ()) -> None:
         self.owner = Owner()
         self.moved: list[tuple[str, tuple[int, ...]]] = []
-        self.arrived: list[tuple[list[int], Origin | None, bool]] = []
+        self.arrived: list[tuple[list[int], Origin | None]] = []
         self._damaged = damaged
         for source, chunks in zip((FIRST, SECOND), held, strict=True):
             registration = RegistrationId(source.registration)
             self.owner.open(registration, 1, CONTENT, [1] * 4, complete=False)
             for chunk in chunks:
                 origin = Origin(f"origin{chunk % 2}", 1)
-                self.owner.mark_available(registration, 1, [(chunk, None)], origin, enclosed=chunk == 3)
+                self.owner.mark_available(registration, 1, [(chunk, None)], origin)
 
     @contextmanager
     def access(self, source: LocalCopy, wanted: Sequence[int]) -> Iterator[tuple[Access, str] | Wait | Refusal]:
@@ -43,10 +43,10 @@ class Rig:
         return {chunk: None for chunk in access.chunks if (source, chunk) not in self._damaged}
 
     def copy(self, there: frozenset[int] = frozenset()) -> frozenset[int]:
-        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool) -> None:
-            self.arrived.append(([chunk for chunk, _ in named], origin, enclosed))
+        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None) -> None:
+            self.arrived.append(([chunk for chunk, _ in named], origin))
 
-        copier = Copier(self.access, self.owner.read_how, self.move, arrived)
+        copier = Copier(self.access, self.owner.origins, self.move, arrived)
         found = copier.copy((FIRST, SECOND), 4, there)
         assert self.owner.is_quiet(RegistrationId("first"))
         return found
@@ -67,14 +67,14 @@ def test_what_is_there_is_not_copied() -> None:
 def test_what_arrives_damaged_is_asked_of_the_next_source_and_else_missing() -> None:
     rig = Rig([0, 1], [0], damaged=[("first", 0), ("first", 1)])
     assert rig.copy() == {0}
-    assert rig.arrived == [([0], Origin("origin0", 1), False)]
+    assert rig.arrived == [([0], Origin("origin0", 1))]
 
 
-def test_what_was_read_at_several_origins_or_with_what_encloses_it_is_said_for_each() -> None:
+def test_what_was_read_at_several_origins_is_said_for_each() -> None:
     rig = Rig([0, 1, 3], [])
     assert rig.copy() == {0, 1, 3}
     assert rig.arrived == [
-        ([0], Origin("origin0", 1), False),
-        ([1], Origin("origin1", 1), False),
-        ([3], Origin("origin1", 1), True),
+        ([0], Origin("origin0", 1)),
+        ([1], Origin("origin1", 1)),
+        ([3], Origin("origin1", 1)),
     ]

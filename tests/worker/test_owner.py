@@ -75,19 +75,6 @@ def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
     assert owner.kept(R, 5) == []  # other bytes were here
 
 
-def test_what_a_broken_fill_has_left_is_as_well_vouched_for_as_it_was() -> None:
-    owner = opened(complete=False)
-    publisher = Origin("publisher", 1)
-    owner.mark_available(R, 1, [(0, 10), (1, 11), (3, 13)], publisher, enclosed=True)
-    owner.close(R)
-    owner.open(R, 2, C, SIZES, complete=False)
-    owner.mark_available(R, 2, [(0, 10)])  # it still has its digest
-    owner.mark_available(R, 2, [(1, 12)])
-    owner.mark_available(R, 2, [(3, 13)], Origin("source", 1))  # it was read again
-    assert owner.enclosed(R, 2) == {0}
-    assert owner.origin(R, 2, 0) == publisher
-
-
 def test_chunks_of_another_grid_are_kept_apart() -> None:
     """The same numbers are other bytes there. What nothing has come of in between is not forgotten."""
     owner = Owner()
@@ -100,11 +87,11 @@ def test_chunks_of_another_grid_are_kept_apart() -> None:
     owner.close(R)
     owner.open(R, 3, C, [*SIZES, 1], complete=False, grid="a third")
     assert (owner.former(R, 3), owner.former_grid(R)) == ([(1, 11), (3, 13)], "one")
-    owner.mark_available(R, 3, [(1, None)], Origin("source", 1), enclosed=True)
+    owner.mark_available(R, 3, [(1, None)], Origin("source", 1))
     owner.close(R)
     owner.open(R, 4, C, SIZES, complete=False, grid="one")
     assert (owner.kept(R, 4), owner.former(R, 4), owner.former_grid(R)) == ([(1, 11), (3, 13)], [], "")
-    assert (owner.enclosed(R, 4), owner.origin(R, 4, 1)) == (frozenset(), None)
+    assert owner.origin(R, 4, 1) is None
     owner.close(R)
     owner.open(R, 5, ContentId("another"), SIZES, complete=False, grid="another")
     assert (owner.kept(R, 5), owner.former(R, 5)) == ([], [])
@@ -312,34 +299,6 @@ def test_a_selections_digests_are_its_own() -> None:
     assert owner.digests(R, 1, "another") is None
     assert select(owner)  # again: what is known of it stays
     assert owner.digests(R, 1, S) == (50, 51, 52)
-
-
-def test_a_replicas_own_chunks_vouch_for_what_it_digests_of_a_selection() -> None:
-    owner = opened(complete=False)
-    assert select(owner)
-    owner.mark_available(R, 1, [(0, 10), (1, 11), (2, None), (3, 13)])
-    access = owner.begin(R, 1, C, (0, 1, 2), 100, S)
-    assert isinstance(access, Access)
-    assert owner.vouched_by(access) == {0: 10, 1: 11, 3: 13}
-    owner.set_digest(R, 1, 0, 50, S)
-    known = owner.begin(R, 1, C, (0, 1), 100, S)
-    assert isinstance(known, Access)
-    assert owner.vouched_by(known) == {1: 11}
-    own = owner.begin(R, 1, C, (0, 1), 100)
-    assert isinstance(own, Access)
-    assert owner.vouched_by(own) == {}
-    owner.deselect(S)
-    assert owner.vouched_by(access) == {}
-
-
-def test_what_a_publisher_holds_is_what_was_published() -> None:
-    owner = Owner()
-    owner.open(R, 1, C, SIZES, complete=True, tells=True)
-    owner.set_digest(R, 1, 0, 10)
-    assert select(owner)
-    access = owner.begin(R, 1, C, (0,), 100, S)
-    assert isinstance(access, Access)
-    assert owner.vouched_by(access) == {}
 
 
 def test_a_selection_ends_with_the_opening_of_its_memory_and_outlives_a_fence_that_was_given_up() -> None:

@@ -119,14 +119,13 @@ class Fetched:
 
     @property
     def nbytes(self) -> int:
-        """That were read, without those that only helped to verify."""
-        return self.report.bytes_read - self.report.excess_bytes
+        """That were read."""
+        return self.report.bytes_read
 
     def __str__(self) -> str:
         where = f"{self.files[0]}" if len(self.files) == 1 else f"{len(self.files)} files in {self.files[0].parent}"
-        what, excess = f"{self.info.model} version {self.info.version}: {self.nbytes:,} bytes", self.report.excess_bytes
-        besides = f" ({excess:,} more were read to verify them)" if excess else ""
-        return f"fetched {what}{besides} in {self.seconds:.3f} s into {where}"
+        what = f"{self.info.model} version {self.info.version}: {self.nbytes:,} bytes"
+        return f"fetched {what} in {self.seconds:.3f} s into {where}"
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -135,7 +134,7 @@ class Fetched:
             "content_id": self.info.content_id,
             "files": list(map(str, self.files)),
             "bytes": self.nbytes,
-            "excess_bytes": self.report.excess_bytes,
+            "verified_by": self.report.verified_by,
             "seconds": round(self.seconds, 3),
             "phases": {name: round(seconds, 3) for name, seconds in {**self.report.phases, "write": self.write_s}.items()},
         }

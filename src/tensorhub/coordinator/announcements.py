@@ -88,6 +88,7 @@ class Announcements:
             replica = self._holdings.new_replica(version, member)
         holding = Holding(replica, member, held.generation, True, True, layout)
         holding.chunks_verified = member.chunks
+        holding.by_source = not (is_publishers or is_proven)
         self._holdings.add(holding)
         if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
             self._testimonies.publisher_is_back(holding)

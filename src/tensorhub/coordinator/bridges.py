@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.entities import Group, Holding, Member, RankPart, Testimony, Version
-from tensorhub.coordinator.layout_holdings import PARTS, LayoutHoldings
-from tensorhub.coordinator.states import WorkerState
-from tensorhub.digests import root_of_selections
+from tensorhub.coordinator.entities import Group, Holding, Member, RankPart, Version
+from tensorhub.coordinator.layout_holdings import PARTS
 from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tensorhub.layouts.identity import ALONE
 from tensorhub.messages import Need, ReadyToWrite
@@ -30,91 +28,12 @@ OF_ITS_OWN = ("own/", "ranks/")  # how the ids of layouts begin whose ranks know
 
 
 def choose(part: RankPart, needs: Sequence[Need], best: Callable[[Need | None], Holding | None]) -> list[Source]:
-    """From whom it has these, as far as somebody has them. `best`: the best source for a need, or of its own layout. (Nobody
-    there can vouch yet for what is read again to be vouched for.)
-    """
-    is_vouched = part.rereads is None or not must_enclose(part, part.rereads)
-    own = best(None) if is_vouched else None
+    """From whom it has these, as far as somebody has them. `best`: the best source for a need, or of its own layout."""
+    own = best(None)
     if own is not None and own.member.worker.location.site == part.member.worker.location.site:
         return [(None, own)]
     bridged = [(need, found) for need in needs if (found := best(need)) is not None]
     return [(None, own)] if own is not None and len(bridged) < len(needs) else list[Source](bridged)
-
-
-def must_enclose(part: RankPart, need: Need) -> bool:
-    """Whether nobody's digests of that count yet, or count any more, nor will those of most sources."""
-    version, key = part.operation.bound, (part.layout.origin_id, need.shard, need.selection)
-    known, origin = version.selections.get(key), part.origin
-    if origin is None or known is None or not known.width:
-        return False
-    sees_for_itself = known.disputed and can_enclose(part) and origin.is_class_whole(need.shard)
-    return (not known.root or sees_for_itself) and is_vouched_for(version, origin, need.shard)
-
-
-def can_enclose(part: RankPart) -> bool:
-    """Whether it can plan its source's own chunks. It plans once, and its source may be vouched for only since then."""
-    return part.origin is not None and part.planned_of == part.origin.origin_id
-
-
-def is_vouched_for(version: Version, origin: LayoutHoldings[Holding], first: int) -> bool:
-    """Whether the digests of the own chunks of that class' shards are known, and so also from what these chunks follow. Then
-    nobody is believed who has made digests of a selection of what he holds. (Those of what was published are told sooner or
-    later.)
-    """
-    if not origin.origin_id:
-        return True
-    shards = origin.classes.get(first, ())
-    return bool(shards) and all(grid_root(version, origin, shard) for shard in shards)
-
-
-def is_anybody_believed(testimony: Testimony) -> bool:
-    """Whether whoever holds what that selection is of may say its digests."""
-    version, first = testimony.version, testimony.shard
-    return not any(is_vouched_for(version, origin, first) for origin in version.described_as(testimony.origin_id))
-
-
-def may_enclose(version: Version, origin: LayoutHoldings[Holding]) -> bool:
-    """Whether the own chunks of some class there are vouched for."""
-    return any(is_vouched_for(version, origin, first) for first in origin.classes)
-
-
-def grid_root(version: Version, layout: LayoutHoldings[Holding], shard: int) -> bytes:
-    """What names the digests of that shard's own chunks. b"": not all of them are known. Where the shard was read in
-    selections, the digests are those of the selections.
-    """
-    if not layout.origin_id:
-        own = version.testimonies.get(shard)
-        return b"" if own is None else own.root
-    found = list[tuple[int, str, bytes]]()
-    for need in layout.needs.get(shard, ()):
-        known = version.selections.get((layout.origin_id, need.shard, need.selection))
-        if known is None or not known.root or known.is_believed:
-            return b""
-        found.append((need.shard, need.selection, known.root))
-    return root_of_selections(found) if found else b""
-
-
-def enclosing_root(part: RankPart, need: Need, holding: Holding) -> bytes:
-    """With which root of the source's own digests this rank reads there, with the chunks that enclose the selection. b"":
-    it reads the selection as it is, since that counts already, or its publisher digests it now.
-    """
-    publishers = publishers_of(part, need)
-    is_first_hand = any(lease.need == need for each in publishers for lease in each.readers.values())
-    if holding in publishers or is_first_hand or not holding.complete:
-        return b""
-    if not must_enclose(part, need) or not can_enclose(part):
-        return b""
-    return grid_root(holding.version, holding.layout, holding.shard)
-
-
-def publishers_of(part: RankPart, need: Need) -> list[Holding]:
-    """Who has published that, is heard of, and still takes readers."""
-    version = part.operation.bound
-    classes = version.holdings.classes if part.origin is version.holdings else {}
-    known = [version.testimonies.get(shard) for shard in classes.get(need.shard, ())]
-    found = [each.publisher for each in known if each is not None and each.publisher is not None]
-    here = [each for each in found if each.takes_readers]
-    return [each for each in here if each.member.worker.state is WorkerState.LIVE]
 
 
 def are_enough(sources: Iterable[Source], needs: Sequence[Need]) -> bool:

@@ -51,7 +51,6 @@ from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
-from tensorhub.coordinator.tellers import Tellers
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import awaits_agreement, is_of_available
@@ -96,8 +95,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self._withdrawals = Withdrawals(self.cluster, self._readers, self._holdings, self._retentions)
         self._handovers = Handovers(self.cluster, self._retentions)
         self._corruption_checks = CorruptionChecks(self.cluster, self._readers, self._holdings)
-        self._tellers = Tellers(self.cluster)
-        self._testimonies = Testimonies(self.cluster, self._readers, self._holdings, self._corruption_checks, self._tellers)
+        self._testimonies = Testimonies(self.cluster, self._readers, self._holdings, self._corruption_checks)
         manifest_questions, coverage = ManifestQuestions(self.cluster), Coverage(self.cluster)
         publishes = Publishes(self.cluster, self._versions, self._holdings, self._testimonies, coverage)
         fills = Fills(
@@ -151,7 +149,7 @@ class Coordinator(Stateful[CoordinatorState]):
             "withdrawal": self._withdrawals.due,
             "handover": self._handovers.due,
             "handovers": self._handovers.retry_due,
-            "digests": self._tellers.overdue,
+            "digests": self._testimonies.overdue,
             "recovery": lambda _: self._recovery_over(),
         }
         if durable is not None:

@@ -45,11 +45,6 @@ class CorruptionChecks:
             self._readers.avoid(part, holding, "corrupt", f"chunk {stray.chunk} has another digest than was published")
             self.ask(part, holding, stray.chunk, need)
 
-    def is_of_origin(self, part: RankPart, stray: Stray) -> bool:
-        """Whether that chunk of this reader has come from who holds what it reads selections of."""
-        holding = self._find(stray.origin)
-        return holding is not None and holding.version is part.operation.version and holding.layout is part.origin
-
     def _find(self, origin: Origin | None) -> Holding | None:
         """What that memory holds under that generation; None, if it does not any more."""
         member = self._cluster.members.get(origin.registration) if origin is not None else None
@@ -93,9 +88,6 @@ class CorruptionChecks:
             testimony = next(iter(version.selections_of(holding.layout, holding.shard, need.selection, need.shard)), None)
         else:
             testimony = None if holding.bridges else version.testimonies.get(holding.shard)
-        is_readers = testimony is not None and holding.layout.origin_id == testimony.origin_id
-        if testimony is not None and testimony.hearsay and (testimony.disputed or not is_readers):
-            return  # who has said what that is may be wrong
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
         is_right = published in (b"", answer.digest)
         if need is None and holding.bridges:  # nobody has said which chunk of which selection that is

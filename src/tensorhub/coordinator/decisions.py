@@ -68,10 +68,10 @@ class Decisions:
             self._remember(operation.decision())
         self._handlers[operation.kind].commit(operation)
         changed = operation.kind is OpKind.PUBLISH
-        outcomes = {
-            part.rank: Outcome(operation.key, part.rank, True, changed or part.needs_bytes, operation.bound.info, None)
-            for part in operation.parts.values()
-        }
+        outcomes = {}
+        for part in operation.parts.values():
+            what = changed or part.needs_bytes, operation.bound.info, None
+            outcomes[part.rank] = Outcome(operation.key, part.rank, True, *what, by_source=part.is_by_source)
         self._close(operation, outcomes)
 
     def _remember(self, decision: Decision) -> None:
@@ -156,7 +156,8 @@ class Decisions:
         if outcome is None:
             info = self._recorded(member.group.model, key)
             if info is not None:
-                outcome = Outcome(key, member.rank, True, True, info, None)
+                is_publish = any(version.publisher == key for version in member.group.model.versions.values())
+                outcome = Outcome(key, member.rank, True, True, info, None, by_source=not is_publish)
             else:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 error = ErrorInfo.of(GroupAborted(text))

@@ -236,9 +236,7 @@ class Version(_Moving[VersionState]):
     testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
     # The same, by origin, by the shard that names a class of it, and by selection: those that readers of other layouts need.
     selections: dict[SelectionKey, Testimony] = field(default_factory=dict)
-    # Of classes of what was published, by the first shard: of which another shard is read than one that is known to be equal
-    # (`replicas`), and which two of them differ, and where.
-    unproven: set[int] = field(default_factory=set)
+    # Of classes of what was published, by the first shard: which two shards of them differ, and where (`replicas`).
     drifted: dict[int, tuple[int, int, str]] = field(default_factory=dict)
     roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
     condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
@@ -368,6 +366,7 @@ class Holding:
     number: int = 0  # in the order in which its shard's holdings came
     verified: bool = False  # every chunk is there; whether they are what was published is not agreed yet
     is_fed: bool = False  # it has everything, or is filled, perhaps through others that fill, by one that has
+    by_source: bool = False  # no publisher has confirmed all of it: see `RankPart`
     told: bool = False  # its owner's newest retention notice says that its version is retained
     kept: bool = True  # its owner has acknowledged that notice
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
@@ -504,10 +503,6 @@ class Testimony(DigestList):
     silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
     unaware: set[str] = field(default_factory=set)  # publishers where nobody has read that selection
     needed_by: dict[RankPart, None] = field(default_factory=dict)  # of a selection: ranks, some of which are through
-    is_believed: bool = False  # of a selection: whoever holds that may say them, since nobody can vouch for it
-    second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
-    hearsay: bool = False  # of a selection: others than its publisher have said some of them; it may say otherwise
-    disputed: bool = False  # it is hearsay, and some copy of what was published is otherwise: readers see for themselves
     turned_away: bool = False  # there was no room for the list
 
 
@@ -527,8 +522,6 @@ class ReadLease(_Moving[LeaseState]):
     yields: bool  # as of `supply.yields`, while it is ACTIVE
     source_had: int = 0  # so many chunks, as far as was known at that report
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
-    root: bytes = b""  # of the source's own digests, where what is needed is read with the chunks that enclose it
-    grid: str = ""  # the name of the source's own chunks, where there is a root
     dropping: bool = False  # the reader was told to leave this source for another one
 
     @property
@@ -553,7 +546,6 @@ class RankPart:
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     in_layout: LayoutHoldings[Holding] | None = None  # in which it reads; set once it is bound
     origin: LayoutHoldings[Holding] | None = None  # of that layout; None: it is the published one
-    planned_of: str = ""  # what its origin was read from, if it was told that: then it can plan its origin's own chunks
     needs: tuple[Need, ...] | None = None  # what it reads of its origin's shards, if it bridges; None: not said yet
     checks: str = ""  # the id of what describes its group, if it was asked whether that reads everything
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
@@ -563,9 +555,8 @@ class RankPart:
     compares: Need | None = None  # of which of them it compares the list, while there is a page
     page: int | None = None  # which page of the publisher's list it compares now
     page_session: int | None = None  # over which it was sent that
-    encloses: bool = False  # it is no list, but the question what was not read with what encloses it: that is read again
     rereads: Need | None = None  # what it reads again, after a comparison; the rest is there
-    misled: bool = False  # it was told, or has agreed with, what others than the publisher had said, and that is not so
+    by_source: bool = False  # of some of what it has voted for no publisher has said digests: its sources' count
     comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
@@ -610,6 +601,12 @@ class RankPart:
     def begun(self) -> Begun | None:
         """What it has begun under a former coordinator."""
         return self.call.resume if isinstance(self.call, Fill) else None
+
+    @property
+    def is_by_source(self) -> bool:
+        """Whether no publisher has confirmed all that it holds, once it has voted."""
+        held = None if self.needs_bytes else self.member.holding
+        return self.by_source if held is None else held.by_source
 
     @property
     def has_written(self) -> bool:

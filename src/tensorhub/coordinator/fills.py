@@ -153,7 +153,7 @@ class Fills:
         parts = operation.parts.values()
         if ways.serve(operation):
             return False
-        if operation.writing and not any(wants_source(part) or self._testimonies.cannot_be_proved(part) for part in parts):
+        if operation.writing and not any(map(wants_source, parts)):
             return False
         would_end = is_of_available(operation) or any(part.is_abandoned for part in parts)
         if not (operation.writing or would_end or all(part.ready for part in parts)):
@@ -167,7 +167,7 @@ class Fills:
         call, parts = first_call(operation), operation.parts.values()
         if operation.calls_number or self._cluster.is_recovering or ways.serve(operation):
             return False
-        if operation.writing and not any(wants_source(part) or self._testimonies.cannot_be_proved(part) for part in parts):
+        if operation.writing and not any(map(wants_source, parts)):
             return False
         if call.selector == AVAILABLE:
             return self._versions.has_other_available(operation, _at_least(operation))
@@ -314,10 +314,6 @@ class Fills:
         for rank, part in operation.parts.items():
             part.moved_at = self._cluster.now
             part.in_layout, part.origin = layout, origin
-            if part.begun is not None and not part.begun.anew:
-                part.planned_of = part.begun.origin
-            elif origin is not None and version.described_as(origin.origin_id):
-                part.planned_of = origin.origin_id
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or (part.has_written and origin is None)
@@ -389,7 +385,7 @@ class Fills:
         root = self._testimonies.root_for(part)
         part_ids = () if part.bridges else tuple(map(id_of, part.layout.parts.get(part.shard, ())))
         publication = "" if part.origin is None else part.origin.described_as
-        what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication, part.planned_of)
+        what = (version.info, manifest_id, operation.writing, grants, root, part_ids, publication)
         start = Start(operation.key, part.rank, *what)
         self._cluster.tell(part.member, start)
 
@@ -450,9 +446,6 @@ class Fills:
             if part.holding is not None and part.holding.condemned:
                 return Blame(refusals.condemned(operation, part), part.rank)
             if not reads:
-                is_unproved = operation.is_forsaken and self._testimonies.cannot_be_proved(part)
-                if is_unproved and not ways.serve(operation):
-                    return refusals.abandoned(operation)
                 continue
             for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))

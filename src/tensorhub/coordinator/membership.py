@@ -22,7 +22,7 @@ from tensorhub.coordinator.registrations import misfit, too_much
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
-from tensorhub.coordinator.tellers import is_asked
+from tensorhub.coordinator.testimonies import is_asked
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.layouts.identity import layout_id_together

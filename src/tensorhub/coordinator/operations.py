@@ -118,8 +118,7 @@ class Operations:
             case ReadFailed():
                 lease = self._readers.failed(part, message.lease, message.reason, message.detail)
                 if lease is not None and message.reason == "corrupt" and message.chunk is not None:
-                    need = None if lease.root else lease.need  # else it is one of the source's own chunks
-                    self._corruption_checks.ask(part, lease.holding, message.chunk, need)
+                    self._corruption_checks.ask(part, lease.holding, message.chunk, lease.need)
                 self._cluster.changed(operation)
             case _:
                 assert_never(message)

@@ -101,6 +101,7 @@ class Publishes:
                 self._testimonies.of(version, part.shard).publisher = holding
         self._holdings.make_ready(replica, "committed")
         self._versions.show(version, operation.group.model)
+        self._testimonies.compare_replicas(version)
 
     def abort(self, operation: Operation) -> None:
         """The number stays unused. (No replica was made, and the ranks close their memory by themselves.)"""

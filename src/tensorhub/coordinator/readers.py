@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, replicas, supply
+from tensorhub.coordinator import bridges, limits, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Version, Worker
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
-from tensorhub.layouts.published import grid_id
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
 from tensorhub.scheduler.slowness import CLEARLY
@@ -52,12 +51,8 @@ class Readers:
         ident = self._cluster.new_id()
         flow, yields = Flow(ident, 0, 0.0), supply.yields(part, holding)
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, yields=yields, need=need)
-        if need is not None and (root := bridges.enclosing_root(part, need, holding)):
-            lease.root, lease.grid = root, self._grid_of(holding)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
-        if need is not None and holding.shard not in replicas.proven(holding.version, holding.layout, need.shard):
-            holding.version.unproven.add(need.shard)
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
         holding.peers.patches += partial
@@ -84,13 +79,6 @@ class Readers:
         if holding is not None and lasting:
             holding.depth = 1 + max(each.depth for each in lasting)
             holding.behind = max(each.slowness for each in lasting)
-
-    def _grid_of(self, holding: Holding) -> str:
-        """The name of its own chunks."""
-        layout, shard, id_of = holding.layout, holding.shard, self._cluster.manifests.id_of
-        if not layout.origin_id:
-            return id_of(layout.manifests[shard])
-        return grid_id(layout.origin_id, id_of(layout.parts[shard][-1]), shard)
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
         """A reader reports what has come from its sources. Nothing is kept of a source that is lost, although it may serve
@@ -174,7 +162,7 @@ class Readers:
     def to_grant(lease: ReadLease) -> Grant:
         """The lease as its reader sees it."""
         of = ("", 0) if lease.need is None else (lease.need.selection, lease.need.shard)
-        return grant_of(lease.holding, lease.id, lease.holding.complete, *of, lease.root, lease.grid)
+        return grant_of(lease.holding, lease.id, lease.holding.complete, *of)
 
     # -- a lease's end
 
@@ -394,13 +382,11 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def grant_of(
-    holding: Holding, lease: str, complete: bool, selection: str = "", shard: int = 0, root: bytes = b"", grid: str = ""
-) -> Grant:
+def grant_of(holding: Holding, lease: str, complete: bool, selection: str = "", shard: int = 0) -> Grant:
     """What is told to who reads there."""
     worker, member = holding.member.worker, holding.member
     where = worker.name, worker.incarnation, member.registration, holding.generation, worker.endpoints, worker.location
-    return Grant(lease, *where, complete, selection, shard, root, grid)
+    return Grant(lease, *where, complete, selection, shard)
 
 
 def _unfed(part: RankPart) -> list[Need]:

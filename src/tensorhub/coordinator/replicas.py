@@ -2,9 +2,7 @@
 
 Theory of operation. Such ranks are one class of shards. Different ranks of a reader read different selections of them, so
 that no digest of a selection shows that two of them have drifted apart. Their own chunks' digests do: when a class is
-needed, all its publishers are asked for these. The first rank that can be read is a source from the beginning, another one
-once its digests are known to be the same. Where the first one fails a reader, another is read at once, and votes count
-only when that is known (`Version.unproven`).
+published, all its publishers are asked for these, and votes of readers of another layout count once they have answered.
 
 If they differ, no reader of another layout commits, and the error names ranks and tensors (`Version.drifted`). Nobody is
 quarantined: it is not known which of them is right.
@@ -16,24 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tensorhub.coordinator.entities import Holding, RankPart, Version
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
+from tensorhub.coordinator.entities import RankPart, Version
 from tensorhub.digests import head_of
 from tensorhub.manifest import Manifest
 
 NAMES_MAX = 8  # tensors that an error names
 MANIFEST_BYTES_MAX = 2**20  # a longer one is not decoded for an error: others would wait for that
-
-
-def proven(version: Version, layout: LayoutHoldings[Holding], first: int) -> tuple[int, ...]:
-    """Those shards of a class that may be read: that which can be read first, and those that are known to equal it. (What
-    was read in another layout has the publisher's digests.)
-    """
-    shards = layout.classes[first]
-    if len(shards) == 1 or layout is not version.holdings:
-        return shards
-    reference = next((shard for shard in shards if version.holdings.of(shard).sources), shards[0])
-    return tuple([shard for shard in shards if shard == reference or _are_equal(version, reference, shard)])
 
 
 def needed(part: RankPart) -> Iterator[int]:
@@ -51,12 +37,6 @@ def drifted(version: Version, first: int) -> tuple[int, int] | None:
 def _root(version: Version, shard: int) -> bytes:
     testimony = version.testimonies.get(shard)
     return testimony.root if testimony is not None else b""
-
-
-def _are_equal(version: Version, one: int, other: int) -> bool:
-    """Whether that is known. Memory without digests is what its publisher says it is."""
-    mine, theirs = version.testimonies.get(one), version.testimonies.get(other)
-    return mine is not None and theirs is not None and mine.root == theirs.root and bool(mine.root or not mine.width)
 
 
 def _differ(version: Version, one: int, other: int) -> bool:

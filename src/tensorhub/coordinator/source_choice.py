@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, replicas
+from tensorhub.coordinator import bridges
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
@@ -55,27 +55,18 @@ class SourceChoice:
         The core never assumes that shard k reads shard k; with equal layouts it does. Of equals it is the newest: the
         publisher, which is the oldest, is chosen last, so that its unpublish is short.
         """
-        holders, others = _holders(part, version, need)
-        encloses = need is not None and bridges.must_enclose(part, need)
-        # Others cannot say all their digests.
-        only_whole = encloses and any(there.complete for there in (*holders, *others))
-        refuses = self._refusing(part, need, only_whole=only_whole)
+        holders = _holders(part, version, need)
+        refuses = self._refusing(part, need)
         untried: Callable[[Holding], bool] = lambda h: _has_failed(h, part) or refuses(h)  # noqa: E731
         best = [h for there in holders if (h := self._best(part, there, untried, need)) is not None]
-        best = best or [h for there in others if (h := self._best(part, there, untried, need)) is not None]
         found = best[0] if best else None
         if len(best) > 1:
             rates = self._cluster.links.rates(self._cluster.now)
             found = min(best, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
-        if found is not None and need is not None and encloses:
-            publishers = [h for h in bridges.publishers_of(part, need) if not untried(h) and not _is_nearer(found, h, part)]
-            if publishers and found not in publishers:
-                rates = self._cluster.links.rates(self._cluster.now)
-                found = min(publishers, key=lambda h: _estimate(h, part, _wanted(h.peers, need), rates))
         if found is None and part.failures:
             workers = (self._cluster.workers.get(incarnation) for incarnation in part.failures)
             theirs = [m.holding for w in workers if w is not None for m in w.members.values() if m.holding is not None]
-            failed = [h for h in theirs if any(h in there for there in (*holders, *others)) and not refuses(h)]
+            failed = [h for h in theirs if any(h in there for there in holders) and not refuses(h)]
             rates = self._cluster.links.rates(self._cluster.now)
             order = lambda h: (  # noqa: E731
                 part.failures[h.member.worker.incarnation],
@@ -84,7 +75,7 @@ class SourceChoice:
             found = min(failed, key=order, default=None)
         return found
 
-    def _refusing(self, part: RankPart, need: Need | None, *, only_whole: bool = False) -> Callable[[Holding], bool]:
+    def _refusing(self, part: RankPart, need: Need | None) -> Callable[[Holding], bool]:
         """Which sources this reader cannot have for that need, as things stand: none that leaves, or is fed no more."""
         below: dict[Holding, None] | None = None
 
@@ -92,7 +83,7 @@ class SourceChoice:
             nonlocal below
             if holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
-            if (need is not None and holding.is_no_origin) or (only_whole and not holding.complete):
+            if need is not None and holding.is_no_origin:
                 return True
             if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
@@ -192,16 +183,12 @@ class SourceChoice:
         return bool(reader.reaches(source, across=part.bridges))
 
 
-def _holders(part: RankPart, version: Version, need: Need | None) -> tuple[list[Holders[Holding]], list[Holders[Holding]]]:
-    """Those of whom it reads this, of its own shard in its own layout or of the shards of a class; and those of other shards
-    of that class, which it reads if it must.
-    """
+def _holders(part: RankPart, version: Version, need: Need | None) -> list[Holders[Holding]]:
+    """Those of whom it reads this: of its own shard in its own layout, or of the shards of a class."""
     if need is None or part.origin is None:
         layout = part.layout if part.bridges else version.holdings
-        return [layout.of(part.shard)], []
-    good = replicas.proven(version, part.origin, need.shard)
-    rest = [shard for shard in part.origin.classes[need.shard] if shard not in good]
-    return [part.origin.of(shard) for shard in good], [part.origin.of(shard) for shard in rest]
+        return [layout.of(part.shard)]
+    return [part.origin.of(shard) for shard in part.origin.classes[need.shard]]
 
 
 def _wanted(there: Holders[Holding], need: Need | None) -> Wanted:

@@ -1,52 +1,42 @@
-"""The publisher's digests decide (R8): what publishers say of their chunks' digests, and whether readers agree.
+"""What publishers say of their chunks' digests, and whether readers agree (R8).
 
 Theory of operation. A publisher says its digests as it makes them. A reader verifies what it reads against its source, and
-serves it on. Its vote names the root of its own list of digests, and counts only if that is the root of the publisher's
-list. If the roots differ, the reader is sent the publisher's list, page by page. It finds the chunks that are wrong, says
-where they came from, and reads them again.
+serves it on. Its vote names the root of its own list of digests. The coordinator compares that root with the root of the
+publisher's list. If the roots differ, the reader is sent the publisher's list, page by page. The reader finds the chunks
+that are wrong, says where they came from, and reads them again.
 
-If the publisher's list is not complete, the publisher is asked for the rest. If the publisher has gone, those who read from
-it directly say what it said to them. If nobody is left who did, whoever holds the chunks is asked. Once a root is known,
-nobody has to be trusted: a list from anybody is right if it has that root.
+A reader of another layout votes with one root for each selection that it reads. The publisher is asked for the digests of
+that selection at the first vote, and the list is kept for the other readers of that layout.
 
-Of a selection, what others than its publisher say is `hearsay`.
+Where no publisher can say its digests (it is lost, silent, or does not know the selection), the digests count with which the
+source has sent the bytes: `RankPart.by_source`. Once a root is known, nobody has to be trusted: a list from any holder is
+right if it has that root.
 
-Responsible for lists and roots, and for which votes count. Not responsible for who is asked (`tellers`), for who is to blame
+Responsible for lists and roots, for who is asked for them, and for which votes count. Not responsible for who is to blame
 (`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tensorhub.coordinator import bridges, hearsay, limits, replicas
+from tensorhub.coordinator import limits, replicas
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
-from tensorhub.coordinator.entities import (
-    Holding,
-    Member,
-    Operation,
-    RankPart,
-    Testimony,
-    Version,
-    Worker,
-)
+from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Testimony, Version, Worker
 from tensorhub.coordinator.holdings import Holdings
-from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
-from tensorhub.coordinator.supply import wants_source
-from tensorhub.coordinator.tellers import Tellers, all_of
 from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
-from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, Stray, digests_bytes_max
+from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
 from tensorhub.types import OpKind
 
-# Of one rank in one operation, besides one for each selection, which it may have to read again to be vouched for. After that
-# its memory, or its word, is not believed any more.
-COMPARISONS_MAX = 16
+ANSWER_S = 5.0  # a worker that has said nothing for twice that is not waited for
+COMPARISONS_MAX = 16  # of one rank in one operation; after that its memory, or its word, is not believed any more
 
 
 @dataclass(eq=False, repr=False)
@@ -57,7 +47,6 @@ class Testimonies:
     _readers: Readers
     _holdings: Holdings
     _corruption_checks: CorruptionChecks
-    _tellers: Tellers
     _recording: dict[int, Version] = field(default_factory=dict, init=False)  # whose roots are on their way to the store
 
     # -- votes
@@ -67,20 +56,14 @@ class Testimonies:
         for need in part.needs or ():
             testimony = self.of_need(part, need)
             if testimony.need != need:  # a read-only worker has said it has other chunks: see `disagreement`
-                key = part.layout.origin_id, need.shard, need.selection
-                self._cluster.forget_selection(part.operation.bound, key)
+                self._cluster.forget_selection(part.operation.bound, (part.layout.origin_id, need.shard, need.selection))
                 testimony = self.of_need(part, need)
             testimony.needed_by = {each: None for each in testimony.needed_by if not each.operation.decided}
-        for first in replicas.needed(part):
-            self._are_replicas_known(part.operation.bound, first)
-            self._compare_replicas(part.operation.bound, first)
 
     def claim(self, part: RankPart, message: Prepared) -> None:
         """This rank has every chunk, and names the roots of its digests. It reads no more. Its vote counts if they agree."""
-        if part.rereads is not None and (testimony := self._of(part, part.rereads)).unaware:
-            testimony.answered -= testimony.unaware  # it has been read since, perhaps there
-            testimony.unaware.clear()
         part.claim, part.rereads, part.moved_at = {}, None, self._cluster.now
+        part.by_source = False
         if part.bridges:
             said = {(each.shard, each.selection): each.root for each in message.roots}
             for need in part.needs or ():
@@ -90,7 +73,9 @@ class Testimonies:
         if part.page_session != part.member.worker.session:  # else the page that it was sent reaches it, or has reached it
             part.page = None
         for each in part.claim:
-            self._of(part, each).answered.discard(part.member.registration)  # it has more to tell now
+            testimony = self._of(part, each)
+            testimony.answered -= testimony.unaware  # it may have been read there since
+            testimony.unaware.clear()
         if part.holding is not None:
             part.holding.chunks_verified = part.chunks
             self._holdings.verified(part.holding, is_so=True)
@@ -100,56 +85,34 @@ class Testimonies:
     def settle(self, operation: Operation) -> Blame | None:
         """Count the votes that agree with their publisher. For each of the others that have news, do what brings it on."""
         for part in list(operation.parts.values() if operation.news is None else operation.news):
-            if part.misled:
-                return Blame(hearsay.misled(part), part.rank, again=True)
             if part.claim is None or part.voted:
                 continue
             for need, root in list(part.claim.items()):
                 blame = self._settle_claim(part, need, root)
                 if blame is not None:
                     return blame
-            if not part.claim and not self._may_be_overruled(part):
+            if not part.claim:
                 self._accept(part)
         return None
-
-    def _may_be_overruled(self, part: RankPart) -> bool:
-        """Whether a publisher is back by now, before whom others were believed. Each is heard first."""
-        return any(self._tellers.may_say_otherwise(self.of_need(part, need)) for need in part.needs or ())
 
     def _settle_claim(self, part: RankPart, need: Need | None, root: bytes) -> Blame | None:
         """The same for one of the roots that it names."""
         testimony, version = self._of(part, need), part.operation.bound
-        unproven = version.unproven.intersection(replicas.needed(part)) if version.unproven else ()
-        if part.page is not None and part.encloses and part.compares == need:
-            pass  # it may be about to read that again, whoever vouches for it meanwhile
-        elif not all(self._are_replicas_known(version, first) for first in unproven):
+        if need is not None and not self._are_replicas_known(version, need.shard):
             pass  # else it might be half of one, and half of another one that has drifted apart
-        elif self._tellers.may_say_otherwise(testimony):
-            pass  # its publisher is back, and is heard first
-        elif need is not None and testimony.disputed and bridges.must_enclose(part, need):
-            if _is_believed_no_more(part):
-                return Blame(_unlike(part.operation, part), part.rank)
-            if part.page is None:
-                self._enclose(part, testimony, need)
-        elif (testimony.root and root == testimony.root) or not (testimony.width or testimony.root or root):
-            self._agree(part, need)
-        elif not testimony.width:
-            pass  # nobody has said yet whether its chunks have digests
-        elif testimony.turned_away:
-            self._cluster.forget_list(testimony)  # perhaps there is room the next time
-            testimony.answered.clear()
-            return Blame(_no_room(testimony), part.rank)
-        elif not testimony.root or not testimony.is_there:
-            self._tellers.ask(testimony)
-            is_awaited = part.page is not None or self._tellers.is_anybody_awaited(testimony)
-            if need is not None and not is_awaited and bridges.must_enclose(part, need):
-                if not bridges.can_enclose(part):
-                    is_known_now = part.origin is not None and any(version.described_as(part.origin.origin_id))
-                    return Blame(_unplanned(part), part.rank, again=is_known_now)
-                if _is_believed_no_more(part):
-                    return Blame(_unlike(part.operation, part), part.rank)
-                self._enclose(part, testimony, need)
-        elif _is_believed_no_more(part):
+        elif root == testimony.root and (root or not testimony.width):  # as was published; or there are no digests
+            self._agree(part, need, by_source=False)
+        elif not testimony.root and not self._is_publisher_awaited(testimony, root):
+            if testimony.turned_away:
+                self._cluster.forget_list(testimony)  # perhaps there is room the next time
+                testimony.answered.clear()
+                return Blame(_no_room(testimony), part.rank)
+            self._agree(part, need, by_source=True)
+        elif not testimony.root:
+            pass
+        elif not testimony.is_there:
+            self._ask_next(testimony)
+        elif part.comparisons >= COMPARISONS_MAX:
             return Blame(_unlike(part.operation, part), part.rank)
         elif part.page is None:
             part.compares = need
@@ -157,10 +120,11 @@ class Testimonies:
         return None
 
     @staticmethod
-    def _agree(part: RankPart, need: Need | None) -> None:
-        """What it has of this is what was published."""
+    def _agree(part: RankPart, need: Need | None, *, by_source: bool) -> None:
+        """What it has of this counts: it is what was published, or (`by_source`) nobody says otherwise."""
         assert part.claim is not None
         del part.claim[need]
+        part.by_source = part.by_source or by_source
         if part.page is not None and part.compares == need:
             part.page = None
 
@@ -173,28 +137,18 @@ class Testimonies:
             return  # it is agreed since, or about something else
         testimony = self._of(part, need)
         for stray in answer.strays:
-            if need is not None and testimony.hearsay and self._is_evidence(part, testimony, stray):
-                hearsay.dispute(self._cluster, part, testimony, need)
-            else:
-                self._corruption_checks.trace(part, stray, need)
+            self._corruption_checks.trace(part, stray, need)
         if answer.rereads:
             part.claim, part.page, part.rereads = None, None, need
             part.comparisons += 1
             if part.holding is not None:
                 self._holdings.verified(part.holding, is_so=False)
             self._cluster.changed(part.operation)
-        elif part.encloses or not testimony.root:  # all that it has of that was read with what encloses it
-            part.page = None
-            part.comparisons += 1
-            testimony.answered.discard(part.member.registration)
-            if part.encloses and (part.member.worker.read_only or testimony.disputed):  # others do not depend on its word
-                self._agree(part, need)
-            self._cluster.changed(part.operation)
         elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
             part.page = None
             self._cluster.changed(part.operation)
         elif answer.following >= testimony.chunks and not part.claim[need]:
-            self._agree(part, need)
+            self._agree(part, need, by_source=False)
             self._cluster.changed(part.operation)
         elif answer.following >= testimony.chunks:  # it finds nothing wrong in a list that has another root
             part.page = None
@@ -203,112 +157,163 @@ class Testimonies:
         elif part.page is not None and answer.following == (part.page + 1) * testimony.page_chunks:
             self._send_page(part, testimony, part.page + 1)
 
-    def _is_evidence(self, part: RankPart, testimony: Testimony, stray: Stray) -> bool:
-        """Whether that chunk has come from its publisher, or from another one who holds what it is of. (Workers do not
-        depend on what read-only workers say.)
-        """
-        publisher, origin = testimony.publisher, stray.origin
-        if part.member.worker.read_only or origin is None:
-            return False
-        is_publishers = publisher is not None and publisher.member.registration == origin.registration
-        return is_publishers or self._corruption_checks.is_of_origin(part, stray)
-
     def _accept(self, part: RankPart) -> None:
         """Count its vote: from now on the rank cannot time out or be cancelled alone."""
         self._record(part.operation.bound)
         part.voted, part.claim, part.page = True, None, None
         if part.holding is not None:
+            part.holding.by_source = part.by_source
             self._holdings.completed(part.holding)
         self._cluster.note(part.member)
         self._cluster.changed(part.operation, part)
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
-        part.page, part.page_session, part.encloses = page, part.member.worker.session, False
+        part.page, part.page_session = page, part.member.worker.session
         first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
         of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last, *of))
-
-    def cannot_be_proved(self, part: RankPart) -> bool:
-        """Whether it has read all, nobody can tell digests that count, and nobody is left whose chunks would enclose it."""
-        for need in part.claim or ():
-            if need is None or part.origin is None or not bridges.must_enclose(part, need):
-                continue
-            testimony = self.of_need(part, need)
-            has_told = part.member.registration in testimony.answered and not self._tellers.is_anybody_awaited(testimony)
-            if has_told and not part.origin.is_class_whole(need.shard):
-                return True
-        return False
-
-    def _enclose(self, part: RankPart, testimony: Testimony, need: Need) -> None:
-        """Nobody can tell digests of that selection which count. Where the source's own digests are known, the rank reads it
-        again with the chunks that enclose it, and is believed then.
-        """
-        version, origin = testimony.version, part.origin
-        assert origin is not None
-        shards = [shard for shard in origin.classes.get(need.shard, ()) if origin.is_whole(shard)]
-        for own in [self.of(version, shard) for shard in shards] if origin is version.holdings else ():
-            if not own.root:
-                self._tellers.ask(own)
-        if any(bridges.grid_root(version, origin, shard) for shard in shards):
-            part.compares = need
-            part.page, part.page_session, part.encloses = 0, part.member.worker.session, True
-            of = need.selection, need.shard
-            self._cluster.tell(part.member, Compare(part.operation.key, part.rank, 0, b"", True, *of, enclose=True))
 
     def root_for(self, part: RankPart) -> bytes:
         """The root that a fetch compares by itself. It is nobody's source, so nobody else depends on its word."""
         return self._of(part, None).root if part.operation.kind is OpKind.FETCH and not part.bridges else b""
 
+    # -- who is asked
+
+    def _is_publisher_awaited(self, testimony: Testimony, root: bytes) -> bool:
+        """Whether its publisher may still say its digests; it is asked. `root`: as a reader names it."""
+        if not testimony.width:
+            return bool(root)  # nobody has said yet whether its chunks have digests
+        publisher = self.publisher(testimony)
+        if publisher is None or not self._can_tell(publisher):
+            return False
+        self._set_timer(testimony)
+        member = publisher.member
+        if member.worker.session is None:  # it may come back within its lease
+            return testimony.need is None and member.registration not in testimony.answered
+        self._ask(testimony, member, publisher.generation)
+        return member.registration in testimony.asked
+
+    def _ask_next(self, testimony: Testimony) -> None:
+        """Its root is known, and its list is not: ask one holder after the other for that."""
+        self._set_timer(testimony)
+        for registration, (session, _) in list(testimony.asked.items()):
+            member = self._cluster.members.get(registration)
+            if member is None or member.worker.session not in (session, None):
+                del testimony.asked[registration]  # it is gone, or has not heard the question
+        for holding in self._holders(testimony) if not testimony.asked else ():
+            member = holding.member
+            if member.registration not in testimony.answered and member.worker.session is not None:
+                self._cluster.forget_list(testimony)  # of one who tells it, all or nothing
+                self._ask(testimony, member, holding.generation)
+                return
+
+    def _holders(self, testimony: Testimony) -> Iterator[Holding]:
+        """Who has its chunks: first its publisher."""
+        publisher, version, need = self.publisher(testimony), testimony.version, testimony.need
+        if publisher is not None and self._can_tell(publisher):
+            yield publisher
+        if need is None:
+            yield from (each for each in version.holdings.get(testimony.shard, ()) if each.committed)
+            return
+        for layout in version.others.values():
+            for shard, needs in layout.needs.items():
+                if need in needs and layout.origin_id == testimony.origin_id:
+                    yield from (each for each in layout[shard] if each.committed)
+
+    def _ask(self, testimony: Testimony, member: Member, generation: int) -> None:
+        registration, session = member.registration, member.worker.session
+        known = testimony.asked.get(registration)
+        if session is None or registration in testimony.answered or (known is not None and known[0] == session):
+            return
+        testimony.asked[registration] = session, generation
+        of = ("", 0) if testimony.need is None else (testimony.need.selection, testimony.need.shard)
+        self._cluster.tell(member, TellDigests(registration, generation, *of))
+
+    def _set_timer(self, testimony: Testimony) -> None:
+        due = "digests", testimony.version.info.model
+        if due not in self._cluster.timers:
+            self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
+
+    def overdue(self, model_name: str) -> None:
+        """Nobody waits any longer for those who say nothing. Once every holder of a known root has been asked, all are
+        asked again.
+        """
+        model = self._cluster.models.get(model_name)
+        for version in model.versions.values() if model is not None else ():
+            for testimony in all_of(version):
+                if testimony.root and not testimony.asked:
+                    testimony.answered.clear()
+                for registration in testimony.silent & testimony.asked.keys():
+                    del testimony.asked[registration]
+                    testimony.answered.add(registration)
+                testimony.silent = set(testimony.asked)
+            self._cluster.wake_all(version.starving)
+
+    def publisher(self, testimony: Testimony) -> Holding | None:
+        """Whose word decides. Of a selection of a class that is one of its shards' publishers."""
+        version, known = testimony.version, testimony.publisher
+        if testimony.need is None or (known is not None and self._may_know(known, testimony)):
+            return known
+        shards = version.holdings.classes.get(testimony.shard, ())
+        each = [own.publisher for shard in shards if (own := version.testimonies.get(shard)) is not None]
+        found = next((one for one in each if one is not None and self._may_know(one, testimony)), known)
+        if found is not known and not testimony.root:  # of one who tells it, all or nothing
+            self._cluster.forget_list(testimony)
+            testimony.asked.clear()
+            testimony.publisher = found
+        return found
+
+    def _may_know(self, publisher: Holding, testimony: Testimony) -> bool:
+        """Whether it can be asked now for digests of that selection, and has not said that it does not know it."""
+        is_aware = publisher.member.registration not in testimony.unaware
+        return is_aware and self._can_tell(publisher) and _is_connected(publisher)
+
+    def _can_tell(self, holding: Holding) -> bool:
+        """Whether its owner still has it, as it was published."""
+        member = holding.member
+        here = self._cluster.members.get(member.registration) is member and not holding.quarantined
+        return here and (member.holding is holding or holding in member.leaving)
+
+    @staticmethod
+    def is_publisher(holding: Holding) -> bool:
+        testimony = holding.version.testimonies.get(holding.shard)
+        return not holding.bridges and testimony is not None and testimony.publisher is holding
+
     # -- what is told
 
     def told(self, worker: Worker, message: Digests) -> None:
-        """A worker tells digests. They count from a publisher, and from whoever was asked."""
+        """A worker tells digests. They count from a publisher, and, once a root is known, from the holder that was asked."""
         member = worker.members.get(message.registration)
-        found = self._about(member, message.generation) if member is not None else None
         if member is None:
             return
-        if found is None:
+        holding = next((each for each in member.holdings if each.generation == message.generation), None)
+        if holding is None:
             self._told_nothing(member, message)
             return
-        holding, version, layout = found
-        testimony = self._told_of(member, version, layout, message)
+        testimony = self._told_of(holding, message)
         if testimony is None:
             return
-        is_publishers = holding is not None and holding is self._tellers.publisher(testimony)
-        overrules = is_publishers and testimony.hearsay and holding is not None and self._tellers.can_tell(holding)
-        if overrules and testimony.differs(message.runs, message.digests):
-            self._cluster.forget_list(testimony)
-            hearsay.overrule(self._cluster, testimony)
-            self._tellers.ask(testimony)  # for the rest: who reads what was read so waits for that
+        is_publishers = holding is self.publisher(testimony)
         asked = member.registration in testimony.asked
-        if not testimony.width or not (asked or (is_publishers and not testimony.root)):
+        if not testimony.width or not (asked if testimony.root else is_publishers):
             return  # once a root is known, one worker tells all: mixed words of several would accuse whoever tells the last
         testimony.silent.discard(member.registration)
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
-        if testimony.need is not None and not testimony.root and not is_publishers:
-            testimony.hearsay = True
-        if not testimony.is_there and self._take(testimony, message, overrules=overrules):
+        if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
-        if is_publishers and asked and message.last and testimony.is_there and message.chunks == testimony.chunks:
-            testimony.hearsay = testimony.disputed = False  # it has said all of it
         if message.last or testimony.is_there or testimony.turned_away:  # else it brings nobody on who waits
             self._bring_on(testimony)
 
     def _bring_on(self, testimony: Testimony) -> None:
-        """Those who wait for that. Of a selection that is who needs it, unless others read from those (of whom its root says
-        whether they are vouched for): ranks may have thousands of selections.
-        """
-        version = testimony.version
-        is_read_on = any(layout.origin_id not in ("", version.holdings.described_as) for layout in version.others.values())
-        if testimony.need is None or is_read_on:
-            self._cluster.wake_all(version.starving)
+        """Those who wait for that. Of a selection that is who needs it: ranks may have thousands of selections."""
+        if testimony.need is None:
+            self._cluster.wake_all(testimony.version.starving)
             return
         for part in testimony.needed_by:
-            waits = part.claim is not None or part.rereads is not None or wants_source(part)
-            if part.operation.decided or not waits:
-                continue  # it waits for no digests, nor for a source: there may be others once those are known
+            if part.operation.decided or part.claim is None:
+                continue
             if part.operation.is_read_only:  # there may be many
                 self._cluster.wake(part.operation)
             elif not self._is_left_as_it_is(part, testimony):
@@ -345,28 +350,26 @@ class Testimonies:
         testimony.publisher = holding
         testimony.answered.discard(holding.member.registration)
 
-    def _told_of(
-        self, member: Member, version: Version, layout: LayoutHoldings[Holding], message: Digests
-    ) -> Testimony | None:
+    def _told_of(self, holding: Holding, message: Digests) -> Testimony | None:
         """What these digests are of; None: nobody needs that."""
-        if not message.selection:
-            return None if layout.origin_id else self.of(version, member.shard, member.manifest)
-        found = version.selections_of(layout, member.shard, message.selection, message.shard)
-        asked = (each for each in found if member.registration in each.asked)
-        return next(asked, next(iter(found), None))
+        version, layout, shard = holding.version, holding.layout, holding.shard
+        if message.selection:
+            found = version.selections_of(layout, shard, message.selection, message.shard)
+            asked = (each for each in found if holding.member.registration in each.asked)
+            return next(asked, next(iter(found), None))
+        return None if layout.origin_id else self.of(version, shard, holding.member.manifest)
 
-    def _take(self, testimony: Testimony, message: Digests, *, overrules: bool) -> bool:
-        """Enter them, `overrules`: also where others have said some. Whether all are known now."""
+    def _take(self, testimony: Testimony, message: Digests) -> bool:
+        """Enter them. Whether all are known now."""
         if testimony.need is not None and message.chunks != testimony.need.chunks:
             testimony.unaware.add(message.registration)
             return False  # it does not know that selection: nobody has read it there
-        testimony.unaware.discard(message.registration)
         within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
         if not within or len(message.digests) != sum(count for _, count in message.runs) * testimony.width:
             return False
         if testimony.chunks != message.chunks and (testimony.chunks >= 0 or not self._begin(testimony, message.chunks)):
             return False
-        testimony.enter(message.runs, message.digests, overrules=overrules)
+        testimony.enter(message.runs, message.digests)
         return testimony.is_there
 
     def _begin(self, testimony: Testimony, chunks: int) -> bool:
@@ -391,13 +394,11 @@ class Testimonies:
         for shard in range(len(roots) // ROOT_BYTES):
             self.of(version, shard).root = roots[shard * ROOT_BYTES : (shard + 1) * ROOT_BYTES]
 
-    def _complete(self, testimony: Testimony, teller: Holding | None) -> None:
+    def _complete(self, testimony: Testimony, teller: Holding) -> None:
         root, version = root_of(testimony.values), testimony.version
-        if testimony.root and root != testimony.root and testimony.hearsay and teller is testimony.publisher:
-            hearsay.overrule(self._cluster, testimony)
-        elif testimony.root and root != testimony.root:  # who told this does not hold what it says
+        if testimony.root and root != testimony.root:  # who told this does not hold what it says
             self._cluster.forget_list(testimony)
-            if teller is not None and teller.committed and not self._tellers.is_publisher(teller):
+            if teller.committed and not self.is_publisher(teller):
                 self._corruption_checks.condemn(teller)
             return
         testimony.root = root
@@ -409,13 +410,21 @@ class Testimonies:
 
     # -- replicas
 
+    def compare_replicas(self, version: Version) -> None:
+        """It was published: ranks that have published the same part of the model are asked for their digests."""
+        for first in version.holdings.classes:
+            self._are_replicas_known(version, first)
+
     def _are_replicas_known(self, version: Version, first: int) -> bool:
         """Whether all publishers of a class that can tell have told the digests of their own chunks. They are asked."""
-        shards, are_known = version.holdings.classes[first], True
+        shards, are_known = version.holdings.classes.get(first, ()), True
         for testimony in [self.of(version, shard) for shard in shards] if len(shards) > 1 else ():
             publisher = testimony.publisher
-            if publisher is not None and testimony.width and not testimony.root and self._tellers.can_tell(publisher):
-                self._tellers.ask_one(testimony, publisher.member, publisher.generation, "")
+            if publisher is None or testimony.root or not (self._can_tell(publisher) and _is_connected(publisher)):
+                continue
+            if testimony.width:
+                self._ask(testimony, publisher.member, publisher.generation)
+                self._set_timer(testimony)
                 are_known = are_known and publisher.member.registration in testimony.answered
         return are_known
 
@@ -443,17 +452,6 @@ class Testimonies:
         if version is not None and failed:
             version.roots_stored = False
             self._cluster.note(version)
-
-    @staticmethod
-    def _about(member: Member, generation: int) -> tuple[Holding | None, Version, LayoutHoldings[Holding]] | None:
-        """What this registration holds, or fills, under that generation."""
-        for holding in member.holdings:
-            if holding.generation == generation:
-                return holding, holding.version, holding.layout
-        part = member.part
-        if part is None or not part.operation.running or part.operation.kind is OpKind.PUBLISH:
-            return None
-        return (part.holding, part.operation.bound, part.layout) if part.call.generation == generation else None
 
     # -- looking up
 
@@ -486,6 +484,20 @@ class Testimonies:
         return testimony
 
 
+def all_of(version: Version) -> Iterator[Testimony]:
+    yield from version.testimonies.values()
+    yield from version.selections.values()
+
+
+def is_asked(version: Version, registration: str) -> bool:
+    """Whether somebody waits for what it says of that version's digests."""
+    return any(registration in testimony.asked for testimony in all_of(version))
+
+
+def _is_connected(holding: Holding) -> bool:
+    return holding.member.worker.session is not None
+
+
 def _no_room(testimony: Testimony) -> StateError:
     info = testimony.version.info
     return StateError(
@@ -493,19 +505,6 @@ def _no_room(testimony: Testimony) -> StateError:
         f"(DIGEST_BYTES_MAX), without which nothing is committed: publish with a larger chunk_bytes",
         retryable=True,
     )
-
-
-def _unplanned(part: RankPart) -> StateError:
-    operation = part.operation
-    return StateError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: rank {part.rank} has begun "
-        "before it was known what its source was read from, and nothing vouches for what it has read; call again",
-        retryable=True,
-    )
-
-
-def _is_believed_no_more(part: RankPart) -> bool:
-    return part.comparisons >= COMPARISONS_MAX + len(part.needs or ())
 
 
 def _unlike(operation: Operation, part: RankPart) -> IntegrityError:

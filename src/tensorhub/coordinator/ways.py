@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tensorhub.coordinator import bridges
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
@@ -96,10 +95,6 @@ def _all(cluster: Cluster, version: Version, operation: Operation, begun: Begun 
         if not origin.is_described or id(origin) in held:  # nobody reads what he overwrites
             continue
         origin_id = cluster.describe(version, origin)
-        alike = version.described_as(origin_id)
-        vouched = [each for each in alike if bridges.may_enclose(version, each)] if len(alike) > 1 else []
-        if vouched and origin not in vouched:
-            continue  # nobody could vouch for what is read there
         layout = version.others.get((member.group.reads_as, origin_id))
         if (begun is None or begun.publication == origin_id) and (layout is None or member.shard in layout):
             yield Way(layout, origin)

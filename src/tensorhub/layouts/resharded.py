@@ -11,12 +11,10 @@ either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
-from tensorhub.digests import WIDTHS, root_of, root_of_selections
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
@@ -24,9 +22,6 @@ from tensorhub.manifest import Chunk, Digest, Manifest, TensorSpec
 from tensorhub.strips import Strip
 
 NOTHING = Reading((), (), ())
-
-
-FindGrid: TypeAlias = "Callable[[str, Sequence[int]], ReshardedManifest | None]"  # see `layouts.origin_grids`
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,6 @@ class ReshardedManifest(Manifest):
     grid: str = ""
     lies: Coordinates | None = None
     of: Published | None = None
-    find_grid: FindGrid | None = field(default=None, compare=False)  # of what ranks there hold; None: nothing there encloses
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -116,17 +110,6 @@ def resharded(
     """This manifest's tensors and regions, in the chunks of this reading."""
     own = manifest.tensors, manifest.regions, chunk_bytes, digest, manifest.layout_id, manifest.metadata
     return ReshardedManifest(*own, reading, grid, lies, of)
-
-
-def root_of_grid(manifest: Manifest, values: bytes) -> bytes:
-    """What names these digests of all chunks (`Grant.root`)."""
-    if not isinstance(manifest, ReshardedManifest):
-        return root_of(values)
-    width, found = WIDTHS[manifest.digest], []
-    for part in manifest.parts:
-        its = b"".join([values[chunk * width : (chunk + 1) * width] for chunk in part.chunks])
-        found.append((part.shard, part.selection.selection_id, root_of(its)))
-    return root_of_selections(found)
 
 
 def publication_in(manifest: Manifest) -> Published | None:

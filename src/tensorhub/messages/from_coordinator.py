@@ -108,7 +108,7 @@ class Start:
     `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own root is the same. Empty:
     wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will hold. `publication`: the rank's layout is not
     the published one; the id of what describes that (GetPart). Then the rank says in ReadyToWrite what it needs, and where
-    that will lie. `origin`: what that was itself read from, likewise, where its own chunks may enclose what is read.
+    that will lie.
     """
 
     key: OpKey
@@ -120,7 +120,6 @@ class Start:
     root: Root = b""
     part_ids: PartIds = ()
     publication: Id = ""
-    origin: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +180,8 @@ class Outcome:
     `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
     and a rank may go on with its call under a new key. `again`: aborted for all ranks, since what they read is gone, and the
     version can be read in another way: they make the same call again, under the next key.
+
+    `by_source`: no publisher has confirmed all that the rank holds now; the digests of those that it has read count.
     """
 
     key: OpKey
@@ -192,6 +193,7 @@ class Outcome:
     retained: U64 | None = None
     unknown: bool = False
     again: bool = False
+    by_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,16 +262,12 @@ class DigestAgain:
 
 @dataclass(frozen=True, slots=True)
 class TellDigests:
-    """Which digests do the chunks of this memory have? Answered by Digests, until one is the last.
-
-    `origin`: only of chunks that were read from that registration, or with what encloses them. "": of all chunks that are
-    here; a publisher makes the missing digests. `selection`: of the chunks of that selection; who does not know it tells
-    none.
+    """Which digests do the chunks of this memory have? Answered by Digests, until one is the last. A publisher makes those
+    that are missing. `selection`: of the chunks of that selection; a publisher that does not know it tells none.
     """
 
     registration: Id
     generation: U64
-    origin: Id
     selection: Id = ""
     shard: Rank = 0  # of which class it is that selection
 
@@ -278,9 +276,6 @@ class TellDigests:
 class Compare:
     """This rank's vote differs from the publisher's digests. These are a page of them, from chunk `first` on. `last`: there
     is no further page. Answered by Compared.
-
-    `enclose`: nobody can tell digests that count of that selection. What this rank has of it is read again, with the chunks
-    that enclose it, but for what was read in that way.
     """
 
     key: OpKey
@@ -290,7 +285,6 @@ class Compare:
     last: bool
     selection: Id = ""  # whose chunks they are of; "": those of the rank's own grid
     shard: Rank = 0  # of which class it is that selection
-    enclose: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,29 +62,6 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
-class ListChunks:
-    """What are the chunks of that memory's own grid? Answered by Listed or ReadRefused.
-
-    `digests`: those of all its chunks; else its manifest. `offset`: the first byte that is wanted.
-    """
-
-    request: U64
-    registration: Id
-    generation: U64
-    digests: bool
-    offset: Annotated[int, Range(0, LISTED_BYTES_MAX)]
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """The next bytes of that, of so many in all."""
-
-    request: U64
-    total: Annotated[int, Range(0, LISTED_BYTES_MAX)]
-    piece: Annotated[bytes, Length(TRANSPORT_BYTES_MAX)]
-
-
-@dataclass(frozen=True, slots=True)
 class ChunksFollow:
     """The bytes of these chunks follow this frame, back to back. Digests are 0 where the manifest says "none"."""
 
@@ -175,14 +152,13 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | Select | ListChunks | TransportRequest
+FromReader = Read | Locate | Select | TransportRequest
 FromOwner = (
     ChunksFollow
     | ChunkFollows
     | ChunkDigest
     | ChunksLie
     | Selected
-    | Listed
     | TransportReply
     | NotThisWay
     | StillWaiting

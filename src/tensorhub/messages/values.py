@@ -84,10 +84,6 @@ class Grant:
     complete: bool  # False: the source is still filling; the reader waits there for what it lacks
     selection: Id = ""  # of another layout: that selection is read there; "": chunks of the reader's own grid
     shard: Rank = 0  # whose selection it is: of the class that the reader's `Need` names so; equal ones have equal ids
-    # Nobody's digests of the selection count yet: it is read with the source's own chunks that enclose it. All of these have
-    # digests of this root, and this name: a manifest's id, or a grid's (`layouts.published`). b"": it is read as it is.
-    root: Root = b""
-    grid: Id = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ class Begun:
 
     `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
     serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
-    byte of it has changed yet. `publication`, `origin`: as the rank has planned with them (Start). `anew`: in whichever way
+    byte of it has changed yet. `publication`: as the rank has planned with it (Start). `anew`: in whichever way
     there is; the rank fills its memory from the start.
     """
 
@@ -187,5 +183,4 @@ class Begun:
     manifest_id: Id
     written: bool
     publication: Id = ""
-    origin: Id = ""
     anew: bool = False

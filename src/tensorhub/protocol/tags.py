@@ -86,8 +86,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Locate: 113,
     m.Select: 60,
     m.Selected: 61,
-    m.ListChunks: 62,
-    m.Listed: 63,
+    # (62 and 63 were ListChunks and Listed)
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,

@@ -7,6 +7,7 @@ for what a pull's lanes count (`runtime.data.lanes`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.types import FetchReport
@@ -41,7 +42,7 @@ class CallTimes:
         """
         before = self.pull
         if before is not None:
-            reread = pull.bytes_read - pull.excess_bytes
+            reread = pull.bytes_read
             if not again:
                 self.lost_bytes += max(0, pull.bytes_wanted - (before.bytes_wanted - before.bytes_verified))
                 reread = min(self.lost_bytes, pull.bytes_verified)
@@ -50,7 +51,6 @@ class CallTimes:
                 pull,
                 bytes_read=before.bytes_read + pull.bytes_read,
                 reread_bytes=before.reread_bytes + reread,
-                excess_bytes=before.excess_bytes + pull.excess_bytes,
                 retries=before.retries + pull.retries,
                 phases={name: before.phases[name] + seconds for name, seconds in pull.phases.items()},
                 sources=(*before.sources, *pull.sources),
@@ -63,7 +63,8 @@ class CallTimes:
         pull, number = self.pull, finish.version.version
         if pull is None or self.bound is None:
             seconds, phases = ended - started, {"resolve": ended - started}
-            return FetchReport(number, finish.changed, seconds=seconds, phases=phases, rebinds=finish.rebinds)
+            report = FetchReport(number, finish.changed, seconds=seconds, phases=phases, rebinds=finish.rebinds)
+            return replace(report, verified_by=_verified_by(finish))
         phases = pull_phases(pull, self.pulled - self.pulled_from - self.verified_s)
         phases["verify"] += self.verified_s
         phases["resolve"] = self.bound - started
@@ -79,9 +80,13 @@ class CallTimes:
             sources=pull.sources,
             retries=pull.retries,
             reread_bytes=pull.reread_bytes,
-            excess_bytes=pull.excess_bytes,
             rebinds=finish.rebinds,
+            verified_by=_verified_by(finish),
         )
+
+
+def _verified_by(finish: Finish) -> Literal["publisher", "source"]:
+    return "source" if finish.by_source else "publisher"
 
 
 def pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:

@@ -149,7 +149,6 @@ class Arrival(NamedTuple):
     transfer_s: float  # from then on, without `digest_s`
     made: Mapping[int, int] = {}  # digests that the channel made of these chunks while their bytes were in the cache
     digest_s: float = 0.0  # what that took
-    excess_bytes: int = 0  # that were read besides, and are no part of these chunks
     discarded_bytes: int = 0  # that came in vain, of chunks that a later `receive` names
 
 

@@ -6,7 +6,6 @@ from abc import abstractmethod
 
 from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Transport
 from tensorhub.transport.dialect import Dialect
-from tensorhub.transport.enclosing import Enclosure
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
@@ -33,8 +32,6 @@ class ConnectedTransport(Transport):
         try:
             if right.selection is not None:
                 client.select(right.selection)
-            if isinstance(destination, Enclosure):
-                destination.learn(client)
             with client.failures():
                 return self.channel(client, destination)
         except BaseException:

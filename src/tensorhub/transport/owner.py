@@ -119,9 +119,6 @@ class OwnedMemory(Protocol):
         is known. ProtocolError: it is none.
         """
 
-    def listing(self, registration: RegistrationId, generation: int, *, digests: bool) -> bytes | Refusal:
-        """The encoding of the memory's manifest, or the digests of all its own chunks."""
-
     def has(
         self, registration: RegistrationId, generation: int, runs_max: int, selection: str = ""
     ) -> tuple[tuple[int, int], ...]:

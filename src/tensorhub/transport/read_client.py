@@ -18,8 +18,6 @@ from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
     TRANSPORT_BYTES_MAX,
     FromOwner,
-    ListChunks,
-    Listed,
     Locate,
     NotThisWay,
     Read,
@@ -102,22 +100,6 @@ class ReadClient:
                         raise ReadFailure("refused", "the source does not keep what it is told")
                 at = said.following
                 piece = blob[at : at + TRANSPORT_BYTES_MAX]
-
-    def listed(self, *, digests: bool) -> bytes:
-        """The encoding of the manifest of the right's memory, or all digests of that. Raises as `hear`."""
-        found = bytearray()
-        right = self.right
-        with self.failures():
-            while True:
-                self.connection.send(ListChunks(0, right.registration, right.generation, digests, len(found)))
-                said = self.hear()
-                if not isinstance(said, Listed) or len(found) + len(said.piece) > said.total:
-                    raise ProtocolError(f"a ListChunks is answered with {type(said).__name__}")
-                found += said.piece
-                if len(found) == said.total:
-                    return bytes(found)
-                if not said.piece:
-                    raise ProtocolError("a list ends before its end")
 
     def ask(self, asked: object, reply: type[R]) -> R:
         """Ask something of the transport's dialect, before chunks are asked for. Raises as `hear`; NotShared, Unusable: the

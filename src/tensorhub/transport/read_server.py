@@ -16,10 +16,7 @@ from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
     HAS_RUNS_MAX,
-    TRANSPORT_BYTES_MAX,
     FromReader,
-    ListChunks,
-    Listed,
     Locate,
     NotThisWay,
     Read,
@@ -72,9 +69,6 @@ class ReadServer:
         if isinstance(asked, Select):
             self._select(asked)
             return
-        if isinstance(asked, ListChunks):
-            self._list(asked)
-            return
         session = self._session(asked.transport)
         if session is None:
             self.connection.send(NotThisWay(asked.request, NOT_OFFERED, is_usual=False))
@@ -109,14 +103,6 @@ class ReadServer:
     def _refuse(self, request: int, refusal: Refusal) -> None:
         not_served.count(reader=self.lane.reader, reason=refusal.reason)
         self.connection.send(ReadRefused(request, refusal.reason))
-
-    def _list(self, asked: ListChunks) -> None:
-        match self.memory.listing(RegistrationId(asked.registration), asked.generation, digests=asked.digests):
-            case Refusal() as refusal:
-                self.connection.send(ReadRefused(asked.request, refusal.reason))
-            case found:
-                piece = found[asked.offset : asked.offset + TRANSPORT_BYTES_MAX]
-                self.connection.send(Listed(asked.request, len(found), piece))
 
     def _answer(self, asked: TransportRequest, session: OwnerSession) -> None:
         try:

@@ -53,6 +53,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
         self.request = 0  # of the question whose answer is awaited
         self.error: Exception | None = None  # with which it will end
         self.rebinds = 0  # how often it was bound to another content, since the one before was gone
+        self.by_source = False  # see `messages.Outcome`
         self._call = call
         self._context = context
         self._memory = memory
@@ -85,7 +86,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
 
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         self.enter(Phase.OVER)
-        self._context.act(Finish(version, changed, error, self.rebinds))
+        self._context.act(Finish(version, changed, error, self.rebinds, self.by_source))
 
     # -- given up from this side
 

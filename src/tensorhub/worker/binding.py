@@ -29,13 +29,11 @@ class Binding:
         self.version = start.version
         self.root = start.root  # of the publisher's digests, as far as the coordinator has said it beforehand
         self.publication_id = start.publication  # where this rank's layout is not the published one
-        self._origin_id = start.origin
         self._key = start.key  # the operation in which it was bound first
         self._manifest_id = start.manifest_id
         self._part_ids = start.part_ids  # of what the memory will hold, in the published layout
         self._context = context
-        of = start.publication, start.manifest_id, start.origin
-        self._planning = Planning(context, *of) if start.publication else None
+        self._planning = Planning(context, start.publication, start.manifest_id) if start.publication else None
         self._manifest = None if self._planning is not None else context.manifests.get(start.manifest_id)
         self.request = 0  # for the manifest
 
@@ -115,7 +113,7 @@ class Binding:
         """How far the fill is, for a coordinator that has not bound it."""
         version = self.version
         what = version.version, version.content_id, self.base.manifest_id, written
-        return messages.Begun(self._key, *what, self.publication_id, self._origin_id)
+        return messages.Begun(self._key, *what, self.publication_id)
 
     def ready_to_write(self, operation: OpKey, asked: Sequence[str]) -> messages.ReadyToWrite:
         """With what is read of which shards, and those of the parts of what the memory will hold that were `asked` for."""

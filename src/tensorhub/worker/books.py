@@ -38,7 +38,6 @@ class Books:
     missing: int  # always available.count(0)
     selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
     origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
-    enclosed: set[int] = field(default_factory=set)  # chunks that were read with what encloses them
     grid_id: str = ""  # the name of its own grid
     former: Former | None = None  # of this content, in the chunks of another grid
     serves: bool = True
@@ -52,9 +51,7 @@ class Books:
 
     # ------------------------------------------------------------------------------------------ what is there
 
-    def mark_available(
-        self, arrived: Iterable[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool = False
-    ) -> None:
+    def mark_available(self, arrived: Iterable[tuple[int, int | None]], origin: Origin | None) -> None:
         """See `Owner.mark_available`."""
         if origin is not None and self.origins is None:
             self.origins = [None] * len(self.own.sizes)
@@ -62,21 +59,15 @@ class Books:
             if not self.available[chunk]:
                 self.available[chunk] = 1
                 self.missing -= 1
-                is_as_before = origin is None and digest is not None and digest == self.own.digests[chunk]
                 self.own.digests[chunk] = digest
                 if self.origins is not None and origin is not None:
                     self.origins[chunk] = origin
-                if enclosed:
-                    self.enclosed.add(chunk)
-                elif not is_as_before:  # else it was not read again: it is as well vouched for as it was
-                    self.enclosed.discard(chunk)
 
     def revoke(self, wrong: set[int]) -> None:
         """These chunks were not what was published."""
         for chunk in wrong:
             self.missing += self.available[chunk]
             self.available[chunk], self.own.digests[chunk] = 0, None
-            self.enclosed.discard(chunk)
         self.story.tell("revoked", self.generation, "chunks", len(wrong))
         for grid in self.selections.values():
             grid.revoke(wrong)
@@ -89,11 +80,6 @@ class Books:
         if grid is None:
             return range(len(self.available))
         return [own for chunk in access.chunks for own in grid.covers(chunk)]
-
-    def read_from(self, origin: str) -> list[int]:
-        """The chunks that were read from that registration, or with what encloses them, ascending."""
-        theirs = {n for n, each in enumerate(self.origins or ()) if each is not None and each.registration == origin}
-        return sorted(theirs | self.enclosed)
 
     @property
     def left(self) -> Former | None:

@@ -125,7 +125,6 @@ class PlanReading:
 
     `publication`: what `published` and `parts` make; None: it was not made yet. `manifest`: whose regions are filled; None:
     those of the whole model, or of what these `names` are patterns of. `copies`: it is a copy of that rank's shard.
-    `origin`: what the publication was read from itself, if its own chunks may enclose what is read; with its parts.
     """
 
     number: int
@@ -136,7 +135,6 @@ class PlanReading:
     declared: Declaration
     names: tuple[str, ...] | None = None
     copies: int | None = None
-    origin: Published | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +192,7 @@ class StartPull:
 @dataclass(frozen=True, slots=True)
 class CompareDigests:
     """Compare what is filled with a part of its publisher's list, from chunk `first` on; let nobody read what is not as was
-    published; then call `Member.compared`. `chunks`: those that the list is about, in its order; None: all. `enclose`: there
-    is no list, and nobody reads what was not read with what encloses it.
+    published; then call `Member.compared`. `chunks`: those that the list is about, in its order; None: all.
     """
 
     manifest: Manifest
@@ -204,7 +201,6 @@ class CompareDigests:
     first: int
     digests: bytes
     chunks: tuple[int, ...] | None = None
-    enclose: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +268,7 @@ class Finish:
     changed: bool = False
     error: Exception | None = None
     rebinds: int = 0  # see `FetchReport`
+    by_source: bool = False  # no publisher has confirmed all that is held now
 
 
 Action = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tensorhub.digests import pack, root_of, runs_of, unpack
 from tensorhub.layouts.resharded import ReshardedManifest
@@ -72,15 +72,10 @@ def compare(
     width: int,
     digests: Sequence[int | None],
     origin_of: Callable[[int], Origin | None],
-    enclosed: Container[int] = (),
 ) -> tuple[list[Wrong], int]:
-    """Which chunks are not as was published, or not known to be; and the first chunk of the list of which nothing was said.
-    `digests`: those that the memory's chunks have, of that width in bytes; `enclosed`: chunks that were read with what
-    encloses them.
+    """Which chunks are not as was published; and the first chunk of the list of which nothing was said. `digests`: those
+    that the memory's chunks have, of that width in bytes.
     """
-    if question.enclose:
-        mine = question.chunks or ()
-        return [(chunk, None, None) for chunk in mine if chunk not in enclosed], len(mine)
     published = unpack(question.digests, width)
     following = question.first + len(published)
     chunks = question.chunks if question.chunks is not None else range(len(digests))

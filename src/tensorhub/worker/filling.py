@@ -466,8 +466,7 @@ class Filling(GroupCall[calls.FillCall]):
         self._leases.begin_reading()
         wrong = self._vote.take_wrong()
         there = frozenset(range(manifest.chunk_count)) - wrong.keys()
-        known = {chunk: digest for chunk, digest in wrong.items() if digest is not None}
-        self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, known, again=True))
+        self._context.act(calls.StartPull(version, manifest, self.generation, (), there, self.stages, wrong, again=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""
@@ -536,7 +535,9 @@ class Filling(GroupCall[calls.FillCall]):
         if self._has_staging:
             self._has_staging = False
             self._context.act(calls.FreeStaging())
-        shard = self._context.shard
+        shard, content = self._context.shard, self._memory.content
+        manifest = self.manifest or (content.manifest if content is not None else None)
+        self.by_source = self.by_source or (manifest is not None and manifest.digest == "none")
         if changed and shard.serves and shard.medium is Medium.DEVICE:
             self._context.act(calls.FreePrefetch())
         super().finish(version=version, changed=changed, error=error)

@@ -383,19 +383,15 @@ class Interpreter:
     def must_make(self, question: TellDigests) -> bool:
         """Whether digests are made for the answer: all of what is published. What was read has those it was read with."""
         content = self.member.content
-        return (
-            content is not None and content.published and content.generation == question.generation and not question.origin
-        )
+        return content is not None and content.published and content.generation == question.generation
 
     def tell_digests(
         self,
         question: TellDigests,
         listed: Callable[[RegistrationId, str], tuple[int, Sequence[int | None]] | None],
-        read_from: Callable[[RegistrationId], Iterable[int]],
     ) -> list[Digests]:
         """Which digests the chunks of this memory have, or of what is staged for it (R8). `listed`: their width and all of
-        them, under the question's generation, of a selection or ("") of its own grid; `read_from`: which of its own were
-        read at the question's origin.
+        them, under the question's generation, of a selection or ("") of its own grid.
         """
         manifest, selection, own = self.member.manifest_under(question.generation), question.selection, None
         if selection and isinstance(manifest, ReshardedManifest):
@@ -406,9 +402,6 @@ class Interpreter:
             if not width:
                 continue
             chunks = own if own is not None else range(len(digests))
-            told = set(read_from(target)) if question.origin else set(chunks)
-            if question.origin and selection and own is None:
-                told = set()  # made here, of what was read in its own grid: they are nobody else's word
-            named = ((number, digests[chunk]) for number, chunk in enumerate(chunks) if chunk in told)
+            named = ((number, digests[chunk]) for number, chunk in enumerate(chunks))
             return list(tell(len(chunks), width, [(number, digest) for number, digest in named if digest is not None]))
         return list(tell(0, 0, []))

@@ -56,13 +56,13 @@ class KnownReadings:
     """What one handle has planned, last."""
 
     def __init__(self) -> None:
-        # By publication, what that was read from, and the manifest whose regions it has.
-        self._found: dict[tuple[str, str, str], ReshardedManifest] = {}
+        # By publication, and the manifest whose regions it has.
+        self._found: dict[tuple[str, str], ReshardedManifest] = {}
 
-    def get(self, publication_id: str, origin_id: str, manifest_id: str) -> ReshardedManifest | None:
-        return self._found.get((publication_id, origin_id, manifest_id))
+    def get(self, publication_id: str, manifest_id: str) -> ReshardedManifest | None:
+        return self._found.get((publication_id, manifest_id))
 
-    def keep(self, publication_id: str, origin_id: str, manifest_id: str, reading: ReshardedManifest) -> None:
-        self._found[publication_id, origin_id, manifest_id] = reading
+    def keep(self, publication_id: str, manifest_id: str, reading: ReshardedManifest) -> None:
+        self._found[publication_id, manifest_id] = reading
         while len(self._found) > READINGS_KEPT_MAX:
             del self._found[next(iter(self._found))]

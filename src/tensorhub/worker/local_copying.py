@@ -21,19 +21,18 @@ M = TypeVar("M")
 class Arrived(Protocol):
     """See `Owner.mark_available`."""
 
-    def __call__(self, named: Sequence[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool) -> object: ...
+    def __call__(self, named: Sequence[tuple[int, int | None]], origin: Origin | None) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Copier(Generic[M]):
     """How one copy is made. `access`: some of the wanted chunks of a source, to be read for the length of the block. `move`:
     brings an access' chunks, and returns those that have their digests then. `arrived` hears which chunks are in the
-    destination, where the source had read them, if it had, and whether with what encloses them: so whoever holds wrong bytes
-    is found behind copies, too, and copies are as well vouched for as what they were made from.
+    destination, and where the source had read them, if it had: so a worker that holds wrong bytes is found behind copies.
     """
 
     access: Callable[[LocalCopy, Sequence[int]], AbstractContextManager[tuple[Access, M] | Wait | Refusal]]
-    read_how: Callable[[Access], Sequence[tuple[Origin | None, bool]]]
+    origins: Callable[[Access], Sequence[Origin | None]]
     move: Callable[[Access, M], Mapping[int, int | None]]
     arrived: Arrived
 
@@ -56,12 +55,12 @@ class Copier(Generic[M]):
                 if not isinstance(answer, tuple):
                     return  # none of them is verified there, or the memory has changed its generation
                 access, memory = answer
-                good, read_how = self.move(access, memory), self.read_how(access)
-            copied: dict[tuple[Origin | None, bool], list[tuple[int, int | None]]] = {}
-            for chunk, how in zip(access.chunks, read_how, strict=True):
+                good, origins = self.move(access, memory), self.origins(access)
+            copied: dict[Origin | None, list[tuple[int, int | None]]] = {}
+            for chunk, origin in zip(access.chunks, origins, strict=True):
                 if chunk in good:
-                    copied.setdefault(how, []).append((chunk, good[chunk]))
-            for (origin, enclosed), named in copied.items():
-                self.arrived(named, origin, enclosed=enclosed)
+                    copied.setdefault(origin, []).append((chunk, good[chunk]))
+            for origin, named in copied.items():
+                self.arrived(named, origin)
             yield good
             wanted = access.rest

@@ -486,6 +486,7 @@ class Member:
                     end = call.unheard_of
                 end(error)
             elif message.version is not None:
+                call.by_source = message.by_source
                 call.committed(message.version)
                 self._heard_retained(message)
         elif was_left and not self._has_left:

@@ -68,13 +68,13 @@ class Owner:
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
         origins: list[Origin | None] | None = None
-        enclosed, former = set[int](), None
+        former = None
         if digests is None and old is not None and content_id == old.content_id != "":
             former = old.left
             if former is not None and former.grid_id == grid and len(former.digests) == len(sizes):
                 digests, former = former.digests, None
                 if old.grid_id == grid:
-                    origins, enclosed = old.origins, old.enclosed
+                    origins = old.origins
         memory = Books(
             generation=generation,
             content_id=content_id,
@@ -82,7 +82,6 @@ class Owner:
             available=bytearray([complete]) * len(sizes),
             missing=0 if complete else len(sizes),
             origins=origins,
-            enclosed=enclosed,
             serves=serves,
             grid_id=grid,
             former=former,
@@ -160,16 +159,14 @@ class Owner:
         generation: int,
         arrived: Iterable[tuple[int, int | None]],
         origin: Origin | None = None,
-        *,
-        enclosed: bool = False,
     ) -> bool:
-        """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any, and
-        `enclosed` by what its publisher has digested. False: an older generation's, dropped.
+        """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any. False: an
+        older generation's, dropped.
         """
         memory = self._at(registration, generation)
         if memory is None:
             return False
-        memory.mark_available(arrived, origin, enclosed=enclosed)
+        memory.mark_available(arrived, origin)
         return True
 
     def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
@@ -214,21 +211,10 @@ class Owner:
         memory = self._at(registration, generation)
         return None if memory is None or memory.origins is None else memory.origins[chunk]
 
-    def read_how(self, access: Access) -> list[tuple[Origin | None, bool]]:
-        """Where the chunks of a running access to the memory's own grid were read, and whether with what encloses them."""
-        memory = self._memories[access.registration]
-        origins, enclosed = memory.origins, memory.enclosed
-        return [(None if origins is None else origins[chunk], chunk in enclosed) for chunk in access.chunks]
-
-    def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
-        """The chunks that were read from that registration, or with what encloses them, ascending."""
-        memory = self._at(registration, generation)
-        return [] if memory is None else memory.read_from(origin)
-
-    def enclosed(self, registration: RegistrationId, generation: int) -> frozenset[int]:
-        """The chunks that were read with what encloses them: their digests are as good as their publisher's."""
-        memory = self._at(registration, generation)
-        return frozenset() if memory is None else frozenset(memory.enclosed)
+    def origins(self, access: Access) -> list[Origin | None]:
+        """Where the chunks of a running access to the memory's own grid were read."""
+        origins = self._memories[access.registration].origins
+        return [None if origins is None else origins[chunk] for chunk in access.chunks]
 
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """Let others read every chunk. False: an older generation's, dropped."""
@@ -356,18 +342,6 @@ class Owner:
     def accesses_to(self, registration: RegistrationId) -> frozenset[int]:
         """The numbers of the accesses to this registration that run."""
         return frozenset(number for number, access in self._running.items() if access.registration == registration)
-
-    def vouched_by(self, access: Access) -> dict[int, int]:
-        """What must be as it was verified before digests of this running access are made: chunks of the memory's own grid,
-        each with its digest. They vouch for a selection's chunks whose digest is not known here. Nothing, where the digests
-        are made by a publisher, whose bytes are what was published.
-        """
-        memory = self._memories[access.registration]
-        grid, digests = memory.selections.get(access.selection), memory.own.digests
-        if grid is None or memory.own.made is not None:
-            return {}
-        missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
-        return {own: digest for chunk in missing for own in grid.covers(chunk) if (digest := digests[own]) is not None}
 
     # --------------------------------------------------------------------------------------------- inspection
 

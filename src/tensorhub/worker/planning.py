@@ -10,12 +10,11 @@ Not responsible for asking for parts (`gathering`) and keeping them (`known_part
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tensorhub import messages
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.joining import Declaration, publication_of, reading_for, reading_of_copy
-from tensorhub.layouts.origin_grids import OriginGrids
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
@@ -45,27 +44,21 @@ def plan(action: PlanReading) -> Planned | TensorHubError:
             reading = reading_of_copy(action.published, publication, base, action.copies)
         else:
             reading = reading_for(action.published, publication, base, action.declared)
-        if action.published.is_copy:
-            reading = replace(reading, find_grid=OriginGrids(publication.ranks, action.origin, action.parts).find)
         return Planned(publication, reading, base)
     except TensorHubError as error:
         return error
 
 
 class Planning:
-    """That of one fill. `publication_id`, `origin_id`: as Start names them; `manifest_id`: of the manifest whose regions are
-    filled.
-    """
+    """That of one fill. `publication_id`: as Start names it; `manifest_id`: of the manifest whose regions are filled."""
 
-    def __init__(self, context: MemberContext, publication_id: str, manifest_id: str, origin_id: str) -> None:
+    def __init__(self, context: MemberContext, publication_id: str, manifest_id: str) -> None:
         self.publication_id = publication_id
-        self._origin_id = origin_id
         self.base: Manifest | None = None  # once it is known
         self._manifest_id = manifest_id
         self._context = context
         self._gathering = Gathering(context)
-        self._published: Published | None = None  # once it is known; so below
-        self._origin: Published | None = None
+        self._published: Published | None = None  # once it is known
         self._number = 0  # of the plan that was asked for
         self._is_whole = False  # it is a fetch of the whole model, whose regions the plan tells
 
@@ -79,7 +72,7 @@ class Planning:
         else:
             self.base = self._context.manifests.get(self._manifest_id)
         if self.base is not None:
-            found = self._context.readings.get(self.publication_id, self._origin_id, self.base.manifest_id)
+            found = self._context.readings.get(self.publication_id, self.base.manifest_id)
             if found is not None:
                 return found
         self._go_on()
@@ -104,7 +97,7 @@ class Planning:
     def keep(self, planned: Planned) -> None:
         self.base = planned.base
         self._context.parts.keep(self.publication_id, planned.publication)
-        self._context.readings.keep(self.publication_id, self._origin_id, self.base.manifest_id, planned.reading)
+        self._context.readings.keep(self.publication_id, self.base.manifest_id, planned.reading)
 
     def _go_on(self) -> None:
         """Look for what is needed, ask for what is missing, and plan once all is here."""
@@ -118,15 +111,10 @@ class Planning:
             self._published = Published.decode(gathering.found[self.publication_id])
             if known is None:
                 gathering.want(*self._published.part_ids)
-        if self._origin_id:
-            gathering.want(self._origin_id)
-            if self._origin is None and self._origin_id in gathering.found:
-                self._origin = Published.decode(gathering.found[self._origin_id])
-                gathering.want(*self._origin.part_ids)
         if not gathering.is_done or self._published is None or self._number:
             return
         shard, self._number = self._context.shard, self._context.cause
         declared = shard.declared if shard.declared is not None else Declaration(shard.rank, shard.world_size)
         copies = shard.number if shard.purpose is Purpose.RETENTION else None
-        what = self._published, gathering.found, known, self.base, declared, shard.names, copies, self._origin
+        what = self._published, gathering.found, known, self.base, declared, shard.names, copies
         self._context.act(PlanReading(self._number, *what))

@@ -22,8 +22,8 @@ from tensorhub.types import OpKey
 from tensorhub.worker.calls import CompareDigests
 from tensorhub.worker.member_context import MemberContext
 
-Wrong: TypeAlias = "tuple[int, int | None, messages.Origin | None]"
-"""A chunk that is to be read again, the digest that it must have (None: nobody knows), and where it came from."""
+Wrong: TypeAlias = "tuple[int, int, messages.Origin | None]"
+"""A chunk that is to be read again, the digest that it must have, and where it came from."""
 
 
 class _Comparison:
@@ -37,7 +37,7 @@ class _Comparison:
             len(self.chunks) if self.chunks is not None else manifest.chunk_count if manifest is not None else 0
         )
         self.is_last = False  # the page that is being compared is the last one
-        self.wrong: dict[int, int | None] = {}  # chunks that are not as was published, and their published digests
+        self.wrong: dict[int, int] = {}  # chunks that are not as was published, and their published digests
         self.strays: dict[messages.Origin | None, messages.Stray] = {}  # one of each memory from which such chunks came
 
     def takes(self, page: messages.Compare) -> bool:
@@ -50,7 +50,7 @@ class _Comparison:
         """Which chunks of that page are not as was published, which digests they must have, and where they were read."""
         for chunk, published, origin in wrong:
             self.wrong[chunk] = published
-            if published is not None and len(self.strays) < messages.STRAYS_MAX:
+            if len(self.strays) < messages.STRAYS_MAX:
                 number = chunk if self.chunks is None else bisect_left(self.chunks, chunk)
                 self.strays.setdefault(origin, messages.Stray(number, origin))
 
@@ -85,7 +85,7 @@ class Vote:
             self._comparison = _Comparison(page.selection, page.shard, manifest)
         if self._comparison.takes(page):
             self._compares, of = True, (page.first, page.digests, self._comparison.chunks)
-            self._context.act(CompareDigests(manifest, generation, staged, *of, page.enclose))
+            self._context.act(CompareDigests(manifest, generation, staged, *of))
 
     def compared(self, following: int, wrong: Sequence[Wrong]) -> bool:
         """See `Filling.compared`. True: that was the last page, and not all is as it was published."""
@@ -104,8 +104,8 @@ class Vote:
         self.is_void = True
         self._say_compared(self._comparison.chunk_count, tuple(self._comparison.strays.values()))
 
-    def take_wrong(self) -> dict[int, int | None]:
-        """The chunks that are wrong, each with its published digest; None: nobody knows it."""
+    def take_wrong(self) -> dict[int, int]:
+        """The chunks that are wrong, each with its published digest."""
         wrong, self._comparison.wrong = self._comparison.wrong, {}
         return wrong
 

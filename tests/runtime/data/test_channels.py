@@ -12,12 +12,11 @@ import pytest
 import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.hub import Hub
-from tensorhub.layouts.reading import Part, Selection
 from tensorhub.messages import Grant
 from tensorhub.runtime.data import channels as channels_module
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
-from tensorhub.strips import Strip, straight
+from tensorhub.strips import Strip
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,
@@ -34,7 +33,6 @@ from tensorhub.transport.base import (
     Unusable,
 )
 from tensorhub.transport.dialect import Dialect
-from tensorhub.transport.enclosing import EnclosingChannel
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
 from tensorhub.transport.registry import Local, Registry
@@ -253,17 +251,15 @@ def test_the_reason_of_each_choice_is_logged_once(caplog: pytest.LogCaptureFixtu
     assert chosen(channels, grant("tcp", "nixl", "shm", host="here")) == "shm"
 
 
-def opened(options: Options, site: str, *, strided: bool = False, root: bytes = b"", left: int = ENOUGH) -> Opened:
-    """By a tcp, whose source is in that site, and this worker in the default one. `root`: it is read with what encloses."""
+def opened(options: Options, site: str, *, strided: bool = False, left: int = ENOUGH) -> Opened:
+    """By a tcp, whose source is in that site, and this worker in the default one."""
     way = Way("tcp")
     way.lanes, way.connections, way.strides = 3, options.wan_connections, True
     with having(tcp=lambda local: way):
         channels = Channels([b""], options, Location(host="here"), None)
         channels.become(Incarnation("reader"))
-    selection = Selection(((straight(0, 0, 8),),))
-    selections = {selection.selection_id: Part(0, (0,), selection, (0,))} if root else {}
-    granted = replace(grant("tcp"), location=Location(site=site, host="there"), selection="".join(selections), root=root)
-    opens = channels.opener(ContentId("c"), selections)
+    granted = replace(grant("tcp"), location=Location(site=site, host="there"))
+    opens = channels.opener(ContentId("c"))
     found = opens(granted, InPieces() if strided else Nowhere(), Cutter(), left)
     assert way.opened == 1  # the first one; threads that help open the others
     return found
@@ -277,8 +273,6 @@ def test_a_source_in_another_site_is_read_by_several_connections(strided: bool) 
     alone, two = (opened(Options(wan_connections=each), "elsewhere") for each in (1, 2))
     assert (alone.lanes, alone.waits, type(alone.channel)) == (3, False, _Nothing)
     assert (two.lanes, two.waits, type(two.channel)) == (2, True, ParallelChannel)
-    enclosed = opened(Options(), "elsewhere", strided=strided, root=b"root")
-    assert (enclosed.lanes, type(enclosed.channel)) == (1, EnclosingChannel)  # which one thread drives
 
 
 @pytest.mark.parametrize(("chunks", "connections"), [(31, 1), (32, 2), (127, 4), (9999, 4)])

@@ -38,7 +38,6 @@ from tests.cuda.own import Own
 from tests.cuda.shards import COLUMNS, Columns, Rows
 from tests.rig import all_of, cluster, connect, holds, nothing_left, tensors, until, worker_of, write
 from tests.runtime.fake_nixl import Fabric, fabric
-from tests.transport.enclosed import read_enclosed
 
 __all__ = ["fabric"]
 
@@ -84,14 +83,6 @@ def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str, on_gpu: bool, mo
     monkeypatch.setenv("UCX_TLS", "all")
     transport, device = NixlTransport(local()), Double() if on_gpu else None
     CHECKS[check](transport, lambda: ServedSource(SECRET, side=NixlOwner(), device=device))
-    transport.close()
-    assert not fabric.agents
-
-
-def test_what_encloses_a_selection_is_read_by_a_stand_in(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "all")
-    transport = NixlTransport(local())
-    read_enclosed(transport, ServedSource(SECRET, side=NixlOwner()))
     transport.close()
     assert not fabric.agents
 

@@ -49,7 +49,6 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, 
 from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
 from tests.transport import fabric as fabric_module
-from tests.transport.enclosed import read_enclosed
 from tests.transport.fabric import GID, PORT, FakeFabric, OwnRdma, open_queues
 
 SECRET = b"a secret of the test"
@@ -269,10 +268,6 @@ def test_between_gpus_the_conversation_keeps_the_rule(
 @pytest.mark.parametrize("check", [check for check in CHECKS if check.startswith("strided")])
 def test_many_pieces_of_memory_are_packed_into_small_buffers(transport: RdmaTransport, check: str) -> None:
     CHECKS[check](transport, lambda: ServedSource(SECRET, side=OwnRdma(FakeFabric())))
-
-
-def test_what_encloses_a_selection_is_read_by_a_stand_in(transport: RdmaTransport) -> None:
-    read_enclosed(transport, ServedSource(SECRET, side=OwnRdma(FakeFabric())))
 
 
 @pytest.mark.parametrize("there", [None, True, False])

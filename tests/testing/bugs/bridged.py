@@ -9,7 +9,7 @@ from typing import Any
 from tensorhub.coordinator import bridges, source_choice, supply
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.entities import Holding, Operation, RankPart, Testimony, Version
+from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
@@ -17,7 +17,6 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
 from tensorhub.testing.sim import handle
 from tensorhub.testing.sim.faults import Fault
-from tensorhub.types import RegistrationId
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.router import Router
@@ -71,17 +70,6 @@ def bridge_is_not_mended() -> Iterator[None]:
         yield
 
 
-@bug(
-    "R8: a replica makes digests of a selection of whatever its memory holds by now",
-    faults=(Fault.OVERWRITE, Fault.COORDINATOR),
-    COUNTS=(3,),
-    LEFT_OUT_DRAWN=0.0,
-)
-def replicas_vouch_unseen() -> Iterator[None]:
-    with replaced(Owner, "vouched_by", lambda self, access: {}):
-        yield
-
-
 @bug("R9: who is still filled in another layout than the published one is read by whoever needs selections of it")
 def fills_are_origins() -> Iterator[None]:
     anybody = replaced(LayoutHoldings, "has_each_class", lambda self: self.are_whole() or any(self.values()))
@@ -102,42 +90,18 @@ def one_grid_for_all_origins() -> Iterator[None]:
 @bug("R8: votes count without the roots of selections", faults=(Fault.LIE,), COUNTS=(2,), LEFT_OUT_DRAWN=0.0)
 def roots_of_selections_forgotten() -> Iterator[None]:
     def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
-        return self._agree(part, need) if need is not None else before(self, part, need, root)
+        return self._agree(part, need, by_source=False) if need is not None else before(self, part, need, root)
 
     with around(Testimonies, "_settle_claim", settle):
         yield
 
 
-@bug("R8: a reader vouches for what it has read as it was", faults=(Fault.LIE, Fault.CRASH, Fault.RESTART), seeds_max=500)
-def nothing_encloses() -> Iterator[None]:
-    def enclosed(self: Owner, registration: RegistrationId, generation: int) -> frozenset[int]:
-        return frozenset(range(self.chunk_count(registration)))
+@bug("R8: the digests of the sources count, although the publisher has said otherwise or might", faults=())
+def sources_are_believed_first() -> Iterator[None]:
+    def settle(before: Callable[..., Any], self: Testimonies, part: RankPart, need: Any, root: bytes) -> Any:
+        return self._agree(part, need, by_source=True) if need is not None else before(self, part, need, root)
 
-    def read_from(self: Owner, registration: RegistrationId, generation: int, origin: str) -> list[int]:
-        return sorted(enclosed(self, registration, generation))
-
-    with (
-        replaced(bridges, "enclosing_root", lambda part, need, holding: b""),
-        replaced(Owner, "enclosed", enclosed),
-        replaced(Owner, "read_from", read_from),
-    ):
-        yield
-
-
-@bug(
-    "R8: who has read a version in another layout is believed what he says of selections of it",
-    faults=(Fault.LIE, Fault.CRASH, Fault.RESTART),
-    COUNTS=(3,),
-    LEFT_OUT_DRAWN=0.0,
-)
-def other_layouts_are_believed() -> Iterator[None]:
-    def must_enclose(before: Callable[..., bool], part: RankPart, need: Any) -> bool:
-        return part.origin is part.operation.bound.holdings and before(part, need)
-
-    def is_anybody_believed(before: Callable[..., bool], testimony: Testimony) -> bool:
-        return testimony.origin_id != testimony.version.holdings.described_as or before(testimony)
-
-    with around(bridges, "must_enclose", must_enclose), around(bridges, "is_anybody_believed", is_anybody_believed):
+    with around(Testimonies, "_settle_claim", settle):
         yield
 
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import StateError, TensorHubError, TransportUnavailable, shortage
+from tensorhub.errors import StateError, TransportUnavailable, shortage
 from tensorhub.layouts.reading import Part
-from tensorhub.layouts.resharded import FindGrid
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
 from tensorhub.protocol.secret import is_loopback
@@ -43,7 +42,6 @@ from tensorhub.transport.base import (
     Unusable,
     can_fill,
 )
-from tensorhub.transport.enclosing import EnclosingChannel, Enclosure, Vouched
 from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.parallel import ParallelChannel
@@ -160,40 +158,31 @@ class Channels:
         self,
         content_id: ContentId,
         selections: Mapping[str, Part] | None = None,
-        find_grid: FindGrid | None = None,
     ) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content. `selections`: by name, those that grants
-        name. `find_grid`: see `ReshardedManifest`.
+        name.
         """
 
         def open_one(grant: Grant, destination: Destination, cutter: Cutter, left: int) -> Opened:
             part = (selections or {}).get(grant.selection)
             if grant.selection and part is None:
                 raise ReadFailure("refused", "it is granted for a selection that this rank does not read")
-            encloses = part is not None and bool(grant.root)
-            vouched = None if part is None or not encloses else _vouched(grant, part, find_grid)
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
                 RegistrationId(grant.registration),
                 grant.generation,
                 content_id,
-                None if part is None or encloses else part.selection,
+                None if part is None else part.selection,
             )
             is_far = grant.location.site != self._location.site
             worth = 1 + left // max(1, CONNECTION_CHUNKS * max(destination.sizes, default=0)) if is_far else 1
             for transport, endpoint in self._common(grant, destination):
-                if encloses and "host" not in transport.fills:
-                    continue
                 connections = min(transport.connections, worth)
                 try:
-                    if part is not None and vouched is not None:
-                        enclosure = Enclosure(part.selection, vouched)
-                        inner = transport.open(endpoint, right, enclosure, cutter)
-                        channel: Channel = EnclosingChannel(inner, enclosure, destination)
-                    elif connections > 1:
+                    if connections > 1:
                         opens = partial(transport.open, endpoint, right, destination)
-                        channel = ParallelChannel(opens, connections, destination.sizes, cutter)
+                        channel: Channel = ParallelChannel(opens, connections, destination.sizes, cutter)
                     else:
                         channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
@@ -211,7 +200,7 @@ class Channels:
                 else:
                     self._note_chosen(transport.name, grant, destination)
                     ended = partial(self._ended, transport.name, grant, destination)
-                    lanes = 1 if encloses else connections if connections > 1 else transport.lanes
+                    lanes = connections if connections > 1 else transport.lanes
                     return Opened(transport.name, channel, lanes, transport.batch_bytes, ended, connections > 1)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             reasons = self._in_the_way(grant)
@@ -308,19 +297,6 @@ class Channels:
             _, is_news = self._leave((name, grant.incarnation), text)
         say = log.warning if is_news else log.debug
         say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
-
-
-def _vouched(grant: Grant, part: Part, find_grid: FindGrid | None) -> Vouched:
-    """What the source's own chunks must be. ReadFailure: they do not follow from what this rank knows."""
-    if find_grid is None:
-        return Vouched(grant.grid, grant.root)
-    try:
-        found = find_grid(grant.grid, part.ranks)
-    except TensorHubError as error:
-        raise ReadFailure("refused", f"the source's own chunks cannot be told: {error}") from error
-    if found is None:
-        raise ReadFailure("refused", "no such chunks of the source follow from what is known of what it has read")
-    return Vouched(grant.grid, grant.root, found)
 
 
 def _remember(what: dict[K, V], key: K, value: V) -> None:

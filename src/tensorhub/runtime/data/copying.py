@@ -43,7 +43,7 @@ def copy_chunks(
     def move(access: Access, memory: ChunkMemory) -> dict[int, int | None]:
         return _copy_some(owner, access, memory, destination, check)
 
-    return Copier(access, owner.read_how, move, arrived).copy(sources, len(destination.sizes), there)
+    return Copier(access, owner.origins, move, arrived).copy(sources, len(destination.sizes), there)
 
 
 def _copy_some(

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -80,7 +80,6 @@ class PullReport:
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
     flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
-    excess_bytes: int = 0  # the part of `bytes_read` that was read only to verify the rest
 
     @classmethod
     def of(
@@ -130,7 +129,6 @@ class PullRunner:
         self._patience_s = patience_s
         self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
-        self._excess_bytes = 0  # of arrivals, see there
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
         self._is_over = self._pull.done  # no lane asks for anything more
         if self._is_over:
@@ -214,7 +212,7 @@ class PullRunner:
             phases = {"wait": max(0.0, lanes_s - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
             sources = tuple(lane.report(self._pull.source_bytes(lane.lease), now) for lane in lanes)
             flows = tuple(flow for lane in lanes if (flow := lane.flow) is not None)[-FLOWS_MAX:]
-            return replace(PullReport.of(pull, phases, sources, flows), excess_bytes=self._excess_bytes)
+            return PullReport.of(pull, phases, sources, flows)
 
     async def _run_lane(self, lane: SourceLane) -> None:
         try:
@@ -400,15 +398,11 @@ class PullRunner:
                 lane.cells += sum([self._counts[chunk][0] for chunk, _ in good])
                 lane.runs += sum([self._counts[chunk][1] for chunk, _ in good])
             lane.requests.arrived(good, bad)
-            if arrival.excess_bytes:
-                self._pull.discarded(lane.lease, arrival.excess_bytes)
-                self._excess_bytes += arrival.excess_bytes
             if arrival.discarded_bytes:
                 self._pull.discarded(lane.lease, arrival.discarded_bytes)
             if bad or lane.threads > 1 or lane.brings is not None:
                 self._changed.notify_all()
-        enclosed = bool(lane.grant.root)
-        self._owner.mark_available(self._registration, self._generation, good, lane.origin, enclosed=enclosed)
+        self._owner.mark_available(self._registration, self._generation, good, lane.origin)
         self._finish_if_done()
         if bad:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])

@@ -46,7 +46,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NOT_OPEN = Refusal("this memory is not open under that generation")
-SPOILT = Refusal("this memory has changed since it was verified")
 BROKEN = Refusal("this memory was written, replaced or freed since others may read it")
 
 
@@ -118,9 +117,7 @@ class SharedOwner:
     digests = _locked(Owner.digests)
     has = _locked(Owner.has)
     origin = _locked(Owner.origin)
-    read_how = _locked(Owner.read_how)
-    read_from = _locked(Owner.read_from)
-    enclosed = _locked(Owner.enclosed)
+    origins = _locked(Owner.origins)
     former = _locked(Owner.former)
     take_made = _locked(Owner.take_made)
     selections = _locked(Owner.selections)
@@ -192,12 +189,10 @@ class SharedOwner:
         generation: int,
         arrived: Iterable[tuple[int, int | None]],
         origin: Origin | None = None,
-        *,
-        enclosed: bool = False,
     ) -> bool:
         """See `Owner.mark_available`; readers that wait for these chunks go on."""
         with self._changed:
-            taken = self._owner.mark_available(registration, generation, arrived, origin, enclosed=enclosed)
+            taken = self._owner.mark_available(registration, generation, arrived, origin)
             self._changed.notify_all()
             return taken
 
@@ -389,17 +384,6 @@ class SharedOwner:
                     selected.pop(each, None)
         return following
 
-    def listing(self, registration: RegistrationId, generation: int, *, digests: bool) -> bytes | Refusal:
-        """See `OwnedMemory.listing`."""
-        with self._changed:
-            known, memory = self._owner.digests(registration, generation), self._memory.get(registration)
-        if known is None or memory is None:
-            return NOT_OPEN
-        if not digests:
-            return memory.manifest.encode()
-        values = [digest for digest in known if digest is not None]
-        return pack(values, memory.width) if len(values) == len(known) else Refusal("not all of it was digested here")
-
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
         """What one-sided readers may read there, and its word."""
         with self._changed:
@@ -451,7 +435,7 @@ class SharedOwner:
         also_written: bool = False,
     ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
         """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
-        for one. Where digests of a selection will be made, and not by a publisher, what vouches for them is looked at first.
+        for one.
 
         Memory that was seen to be written is refused (unless `also_written`), and so is what was replaced or freed.
         """
@@ -467,15 +451,13 @@ class SharedOwner:
             assert not isinstance(answer, Access)
             yield answer
             return
-        spoilt: int | None = None
         is_kept = True
         try:
             is_kept = self._is_kept(registration, memory.regions_of(answer.chunks), also_written=also_written)
-            spoilt = self._first_spoilt(answer) if selection and is_kept else None
-            if is_kept and spoilt is None:
+            if is_kept:
                 yield answer, memory
             else:
-                yield SPOILT if is_kept else BROKEN
+                yield BROKEN
         finally:
             with self._changed:
                 self._owner.end(answer)
@@ -483,8 +465,6 @@ class SharedOwner:
                 self._changed.notify_all()
             if not is_kept:
                 self._break(registration, generation, 0 if selection else answer.chunks[0])
-            elif spoilt is not None:
-                self.on_suspicion(registration, generation, spoilt)
 
     def look(self, registration: RegistrationId, generation: int) -> bool:
         """Whether all of that memory is as promised, as far as can be seen. If not, no reader is let in any more."""
@@ -511,15 +491,6 @@ class SharedOwner:
     def _in_chunks_of(self, registration: RegistrationId, selection: str) -> ChunkMemory:
         """That memory in the chunks of a selection by which it is known; "": in its own."""
         return self._selected[registration][selection] if selection else self._memory[registration]
-
-    def _first_spoilt(self, access: Access) -> int | None:
-        """A chunk that has not its digest any more, of those that vouch for this access."""
-        with self._changed:
-            memory, known = self._memory[access.registration], self._owner.vouched_by(access)
-        try:
-            return next((chunk for chunk, made in _made(memory, list(known)) if made != known[chunk]), None)
-        except OSError:  # it was freed meanwhile
-            return next(iter(known))
 
     def _begin(
         self,

@@ -113,11 +113,9 @@ class SourceLane:
         return "dropped" if self.failure is None else self.failure.reason
 
     def failed(self, failure: ReadFailure) -> SourceFailed:
-        """What is told of that. Whoever reads with what encloses names the source's own chunk."""
+        """What is told of that."""
         chunk = at_source = failure.chunk
-        if self.grant.root:
-            chunk = None
-        elif chunk is not None and self.brings is not None:
+        if chunk is not None and self.brings is not None:
             at_source = bisect_left(self.brings, chunk)
         return SourceFailed(self.lease, failure.reason, failure.detail, chunk, at_source)
 

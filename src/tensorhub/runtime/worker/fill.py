@@ -17,7 +17,7 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import RegistrationError, StateError, TensorHubError
-from tensorhub.layouts.resharded import ReshardedManifest, counts_of, parts_of
+from tensorhub.layouts.resharded import counts_of, parts_of
 from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
@@ -178,14 +178,9 @@ class Filler:
         if listed is None or not listed[0]:
             return
         origin_of = partial(self._owner.origin, target, action.generation)
-        enclosed = self._owner.enclosed(target, action.generation)
-        wrong, following = compare(action, *listed, origin_of, enclosed)
+        wrong, following = compare(action, *listed, origin_of)
         if wrong:
-            what = {"registration": self._registration, "chunks": len(wrong), "first": wrong[0][0]}
-            if action.enclose:  # nothing is known to be wrong
-                log.info("read_again_to_be_vouched_for", **what)
-            else:
-                log.warning("not_as_published", **what)
+            log.warning("not_as_published", registration=self._registration, chunks=len(wrong), first=wrong[0][0])
             revoke = partial(self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong])
             await anyio.to_thread.run_sync(revoke)
         self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
@@ -255,8 +250,7 @@ class Filler:
         kept: list[int],
     ) -> None:
         selections = {part.selection.selection_id: part for part in parts_of(action.manifest)}
-        find_grid = action.manifest.find_grid if isinstance(action.manifest, ReshardedManifest) else None
-        opener = self._channels.opener(ContentId(action.version.content_id), selections, find_grid)
+        opener = self._channels.opener(ContentId(action.version.content_id), selections)
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
             chunks,

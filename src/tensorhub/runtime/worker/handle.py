@@ -236,10 +236,7 @@ class Handle(CallersHandle):
         def listed(target: RegistrationId, selection: str) -> tuple[int, Sequence[int | None]] | None:
             return self._owner.listed(target, generation, selection)
 
-        def read_from(target: RegistrationId) -> Sequence[int]:
-            return self._owner.read_from(target, generation, question.origin)
-
-        for message in self.interpreter.tell_digests(question, listed, read_from):
+        for message in self.interpreter.tell_digests(question, listed):
             self._link.say(message)
 
     # ------------------------------------------------------------------------------------------------- actions

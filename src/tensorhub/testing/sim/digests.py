@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from tensorhub.accesses import Access
 from tensorhub.messages import DigestAgain, TellDigests
 from tensorhub.testing.sim.assertion import HOLDING
-from tensorhub.testing.sim.layouts import is_of_other_layout
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, RegistrationId
@@ -33,7 +32,7 @@ class SimDigests:
             selection, content_id = question.selection, ContentId(content.version.content_id)
             chunks = range(owner.chunk_count(handle.id, selection))
             access = owner.begin(handle.id, generation, content_id, chunks, 2**62, selection)
-            if isinstance(access, Access) and not self.is_spoilt(access):
+            if isinstance(access, Access):
                 for chunk, known in zip(access.chunks, access.digests, strict=True):
                     sent_digest(owner, access, chunk, known, handle.cell_in(selection, chunk))
                 owner.end(access)
@@ -42,27 +41,8 @@ class SimDigests:
             digests = owner.digests(target, generation, selection)
             return None if digests is None else (8, digests)
 
-        def read_from(target: RegistrationId) -> Sequence[int]:
-            return owner.read_from(target, generation, question.origin)
-
-        for message in handle.interpreter.tell_digests(question, listed, read_from):
+        for message in handle.interpreter.tell_digests(question, listed):
             handle.worker.say(message)
-
-    def is_spoilt(self, access: Access) -> bool:
-        """Whether what vouches for this access has changed. Then it has ended, and the coordinator hears so. Where the word
-        of holders of another layout decides, nobody could find a lie there: its own owner does.
-        """
-        handle, cells = self._handle, self._handle.cells
-        known = handle.worker.owner.vouched_by(access)
-        is_believed = is_of_other_layout(handle.grid) and self._world.is_believed(handle)
-        lies = self._world.guarantees.contents.lies if is_believed else ()
-        spoilt = next((own for own, digest in known.items() if digest_of(cells[own]) != digest or cells[own] in lies), None)
-        if spoilt is None:
-            return False
-        handle.worker.owner.end(access)
-        self._world.driver.took("a replica finds out that its memory has changed")
-        self.make_again(DigestAgain("", handle.id, access.generation, spoilt))
-        return True
 
     def make_again(self, question: DigestAgain) -> None:
         """Tell whether a cell has changed since its digest was made (R8)."""
@@ -76,8 +56,7 @@ class SimDigests:
                 if content.manifest.digest != "none":
                     cell = handle.cell_in(selection, chunk)
                     known = sent_digest(owner, access, chunk, access.digests[0], cell)
-                    # Who asks himself has seen it: see `is_spoilt`.
-                    changed, digest = not question.inquiry or digest_of(cell) != known, known.to_bytes(8, "big")
+                    changed, digest = digest_of(cell) != known, known.to_bytes(8, "big")
                 owner.end(access)
                 if changed:
                     handle.changed = content.version.content_id if handle.member.state in HOLDING else ""

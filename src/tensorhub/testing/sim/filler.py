@@ -83,12 +83,12 @@ class SimFiller:
                 self._world.driver.took(f"copied from {self._world.kind_of(source.registration)}")
             return good
 
-        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None, *, enclosed: bool) -> None:
+        def arrived(named: Sequence[tuple[int, int | None]], origin: Origin | None) -> None:
             self._world.verified.arrived(target, ((chunk, filled[chunk]) for chunk, _ in named))
-            if owner.mark_available(target, action.generation, named, origin, enclosed=enclosed):
+            if owner.mark_available(target, action.generation, named, origin):
                 self._offers()
 
-        copier = Copier(access, owner.read_how, move, arrived)
+        copier = Copier(access, owner.origins, move, arrived)
         return copier.copy(action.sources, action.manifest.chunk_count, action.copied)
 
     def _begin(self, action: StartPull | CopyLocally) -> None:
@@ -172,8 +172,7 @@ class SimFiller:
         digests = owner.digests(target, generation)
         if digests is None:
             return
-        origin_of, enclosed = partial(owner.origin, target, generation), owner.enclosed(target, generation)
-        wrong, following = compare(action, 8, digests, origin_of, enclosed)
+        wrong, following = compare(action, 8, digests, partial(owner.origin, target, generation))
         chunks = [chunk for chunk, _, _ in wrong]
         inside = owner.revoke(target, generation, chunks)
         handle.shut_readers(inside)
@@ -197,12 +196,10 @@ class SimFiller:
         start: StartPull,
         verified: list[tuple[int, int | None]],
         origin: Origin | None = None,
-        *,
-        enclosed: bool = False,
     ) -> None:
-        """Let others read what was verified; it was read at `origin`, if at any, or with what encloses it."""
+        """Let others read what was verified; it was read at `origin`, if at any."""
         handle, (target, cells) = self._handle, self._target(staged=start.staged)
         self._world.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
         owner = handle.worker.owner
-        if verified and owner.mark_available(target, start.generation, verified, origin, enclosed=enclosed):
+        if verified and owner.mark_available(target, start.generation, verified, origin):
             self._offers()

@@ -31,9 +31,7 @@ def lie(handle: HandleShell) -> bool:
     """Overwrite what was read from others, and forget its digests, so that those of the new bytes vouch for them.
     False: it holds nothing of that kind, or nobody could know better.
 
-    Memory of another layout lies to those who copy its chunks, or read with them. Where the coordinator has forgotten what
-    vouches for it, whoever reads selections of it could not know better, so it tells them that it has changed: see
-    `SimDigests.is_spoilt`.
+    Memory of another layout lies to those who copy its chunks.
     """
     content, cluster, is_other = handle.member.content, handle.cluster, is_of_other_layout(handle.grid)
     if content is None or handle.member.state is not HandleState.READY or handle.access is not None or content.published:
@@ -47,7 +45,7 @@ def lie(handle: HandleShell) -> bool:
     cell = _lie_of(handle, info.content_id, chunk)
     held.own.digests[chunk] = digest_of(cell) if is_other else None
     for grid in held.selections.values():
-        grid.digests = [None if chunk in grid.covers(n) else digest for n, digest in enumerate(grid.digests)]
+        grid.digests = [None] * len(grid.digests)
     return True
 
 
@@ -71,9 +69,7 @@ def _lie_first(handle: HandleShell) -> None:
     if known:
         handle.cluster.driver.note(f"{handle.name} lies at first hand")
         chunk = known[next(handle.cluster.numbers) % len(known)]
-        cell = _lie_of(handle, content_id, chunk)
-        handle.cluster.guarantees.contents.first_lies.add(cell)
-        held.own.digests[chunk] = digest_of(cell)
+        held.own.digests[chunk] = digest_of(_lie_of(handle, content_id, chunk))
 
 
 def _reads(handle: HandleShell) -> str:

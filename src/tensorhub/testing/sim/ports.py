@@ -123,8 +123,5 @@ class WorldPort(JudgedWorld, Protocol):
     guarantees: Guarantees
     verified: VerifiedChunks
 
-    def is_believed(self, handle: HandlePort) -> bool:
-        """Whether its word may decide about selections of what it holds in another layout than the published one."""
-
     def kind_of(self, registration: str) -> str:
         """What sort of memory a worker copies from: its own registrations, or what is staged for one."""

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.digests import pack, runs_of
+from tensorhub.digests import runs_of
 from tensorhub.layouts.reading import Selection
-from tensorhub.layouts.resharded import ReshardedManifest, root_of_grid
 from tensorhub.manifest import Manifest
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
 from tensorhub.scheduler.links import FlowMeter
@@ -197,7 +196,7 @@ class SimLane:
         good, bad = Requests.sort_out(named, made, reading.start.published, is_digested=is_digested)
         self.requests.arrived(good, bad)
         origin = Origin(self.grant.registration, self.grant.generation)
-        reader.filler.offer(reading.start, good, origin, enclosed=bool(self.grant.root))
+        reader.filler.offer(reading.start, good, origin)
         reading.settled(self)
         if bad:
             self.end("corrupt", bad[0] if self.brings is None else bisect_left(self.brings, bad[0]))
@@ -213,8 +212,6 @@ class SimLane:
         if self.part is not None:
             self.source.select(grant.generation, self.part.selection)
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max, grant.selection)
-        if isinstance(begun, Access) and not grant.root and self.source.digests.is_spoilt(begun):
-            return Refusal("this memory has changed since it was verified")
         if isinstance(begun, Access):
             self.access, chunks = begun, begun.chunks
             if self.part is not None:
@@ -244,52 +241,15 @@ class SimLane:
         assert access is not None
         digested = self.reading.start.manifest.digest != "none"
         found: list[tuple[int, str, int | None]] = []
-        if self.grant.root and (frame := self._enclosed(source)) is not None:
-            self.let_go()
-            return frame
         for chunk, known in zip(access.chunks, access.digests, strict=True):
             cell = source.cell_in(access.selection, chunk)
-            if self.grant.root:
-                digest: int | None = digest_of(cell)
-            else:
-                digest = sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
+            digest = sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
             (number,) = self._mine([chunk])
             found.append((number, cell, digest))
         self.let_go()
         if source.worker.alive:
             source.digests.tell_made()
         return Frame(tuple(found))
-
-    def _enclosed(self, source: LaneEnd) -> Frame | None:
-        """Verify the source's own chunks that enclose what the access is to, as `transport.enclosing` does: why it reads no
-        more there, if it does not.
-        """
-        access, owner = self.access, source.worker.owner
-        assert access is not None
-        assert self.part is not None
-        source.cluster.driver.took("read with what encloses it")
-        digests = owner.digests(source.id, self.grant.generation)
-        if digests is None or None in digests:
-            return Frame(failure="refused")
-        selected, theirs = self.part.selection.chunks, self._grid_of(source)
-        if root_of_grid(theirs, pack([digest for digest in digests if digest is not None], 8)) != self.grant.root:
-            return Frame(failure="corrupt")
-        own = sorted({own for chunk in access.chunks for own in covered(theirs, selected[chunk])})
-        wrong = [chunk for chunk in own if digest_of(source.cells[chunk]) != digests[chunk]]
-        return Frame(failure="corrupt", at_source=wrong[0]) if wrong else None
-
-    def _grid_of(self, source: LaneEnd) -> Manifest:
-        """Its own chunks, as its reader plans them anew: just as it has them."""
-        theirs, mine = source.layout_of_cells, self.reading.start.manifest
-        if isinstance(theirs, ReshardedManifest):
-            assert self.part is not None
-            find = mine.find_grid if isinstance(mine, ReshardedManifest) else None
-            found = find(self.grant.grid, self.part.ranks) if find is not None else None
-            demand(found is not None, f"digests: {self.grant} is to be read with what encloses it, which nobody can tell")
-            assert found is not None
-            demand(found.reading == theirs.reading, f"digests: {source} has other chunks than a reader plans for it")
-            source.cluster.driver.took("read with what encloses it, in another layout")
-        return theirs
 
     def let_go(self) -> None:
         """The owner's access, if one runs, is over."""

@@ -46,6 +46,7 @@ RECOVERY_PATHS: Final = (
     "kept chunks verified",
     "owner at fault: quarantined",
     "owner not at fault",
+    "verified by its sources",
     "staged update done",
     "staged update given up, nothing written",
     "fill completed after a failure",
@@ -55,8 +56,6 @@ RECOVERY_PATHS: Final = (
     "operation aborted",
     "re-announced",
     "re-announced in vain",
-    "read with what encloses it",
-    "read with what encloses it, in another layout",
     "reader shut out",
     "resumed from verified chunks",
     "silent connection given up",
@@ -78,6 +77,8 @@ def path_of(message: messages.FromWorker | messages.FromCoordinator) -> str:
             return f"read failed: {message.reason}"
         case messages.Outcome(again=True):
             return "fill bound again"
+        case messages.Outcome(committed=True, by_source=True):
+            return "verified by its sources"
         case messages.Outcome(committed=False):
             return "operation aborted"
         case messages.Welcome(known=True):

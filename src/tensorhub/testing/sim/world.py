@@ -27,7 +27,6 @@ from tensorhub.coordinator import (
     Tick,
     WorkerLost,
 )
-from tensorhub.coordinator.bridges import may_enclose
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     Done,
@@ -50,7 +49,7 @@ from tensorhub.testing.sim.judges.ports import JudgedHandle
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
 from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
 from tensorhub.testing.sim.network import Link
-from tensorhub.testing.sim.ports import Driver, HandlePort
+from tensorhub.testing.sim.ports import Driver
 from tensorhub.testing.sim.pulling import DataPlane
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.testing.sim.worker import ControlPlane, Keeper, SimHandle, SimWorker, WorkerUsers
@@ -191,14 +190,6 @@ class World:
         handle = self.by_registration.get(grant.registration)
         return handle if handle is not None and handle.worker.alive else None
 
-    def is_believed(self, handle: HandlePort) -> bool:
-        """Whether its word may decide about selections of what it holds in another layout than the published one. If the
-        coordinator may forget what was vouched for (`forgets`), it may at any time.
-        """
-        member = self.coordinator.cluster.members.get(handle.id)
-        holding = member.holding if member is not None else None
-        return self.forgets() or holding is None or not may_enclose(holding.version, holding.layout)
-
     def kind_of(self, registration: str) -> str:
         """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
         handle = self.handle_of(registration)
@@ -287,7 +278,7 @@ class World:
             if handle is not None and isinstance(message, Start | Write):
                 self.guarantees.crossings.told(handle, message)
             if handle is not None and isinstance(message, Outcome) and message.committed and message.version is not None:
-                self.guarantees.commits(handle, message.version.version, message.version.content_id)
+                self.guarantees.commits(handle, message.version.content_id, by_source=message.by_source)
             if handle is not None and not isinstance(message, Write):
                 self.guarantees.available.told(handle, message)
 

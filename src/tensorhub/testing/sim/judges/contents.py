@@ -27,7 +27,7 @@ class Contents:
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
         self.minted_as: dict[tuple[str, int], set[str]] = {}  # by model and number: all content ids, rolled back or not
         self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
-        self.first_lies: set[str] = set()  # those of them of whoever may be the first to say their digests
+        self.written: set[str] = set()  # cells that users have written into what is held, lies included
         self._publishers: dict[OpKey, dict[int, Shard]] = {}  # who has promised that, by rank
         self._same: dict[str, str] = {}  # cells by which users have overwritten others, which come first
         self._resharded: dict[tuple[str, str], tuple[str, ...]] = {}  # by content, and grid: what is held in other layouts
@@ -58,6 +58,7 @@ class Contents:
         """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
         of which no digest has been made yet is what it is then.
         """
+        self.written.add(cell)
         held, other = handle.worker.owner._memories.get(handle.id), is_of_other_layout(handle.grid)
         if held is not None and held.own.digests[chunk] is None and handle.lied != content_id and not other:
             cells = list(self.truth[content_id][handle.shard.number])
@@ -78,13 +79,10 @@ class Contents:
         handle.lied = content_id
         self._spoilt.add((handle.id, content_id))
 
-    def believes(self, handle: JudgedHandle, content_id: str, chunks: Iterable[int]) -> None:
-        """It is told to commit that. Nobody whose word decides has said yet what these chunks of it are, and others have: it
-        may hold what these have said.
-        """
+    def believes(self, handle: JudgedHandle, content_id: str) -> None:
+        """It is told to commit that, with its sources' digests: it may hold what has been written there."""
         cells = handle.cells if handle.staging is None else handle.staging
-        told = [tag for chunk in chunks for tag, _ in tags_in(cells[chunk])]
-        if not self.first_lies.isdisjoint(told):
+        if not self.written.isdisjoint(tag for cell in cells for tag, _ in tags_in(cell)):
             self._spoilt.add((handle.id, content_id))
 
     def is_spoilt(self, handle: JudgedHandle, content_id: str) -> bool:

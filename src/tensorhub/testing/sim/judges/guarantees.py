@@ -13,12 +13,23 @@ from collections.abc import Iterable
 from math import inf
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
-from tensorhub.coordinator.entities import Testimony
 from tensorhub.coordinator.refusals import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.messages import Digests, Fenced, FromWorker, Grant, LeaveRequest, Outcome, Register, Registered, Start, Write
+from tensorhub.messages import (
+    Digests,
+    Fenced,
+    FromWorker,
+    Grant,
+    LeaveRequest,
+    Outcome,
+    Prepared,
+    Register,
+    Registered,
+    Start,
+    Write,
+)
 from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
@@ -57,7 +68,10 @@ class Guarantees:
         self.rolled_back: set[OpKey] = set()  # publications of these
         self._epochs: dict[tuple[str, str, int, int], str] = {}  # which registration a group's rank has had in an epoch
         self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
-        self._told: dict[Testimony, set[int]] = {}  # of selections: chunks of which their publishers have told digests
+        # By content, selection ("": none) and shard: the chunks of which publishers have told digests.
+        self._told: dict[tuple[str, str, int], set[int]] = {}
+        # By registration: publishers that have told all digests of what it has voted for last; none, if some are not told.
+        self._tellers: dict[str, list[JudgedHandle]] = {}
         self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -82,24 +96,17 @@ class Guarantees:
         elif isinstance(entry, Decision):
             for handle in self._world.live_handles():
                 if (handle.shard.model, handle.shard.group) == (entry.key.model, entry.key.group):
-                    self.commits(handle, entry.number, entry.content_id)
+                    member = self._world.coordinator.cluster.members.get(handle.id)
+                    part = member.part if member is not None else None
+                    self.commits(handle, entry.content_id, by_source=part is not None and part.by_source)
 
-    def commits(self, handle: JudgedHandle, number: int, content_id: str) -> None:
-        """The coordinator lets it commit that: what others than its publisher say of a selection may be a lie (R8)."""
-        model = self._world.coordinator.cluster.models.get(handle.shard.model)
-        version = model.versions.get(number) if model is not None else None
-        running = handle.member.running
-        manifest = running.manifest if isinstance(running, Filling) else handle.grid
-        parts = manifest.parts if isinstance(manifest, ReshardedManifest) else ()
-        if version is None or version.info.content_id != content_id:
-            return
-        for (_, shard, selection), testimony in version.selections.items():
-            told = self._told.get(testimony, set())
-            for part in parts:
-                is_its = (part.shard, part.selection.selection_id) == (shard, selection)
-                if is_its and testimony.hearsay and not (handle.shard.world_size == 1 and _is_unheard(testimony)):
-                    chunks = [chunk for n, chunk in enumerate(part.chunks) if n not in told]
-                    self.contents.believes(handle, content_id, chunks)
+    def commits(self, handle: JudgedHandle, content_id: str, *, by_source: bool) -> None:
+        """The coordinator lets it commit that: with its sources' digests only where no publisher has told others (R8)."""
+        if by_source:
+            tellers = self._tellers.get(handle.id, [])
+            told = bool(tellers) and all(_publishes(each, content_id) for each in tellers) and self._world.is_unharmed()
+            demand(not told, f"digests: {handle} commits {content_id} unseen, and {tellers} have told all its digests")
+            self.contents.believes(handle, content_id)
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
         """It is durable now. After a rollback nobody may see what it retires any more."""
@@ -176,6 +183,8 @@ class Guarantees:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
         if isinstance(message, Digests):
             self._publisher_tells(message)
+        elif isinstance(message, Prepared):
+            self._votes(message)
         elif isinstance(message, LeaveRequest):
             handle = self._world.handle_of(message.registration)  # none: it has closed before the coordinator has read that
             held = handle.last_held if handle is not None else self._fenced.get(message.registration, "")
@@ -185,15 +194,37 @@ class Guarantees:
             self._given_up[content_id] = self._world.now
 
     def _publisher_tells(self, message: Digests) -> None:
-        """From now on nobody may commit other bytes than these, whatever others have said before."""
-        member = self._world.coordinator.cluster.members.get(message.registration)
-        holding = member.holding if member is not None else None
-        if holding is None or holding.generation != message.generation or not message.digests:
+        """From now on nobody may commit other bytes than these."""
+        handle = self._world.handle_of(message.registration)
+        content = handle.member.content if handle is not None else None
+        if handle is None or content is None or not content.published or content.generation != message.generation:
             return
-        for (_, _, selection), testimony in holding.version.selections.items():
-            if testimony.publisher is holding and selection == message.selection:
-                told = self._told.setdefault(testimony, set())
-                told.update(chunk for first, count in message.runs for chunk in range(first, first + count))
+        told = self._told.setdefault((content.version.content_id, message.selection, handle.shard.number), set())
+        told.update(chunk for first, count in message.runs for chunk in range(first, first + count))
+
+    def _votes(self, message: Prepared) -> None:
+        """A rank says that it has all of what it reads."""
+        handles = [h for h in self._world.live_handles() if h.last_call is not None and h.last_call.key == message.key]
+        for handle in (each for each in handles if each.shard.rank == message.rank):
+            self._tellers.pop(handle.id, None)
+            running = handle.member.running
+            if not isinstance(running, Filling) or running.binding is None or running.manifest is None:
+                continue
+            manifest, content_id = running.manifest, running.binding.version.content_id
+            wanted: list[tuple[str, tuple[int, ...], int]] = [("", (handle.shard.number,), manifest.chunk_count)]
+            if isinstance(manifest, ReshardedManifest):
+                wanted = [(part.selection.selection_id, part.ranks, len(part.chunks)) for part in manifest.parts]
+            tellers = [h for h in self._world.live_handles() if _publishes(h, content_id)]
+            found = [
+                next((h for h in tellers if h.shard.number in ranks and self._tells(h, content_id, selection, chunks)), None)
+                for selection, ranks, chunks in wanted
+            ]
+            if None not in found:
+                self._tellers[handle.id] = [each for each in found if each is not None]
+
+    def _tells(self, handle: JudgedHandle, content_id: str, selection: str, chunks: int) -> bool:
+        """Whether it has told so many digests of that."""
+        return len(self._told.get((content_id, selection, handle.shard.number), ())) >= chunks
 
     def _left(self, handle: JudgedHandle, record: JudgedCall, text: str) -> None:
         """R12: only a call for a number ends where the last holder leaves on purpose."""
@@ -403,8 +434,8 @@ class Guarantees:
             raise GuaranteeBroken(f"mutability: {handle} can still be read under {held}")
 
 
-def _is_unheard(testimony: Testimony) -> bool:
-    """Whether its publisher is there, and was not asked before what others have said was believed."""
-    holding = testimony.publisher
-    is_there = holding is not None and holding.member.holding is holding and holding.member.worker.session is not None
-    return is_there and holding is not None and holding.member.registration not in testimony.answered
+def _publishes(handle: JudgedHandle, content_id: str) -> bool:
+    """Whether it holds what it has published as that."""
+    content = handle.member.content
+    is_its = content is not None and content.published and content.version.content_id == content_id
+    return is_its and handle.member.state is HandleState.READY
