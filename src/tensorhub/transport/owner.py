@@ -53,10 +53,11 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_local", "is_stopped", "lease", "not_given", "reader", "rests_from", "secret")
+    __slots__ = ("address", "connection", "is_local", "is_stopped", "lease", "not_given", "reader", "rests_from", "secret")
 
-    def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "") -> None:
+    def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "", address: str = "") -> None:
         self.connection = connection
+        self.address = address  # from which the reader has connected
         self.not_given = not_given  # why its process may not map this process' memory; "": it may, if its token allows it
         self.is_local = is_local  # it comes from this host: only such a reader is told addresses
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
@@ -67,6 +68,11 @@ class Lane:
 
     def __repr__(self) -> str:
         return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
+
+    @property
+    def account(self) -> tuple[bytes | None, str]:
+        """To which this reader's work is charged: its token and its address. (A reader chooses its incarnation itself.)"""
+        return self.secret, self.address
 
     @property
     def is_read_only(self) -> bool:

@@ -15,6 +15,7 @@ from tensorhub.layouts.columns import pack_all
 from tensorhub.layouts.reading import CELLS_MAX, STRIPS_MAX, Part, Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.manifest import Digest, id_of
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant, Origin
 from tensorhub.runtime.data import selections as kept_selections
 from tensorhub.runtime.data.lanes import PullRunner
@@ -22,7 +23,7 @@ from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.strips import Strip, straight
 from tensorhub.transport.owner import Lane
-from tensorhub.types import Incarnation
+from tensorhub.types import READ_ONLY, Incarnation
 from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving, until
 
 ROWS, ROW_BYTES = 96, 3000  # of each of two published ranks, of which the reader takes some columns
@@ -424,6 +425,7 @@ def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.Monk
     monkeypatch.setattr(kept_selections, "BUDGET_PARTS", 100)
     now = 0.0
     known, other = Selections(clock=lambda: now), lane("other")
+    other.address = "elsewhere"
     said = [blob_of(number, 15) for number in range(5)]  # of a strip and a cell each: 30 parts
     answers = [known.upload(READER, MANY, name, len(blob), 0, blob) for name, blob in said]
     assert [isinstance(answer, Refusal) for answer in answers] == [False, False, False, True, True]
@@ -435,6 +437,71 @@ def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.Monk
     monkeypatch.setattr(kept_selections, "BUDGETS_MAX", 1)
     assert known.spend(other, said[0][0]) is None
     assert known.spend(READER, said[0][0]) is None, "it was forgotten"
+
+
+@pytest.mark.parametrize("token", [b"full", b"read-only"])
+def test_a_budget_hangs_on_a_token_and_an_address_and_not_on_a_name_that_a_reader_chooses(
+    token: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_selections, "BUDGET_PARTS", 100)
+    monkeypatch.setattr(kept_selections, "READ_ONLY_PARTS", 100)
+    known = Selections(clock=lambda: 0.0)
+
+    def says(number: int, address: str = "10.0.0.1", secret: bytes = token) -> bool:
+        reader = lane(f"{READ_ONLY if token == b'read-only' else ''}incarnation {number}")
+        reader.secret, reader.address = secret, address
+        name, blob = blob_of(number, 15)
+        return not isinstance(known.upload(reader, MANY, name, len(blob), 0, blob), Refusal)
+
+    assert [says(number) for number in range(6)] == [True, True, True, False, False, False]
+    assert says(6, address="10.0.0.2")
+    assert says(7, secret=b"another token")
+
+
+def test_uploads_that_are_begun_and_never_ended_keep_no_honest_reader_from_saying_its_own() -> None:
+    known, (name, blob) = Selections(), blob_of(99, 50)
+    honest = lane("honest")
+    honest.secret, honest.address = b"full", "10.0.0.2"
+    attackers = [lane(f"{READ_ONLY}{number}") for number in range(8)]
+    for at in range(len(blob)):
+        for number, attacker in enumerate(attackers):
+            attacker.secret, attacker.address = b"read-only", "10.0.0.1"
+            other, its = blob_of(number)
+            known.upload(attacker, MANY, other, len(its), 0, its[:1])
+            known.leave(attacker) if at % 2 else None
+        assert known.upload(honest, MANY, name, len(blob), at, blob[at : at + 1]) == (at + 1, [])
+    assert known.find(name) is not None
+
+
+def test_a_source_digests_no_more_bytes_than_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bytes of each of its own chunks are asked for."""
+    its, digested = setting(), 0
+    its.a.open(complete=True)
+    its.a.owner.make_digests(its.a.registration, 7, CONTENT)
+    memory = its.a.memory
+    ends = [(straight(chunk.region, chunk.offset, 64),) for chunk in memory.manifest.chunks]
+    name = upload_to(its, Selection(tuple(ends)))
+    made = ChunkMemory.guarded_digest
+
+    def counted(self: ChunkMemory, chunk: int) -> int:
+        nonlocal digested
+        digested += self.sizes[chunk]
+        return made(self, chunk)
+
+    monkeypatch.setattr(ChunkMemory, "guarded_digest", counted)
+    for chunk in range(len(ends)):
+        with its.a.owner.access(READER, its.a.registration, 7, CONTENT, [chunk], 64, 0.0, name) as answer:
+            assert isinstance(answer, tuple)
+            its.a.owner.digests_of(*answer)
+    assert digested == 64 * len(ends)
+
+
+def upload_to(its: Setting, selection: Selection) -> str:
+    """Say it to the first rank, and have that read so."""
+    blob, name = selection.encode(), selection.selection_id
+    assert its.a.owner.upload(READER, its.a.registration, name, len(blob), 0, blob) == len(blob)
+    assert its.a.owner.select(READER, its.a.registration, 7, name) is True
+    return name
 
 
 def test_the_largest_selection_can_be_said_and_read_at_once() -> None:

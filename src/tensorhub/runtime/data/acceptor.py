@@ -82,7 +82,12 @@ class _Acceptor:
         if connection is not None:
             connection.go_on_from(handshake)
             not_given = _why_not_given(accepted, self.settings)
-            lane = Lane(connection, is_local=sockets.is_local(accepted), not_given=not_given)
+            lane = Lane(
+                connection,
+                is_local=sockets.is_local(accepted),
+                not_given=not_given,
+                address=_address_of(accepted),
+            )
             lane.secret = handshake.secret
             self.lanes.add(lane)
             try:
@@ -140,6 +145,15 @@ async def _end_revoked(acceptor: _Acceptor) -> None:
         for lane in [lane for lane in acceptor.lanes if lane.secret is not None and lane.secret not in accepted]:
             _ended.count(reader=lane.reader, reason="its token is not accepted any more")
             acceptor.owner.stop(lane)
+
+
+def _address_of(accepted: socket.socket) -> str:
+    """From where that connection comes: an address without its port, or a user of this host."""
+    if accepted.family == socket.AF_UNIX:
+        return f"user {unix.peer_uid(accepted)}"
+    with contextlib.suppress(OSError):  # it has gone already
+        return str(accepted.getpeername()[0])
+    return ""
 
 
 def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:

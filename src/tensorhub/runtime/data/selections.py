@@ -1,11 +1,12 @@
 """The selections that a worker's readers have said to it, decoded once for all its memory and all its versions.
 
-A reader says a selection in pieces, of which as many are kept as UPLOADS_MAX readers may have begun; the upload that was
-begun longest ago gives way, and its reader begins again. What is whole is kept until others need the room.
+A reader says a selection in pieces, of which as many are kept as UPLOADS_MAX readers may have begun. Where there are more,
+an upload of the account that has most of them gives way, the one that was idle longest, and its reader begins again. What is
+whole is kept until others need the room.
 
 Few bytes may say very many parts (strips, cells, loops), which follow a rule. What a selection costs grows with its parts,
-so they are counted first. There are no more than the memory may need, and no reader has more looked at in a while than its
-budget.
+so they are counted first. There are no more than the memory may need, and no account (`Lane.account`: a token and an
+address) has more looked at in a while than its budget. A read-only token has a smaller one.
 
 Responsible for these bounds, and for what a hostile reader says being a selection at all. Not responsible for whether it
 fits a memory.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,9 +31,13 @@ UPLOADS_MAX = 4  # that are under way at a time
 KEPT_BYTES_MAX = 4 * SELECTION_BYTES_MAX  # of encodings
 KEPT_PARTS_MAX = 2**22  # each of which takes some 70 bytes at most
 KEPT_MAX = 4096
-BUDGET_PARTS = 2**23  # any selection is looked at twice: when it is said, and for its memory; some seconds of a core
+BUDGET_PARTS = 2**25  # of an account: the ranks of one host, each of which has its selection looked at twice
 BUDGET_S = 60.0  # in which a budget that is used up is whole again
-BUDGETS_MAX = 1024  # readers whose budgets are not whole
+READ_ONLY_PARTS = 2**20  # the same, for a read-only token; one selection is looked at in any case, however many it says
+BUDGETS_MAX = 1024  # accounts whose budgets are not whole
+
+
+Account = tuple[bytes | None, str]  # see `Lane.account`
 
 
 @dataclass(slots=True)
@@ -51,25 +57,25 @@ class _Kept:
 
 
 class _Budgets:
-    """The parts that readers may still have looked at. Not for several threads."""
+    """The parts that accounts may still have looked at. Not for several threads."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._used: dict[str | None, tuple[float, float]] = {}  # by reader: parts, at which time; the newest at the end
+        self._used: dict[Account, tuple[float, float]] = {}  # parts, at which time; the newest at the end
 
     def spend(self, reader: Lane, parts: int) -> Refusal | None:
-        now = self._clock()
-        used, since = self._used.pop(reader.reader, (0.0, now))
-        used = max(0.0, used - (now - since) * BUDGET_PARTS / BUDGET_S)
-        is_over = used > 0 and used + parts > BUDGET_PARTS
+        now, most = self._clock(), READ_ONLY_PARTS if reader.is_read_only else BUDGET_PARTS
+        used, since = self._used.pop(reader.account, (0.0, now))
+        used = max(0.0, used - (now - since) * most / BUDGET_S)
+        is_over = used > 0 and used + parts > most
         while len(self._used) >= BUDGETS_MAX:
             del self._used[next(iter(self._used))]
-        self._used[reader.reader] = used if is_over else used + parts, now
+        self._used[reader.account] = used if is_over else used + parts, now
         if not is_over:
             return None
         return Refusal(
-            f"this reader has said selections of {round(used)} parts lately, and this one has {parts}: more than "
-            f"{BUDGET_PARTS} in {BUDGET_S:.0f} s are not looked at; read again later"
+            f"readers with this token and address have said selections of {round(used)} parts lately, and this one has "
+            f"{parts}: more than {most} in {BUDGET_S:.0f} s are not looked at; read again later"
         )
 
 
@@ -82,7 +88,7 @@ class Selections:
         self._kept: dict[str, _Kept] = {}  # the one used last at the end
         self._bytes = self._parts = 0  # always the sums of theirs
         self._budgets = _Budgets(clock)
-        self._uploads: dict[Lane, _Upload] = {}  # by reader, the newest at the end
+        self._uploads: dict[Lane, _Upload] = {}  # by reader, the one that went on last at the end
 
     def __repr__(self) -> str:
         return f"<Selections: {len(self._kept)} of {self._bytes} bytes, {len(self._uploads)} under way>"
@@ -109,12 +115,15 @@ class Selections:
         lately. ProtocolError: it is no selection, or another one.
         """
         with self._lock:
-            begun = self._uploads.get(reader)
+            begun = self._uploads.pop(reader, None)
             if begun is None or (begun.name, begun.total) != (name, total):
-                self._uploads.pop(reader, None)
-                while len(self._uploads) >= UPLOADS_MAX:
-                    del self._uploads[next(iter(self._uploads))]
-                begun = self._uploads[reader] = _Upload(name, total)
+                begun = _Upload(name, total)
+            self._uploads[reader] = begun
+            if len(self._uploads) > UPLOADS_MAX:
+                counts = Counter(each.account for each in self._uploads)
+                del self._uploads[max(self._uploads, key=lambda each: counts[each.account])]  # of equals the first
+                if reader not in self._uploads:
+                    return 0, []
             if offset != len(begun.blob):
                 return len(begun.blob), []
             if offset + len(piece) > total:
