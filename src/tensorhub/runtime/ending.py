@@ -1,8 +1,10 @@
-"""The end of a process: everything that it has open is ended in time, whoever still holds it.
+"""The end of a process: all its open library threads are ended in time, also if the program still
+holds them.
 
-Library threads are daemons. A daemon stands still once the interpreter is being taken apart, and whoever waits for one then
-waits for ever. So `atexit` ends each thread that is open. Threads that are not daemons have ended by then, and so has their
-use of a hub. Responsible for knowing which threads are open, and for ending them. Not responsible for how one ends.
+Library threads are daemons. A daemon stands still once the interpreter is being taken apart, and a
+wait for it then never ends. So `atexit` ends each thread that is open. Threads that are not daemons
+have ended by then, and so has their use of a hub. Responsible for knowing which threads are open,
+and for ending them. Not responsible for how one ends.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Ending(Protocol):
     """A library thread, as its process ends."""
 
     exit_s: float  # that the process' end waits for it
-    ends_last: bool  # others may want it for their last words
+    ends_last: bool  # other threads may need it for their last messages
     ends_until: float  # once it is ending: the time by which it should have
 
     def end_soon(self, parting: Parting) -> None:
@@ -42,7 +44,7 @@ class Ending(Protocol):
         """Wait for its end; True if it came."""
 
     def give_up(self) -> None:
-        """It has not ended in time: nobody waits for it any more."""
+        """Wake the callers that wait for its end, which has not come in time."""
 
 
 _open: list[Ending] = []
@@ -100,7 +102,7 @@ def _join(threads: list[Ending], until: float) -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the threads are the parent's, and so is who holds the lock."""
+    """In a forked child: forget the threads and the lock's holder, which are the parent's."""
     global _lock, _is_armed
     _lock, _is_armed = threading.RLock(), False
     _open.clear()

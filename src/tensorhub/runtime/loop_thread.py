@@ -203,18 +203,20 @@ class Job(Generic[T]):
 
 
 class Watching(Protocol):
-    """Somebody who waits for what comes from a library thread."""
+    """A caller that waits for values from a library thread."""
 
     def end(self) -> None:
         """Nothing comes any more. From any thread; returns at once."""
 
 
 class LoopThread:
-    """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until it is ended; then cancels what is left.
+    """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until it is ended;
+    then cancels the remaining tasks.
 
-    `main` is awaited first; it calls `ready()` once calls may come. `farewell(parting)` is awaited there, beside it, before
-    it is ended. `start` and `ended` are awaited in any loop, or, on a `BlockingMode`, in a thread without one. What is still
-    open when the process ends is ended then, within `exit_s`; `ends_last`: after the others.
+    `main` is awaited first; it calls `ready()` once calls may come. `farewell(parting)` is awaited
+    there, beside it, before it is ended. `start` and `ended` are awaited in any loop, or, on a
+    `BlockingMode`, in a thread without one. A thread that is still open when the process ends is
+    ended then, within `exit_s`; with `ends_last` after all other library threads.
     """
 
     def __init__(
@@ -290,7 +292,7 @@ class LoopThread:
         self.post(partial(self._part, parting))
 
     def dropped(self) -> None:
-        """Nobody can call it, or end it, any more."""
+        """End the thread, since its hub is garbage: no caller can call or end it any more."""
         self.end_soon(Parting(CLOSE_S, "nobody held the hub any more"))
 
     async def ended(self) -> None:
@@ -326,7 +328,7 @@ class LoopThread:
         self._tell_ended()
 
     def tell_end(self, watching: Watching) -> None:
-        """Call its `end` when this ends, if somebody still holds it then."""
+        """Call the caller's `end` when this thread ends, if the caller still exists then."""
         with self._lock:
             self._watching.add(watching)
             has_ended = self._parting is not None or self._ended
@@ -449,7 +451,9 @@ class LoopThread:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Looks names up in threads that nobody has to wait for: a resolver may take longer than the end of a process has."""
+    """Looks names up in threads that a cancelled caller abandons: a resolver may take longer than
+    the end of a process may.
+    """
 
     async def getaddrinfo(
         self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0

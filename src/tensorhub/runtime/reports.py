@@ -28,7 +28,8 @@ class CallTimes:
     hooked: float | None = None  # when before_write began, of a staged update
     hook_s: float = 0.0  # that it took there
     pull: PullReport | None = None
-    lost_bytes: int = 0  # that were verified, and have to be read again, since what is read has other chunks now
+    # verified bytes that have to be read again, since the new plan has other chunks
+    lost_bytes: int = 0
 
     def begin_pull(self, now: float, *, again: bool) -> None:
         """It begins. `again`: see `add_pull`."""
@@ -37,8 +38,8 @@ class CallTimes:
             self.verified_s = self.hook_s = 0.0  # of one that was given up: no part of this one's time
 
     def add_pull(self, pull: PullReport, now: float, *, again: bool) -> None:
-        """It is over. `again`: it has read once more what was not as published; else, and if it is not the first one of the
-        call, it goes on in other chunks.
+        """Add a finished pull. `again`: it has read again chunks that were not as published.
+        Otherwise a pull that is not the call's first has gone on in other chunks.
         """
         before = self.pull
         if before is not None:

@@ -25,17 +25,20 @@ AGAIN_S = 0.2
 def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
     """From now on SIGTERM lets every hub of this process leave its cluster, and then does what it did before.
 
-    Call it once, in the main thread, before or after `connect`, in programs with and without an event loop; after other
-    handlers of SIGTERM are set. When the signal comes, each hub ends its running calls, takes no new ones (StateError),
-    moves its readers to other sources, hands over what is retained, as `Weights.close` does, and says goodbye: at once where
-    nothing is read or retained, and in `within_s` seconds at most; what could not be handed over by then is given up. The
-    process goes on meanwhile. Then SIGTERM acts: by default it ends the process (exit status 143 in a shell), and a handler
-    that was set before, as `lambda *_: sys.exit(143)`, is called. A second SIGTERM in between changes nothing. A
-    forked child that connects calls it again.
+    Call it once, in the main thread, before or after `connect`, in programs with and without an
+    event loop; after other handlers of SIGTERM are set. When the signal comes, each hub ends its
+    running calls, takes no new ones (StateError), moves its readers to other sources, hands over
+    what is retained, as `Weights.close` does, and says goodbye: at once where nothing is read or
+    retained, and in `within_s` seconds at most; retained versions that could not be handed over by
+    then are given up. The process goes on meanwhile. Then SIGTERM acts: by default it ends the
+    process (exit status 143 in a shell), and a handler that was set before, as `lambda *_:
+    sys.exit(143)`, is called. A second SIGTERM in between changes nothing. A forked child that
+    connects calls it again.
 
-    Give less than whoever preempts the process does: Kubernetes waits 30 s, and so does Google's preemption, before SIGKILL.
-    Python calls handlers in the main thread: if that is in the midst of a long call of C code, the leave begins after it.
-    Raises StateError (not the main thread; a handler of SIGTERM that was not set by Python; `within_s` is no time).
+    Give less than the platform does that preempts the process: Kubernetes waits 30 s, and so does
+    Google's preemption, before SIGKILL. Python calls handlers in the main thread: if that is in the
+    midst of a long call of C code, the leave begins after it. Raises StateError (not the main
+    thread; a handler of SIGTERM that was not set by Python; `within_s` is no time).
     """
     seconds = as_seconds(within_s)
     if seconds is None:

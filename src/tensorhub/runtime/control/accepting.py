@@ -31,7 +31,7 @@ PENDING_READERS_MAX = 1024  # at each listener of an owner
 PENDING_PER_ADDRESS_MAX = 64  # of one address, where there are as many as there may be
 ACCEPTED_PER_TURN = 128  # connections; then the other tasks of the loop have a turn
 RETRY_S = 0.1  # after a connection that could not be accepted
-ROOM_S = 0.01  # the same, if pending connections were closed to make room
+ROOM_S = 0.01  # instead of RETRY_S, if pending connections were closed to make room
 RESERVED_DESCRIPTORS = 128  # for whatever else the process has open
 IPV6_NETWORK_BITS = 64  # what one peer has for itself, so what counts as one address
 
@@ -63,7 +63,8 @@ class AcceptLoop:
         self._closings = closings
         self._shortages = shortages
         self._pending: dict[_Pending, None] = {}  # oldest first
-        self._by_address: dict[str, dict[_Pending, None]] = {}  # the same; none is empty
+        # the pending connections by address; no inner dict is empty
+        self._by_address: dict[str, dict[_Pending, None]] = {}
 
     def __repr__(self) -> str:
         return f"<AcceptLoop: {len(self._pending)} of {self._pending_max} pending, of {len(self._by_address)} addresses>"
@@ -158,7 +159,7 @@ def _address(connection: socket.socket, address: Any) -> str:
 
 @lru_cache(1024)
 def network_of(host: object) -> str:
-    """An IPv4 address, the network of an IPv6 one, "" for what is neither."""
+    """An IPv4 address itself, the network of an IPv6 address, or "" for any other host."""
     try:
         address = ipaddress.ip_address(str(host).partition("%")[0])
     except ValueError:

@@ -33,7 +33,9 @@ def check_address(address: object) -> None:
 
 
 async def locate(address: str) -> tuple[str, int]:
-    """The host and port behind an address, now. Raises CoordinatorUnavailable for a name behind which nobody is."""
+    """The current host and port behind an address. Raises CoordinatorUnavailable for an unknown
+    name.
+    """
     scheme, name = _split(address)
     if scheme not in LOOKED_UP:
         return parse_address(address)
@@ -41,7 +43,7 @@ async def locate(address: str) -> tuple[str, int]:
         look_up = import_module(LOOKED_UP[scheme]).look_up
     except ImportError as error:
         raise CoordinatorUnavailable(f"{address} cannot be looked up here: {error}", retryable=False) from error
-    # It may take longer than its caller has; nobody waits for it then.
+    # The look-up may take longer than its caller waits; its thread is abandoned then.
     return parse_address(await anyio.to_thread.run_sync(partial(look_up, name), abandon_on_cancel=True))
 
 

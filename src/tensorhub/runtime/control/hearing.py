@@ -1,10 +1,12 @@
-"""What peers say, in turns: some messages of one session, then the next one's, for a while; then all else that a loop does.
+"""Messages of peers, in turns: a few messages of one session, then of the next, for a while; then
+the loop's other tasks run.
 
-Responsible for the order in which sessions are heard, and for not hearing a peer that does not take what it is told. Not
-responsible for what is done with a message (`server`), nor for what is said (`session`).
+Responsible for the order in which sessions are read, and for not reading from a peer that does not
+take its answers. Not responsible for acting on a message (`server`), nor for answers (`session`).
 
-A full session needs no task to be heard: its socket's news give it a place in the queue of turns. What has to be waited for
-is left to its task: room for a large frame or for an answer, a peer that does not take its answers, and the end.
+A full session needs no task to be read: a readable socket puts it into the queue of turns. Its task
+does all waiting: for room for a large frame or for an answer, for a peer that does not take its
+answers, and for the end.
 """
 
 from __future__ import annotations
@@ -93,12 +95,14 @@ class Hearing:
                 async with kind.places or contextlib.nullcontext():
                     self.take(session, message)
                     if ear is None:
-                        await anyio.lowlevel.checkpoint()  # it keeps its place until everybody else has had a turn
+                        # the session keeps its place until all other sessions have had a turn
+                        await anyio.lowlevel.checkpoint()
             del message  # it may be large, and nothing else may come for a while
 
     async def _answer_at_length(self, session: Session, message: LongQuestion) -> None:
-        """An answer that takes time to make and to encode is made for one session at a time, and everybody else has a turn
-        before the next one. No peer can have many of them made and leave them here.
+        """Make and encode a long answer, for one session at a time; all other sessions have a turn
+        before the next long answer. So no peer can have many long answers made and leave them
+        unread.
         """
         while True:
             await session.wait_taken(0)
@@ -126,7 +130,7 @@ class _Ear:
         self._is_queued = False  # it waits for a turn
         self._is_shut = anyio.Event()  # not open any more
         self._left: FromWorker | None = None  # for the task
-        self._failure: Exception | None = None  # the same
+        self._failure: Exception | None = None  # for the task to raise
 
     async def listen(self) -> FromWorker | None:
         """Hear the session until its task has to go on: with this message; None: with the next one, or the end. Raises what
@@ -156,7 +160,8 @@ class _Ear:
             return
         try:
             self._is_open = self._hear_some(until)
-        except Exception as error:  # also what is none of the peer's doing: the task's to raise, not the loop's to log
+        # also an error that the peer did not cause: the task raises it, the loop does not log it
+        except Exception as error:
             self._is_open, self._failure = False, error
         if not self._is_open:
             self._is_shut.set()

@@ -49,7 +49,7 @@ Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]  # a connection to 
 
 
 class SessionHandler(Protocol):
-    """Who hears what comes over the link, in the loop and in order."""
+    """Handles the messages that come over the link, in the loop and in order."""
 
     incarnation: Incarnation  # as whom to connect
 
@@ -111,7 +111,7 @@ class CoordinatorLink:
 
     @property
     def online(self) -> bool:
-        """Whether what is said now may be heard."""
+        """Whether the link has a session now, so that a message may reach the coordinator."""
         return self._outbox is not None
 
     def say(self, message: FromWorker) -> None:
@@ -283,7 +283,7 @@ class CoordinatorLink:
 
 
 def _causes(error: BaseException) -> tuple[BaseException, ...]:
-    """What is behind it: anyio's error for several addresses of a host does not say."""
+    """The causes of an error: anyio's own error for several addresses of a host does not name them."""
     cause = error.__cause__ if isinstance(error, OSError) and error.errno is None else None
     if isinstance(cause, BaseExceptionGroup):
         return cause.exceptions

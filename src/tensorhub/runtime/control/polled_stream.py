@@ -1,8 +1,9 @@
 """Byte streams over the sockets of one server, all of which one `epoll` watches.
 
-anyio's own streams tell the loop twice for each piece that arrives what to watch, and give everybody else a turn with each
-piece that is sent. With a thousand sessions that costs more than what is said. Here a socket is registered once, and is read
-and written directly. Whoever sends in a loop has to give others a turn, since `send` does so only if the kernel is full.
+anyio's own streams register interest with the loop twice for each piece that arrives, and yield to
+other tasks with each piece that is sent. With a thousand sessions that costs more than the
+messages. Here a socket is registered once, and is read and written directly. A caller that sends in
+a loop has to yield to other tasks, since `send` does so only if the kernel is full.
 
 Responsible for waiting, and for closing the sockets. Not responsible for connecting, nor for frames (`protocol.stream`).
 """
@@ -78,8 +79,8 @@ class PolledStream(DirectStream):
         self.on_news: Callable[[], object] | None = None
         self._is_untold = False  # what is left after a short read may never be told: an end, or what follows an urgent byte
         self._may_hear = True  # bytes, or an end, may lie in the kernel
-        self._heard: anyio.Event | None = None  # of who waits for that
-        self._taken: anyio.Event | None = None  # of who waits for room in the kernel
+        self._heard: anyio.Event | None = None  # set for the task that waits for them
+        self._taken: anyio.Event | None = None  # set for the task that waits for room in the kernel
 
     def __repr__(self) -> str:
         return f"<PolledStream {self._connection.fileno()}>"
@@ -147,7 +148,9 @@ class PolledStream(DirectStream):
         self._connection.shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
-        """Close the socket, and wake whoever waits for it. What the kernel has taken is still sent."""
+        """Close the socket, and wake the tasks that wait for it. Bytes that the kernel has taken
+        are still sent.
+        """
         if self._connection.fileno() >= 0:
             self._forget(self._connection.fileno())
             self._connection.close()

@@ -1,8 +1,9 @@
-"""How late a coordinator comes to what it has to do: it has more of that than it comes to, or was stopped.
+"""How late a coordinator's loop runs its tasks: it has more work than it can do, or the process was
+stopped.
 
-Responsible for measuring that, and for saying so in the log, and which of the two it is: whoever has too much to do has used
-the processor meanwhile. What is late waits in order, so nothing is lost by it; but
-everybody who calls waits longer.
+Responsible for measuring the lateness, for logging it, and for telling the two causes apart: an
+overloaded process has used the processor meanwhile. Late work waits in order, so no message is
+lost, but every call waits longer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tensorhub.runtime import clock
 
 PULSE_S = 0.5  # between two looks
 LATE = 1 / 8  # of a lease: a coordinator that is so late says so
-BUSY = 1 / 2  # of a core: who has used so much of it since the last look was not stopped
+BUSY = 1 / 2  # of a core: a process that has used so much of it since the last look was not stopped
 TOO_MUCH = "it has more to do than it comes to"
 STOPPED = "it was stopped, or others had the processor"
 TURNS_TO_CORE = 4  # of the loop: in fewer, bytes that it has taken from the kernel have come to the core, or to a wait

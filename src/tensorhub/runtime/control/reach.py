@@ -29,7 +29,9 @@ def loopback_address(join: Join) -> str:
 
 
 class Reach:
-    """Of one coordinator. Warns if there are workers of several hosts, and one of them registers what others cannot read."""
+    """Warns if workers of one coordinator are on several hosts, and one worker registers memory at
+    an address that only its own host reaches.
+    """
 
     def __init__(self) -> None:
         self._host: str | None = None  # of the first worker
@@ -46,7 +48,7 @@ class Reach:
                 self._warn(self._unreachable)
 
     def registered(self, join: Join) -> None:
-        """That worker has registered memory, which others may read."""
+        """Note that a worker has registered memory, which other workers may read."""
         if not loopback_address(join):
             return
         if self._has_several:

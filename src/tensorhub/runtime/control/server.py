@@ -3,9 +3,10 @@
 Responsible for sessions (their handshake and their end), for feeding events to the core one at a time,
 and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
 
-A connection that has not authenticated is the `AcceptLoop`'s. A session may send only small frames before
-Join, which has to come soon; afterwards its lease keeps it. A session is heard a few messages at a time, and only while its
-peer takes what it is told. So neither what a peer asks for nor how fast it asks makes anybody else wait.
+A connection that has not authenticated belongs to the `AcceptLoop`. A session may send only small
+frames before Join, which has to come soon; afterwards its lease keeps it. The server reads a few
+messages of a session at a time, and only while its peer takes its answers. So neither the size nor
+the rate of a peer's requests makes another peer wait.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class CoordinatorServer:
         await self.run_on(await self._listen(host, port), ready)
 
     async def run_on(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
-        """Call `ready`, and serve whoever comes to this listener, of byte streams; it is closed at the end."""
+        """Call `ready`, and serve the connections of this listener of byte streams; the listener is
+        closed at the end.
+        """
         async with listener:
             await self._run(listener, ready)
 
@@ -221,7 +224,9 @@ class CoordinatorServer:
             session.say(message)
 
     def _tell_closed(self, action: CloseSession) -> None:
-        """Whoever is refused comes again, and again, and others do: they are counted."""
+        """Log the end of a session. Refused clients come again and again, so refusals are only
+        counted.
+        """
         session = self._sessions.get(action.session)
         if session is None or session.has_joined:
             log.info("session_closed", session=action.session, reason=action.reason)
@@ -229,7 +234,9 @@ class CoordinatorServer:
             self._turned_away.count(session=action.session, reason=action.reason)
 
     def _close(self, number: int) -> None:
-        """End a session once all is said; soon, if its peer does not take what is said."""
+        """End a session once its queue is sent; soon, if its peer does not take the queued
+        messages.
+        """
         session = self._sessions.get(number)
         if session is not None and not session.is_ending:  # what it says meanwhile does not put its end off
             session.is_ending = True
@@ -271,9 +278,10 @@ class CoordinatorServer:
                     self._step(Persisted(action.record))
 
     async def _keep_looking(self) -> None:
-        """Tell the core which of the sessions that it asks about are silent: nothing of them lies in the kernel, and what
-        was between the kernel and the core when the kernel was asked has been passed on since. That takes a while, so the
-        kernel is asked again. Who is not heard because its peer does not take what it is told is silent as well.
+        """Tell the core which of the sessions that it asks about are silent: nothing of such a
+        session lies in the kernel, and everything that was read from the kernel before has been
+        passed on. Passing on takes a while, so the kernel is asked again afterwards. A session also
+        counts as silent if it is not read because its peer does not take its answers.
         """
         while True:
             await self._look_wanted.wait()
@@ -290,7 +298,9 @@ class CoordinatorServer:
                 await anyio.lowlevel.checkpoint()
 
     async def _keep_telling(self) -> None:
-        """Name those who are lost, once a second: of a thousand that are lost together, some."""
+        """Log the lost workers, once a second: of a thousand workers that are lost together, some
+        names.
+        """
         while True:
             await self._lost_wanted.wait()
             await anyio.sleep(TALLY_S)
@@ -331,7 +341,9 @@ class CoordinatorServer:
     # ------------------------------------------------------------------------------------------------- one session
 
     async def _accept(self, listener: anyio.abc.Listener[Any], tasks: anyio.abc.TaskGroup) -> None:
-        """Serve whoever comes. What keeps one connection out ends no other."""
+        """Serve each connection of the listener. A connection that cannot be accepted ends no
+        session.
+        """
         listening: socket.socket | None = listener.extra(anyio.abc.SocketAttribute.raw_socket, None)
         if listening is None:  # in this process
             await listener.serve(self._serve, tasks)
@@ -393,7 +405,9 @@ class CoordinatorServer:
             self._step(Disconnected(number))
 
     def _tell_if_short(self) -> None:
-        """Sessions are refused because descriptors are short: whoever runs this can help that."""
+        """Warn that sessions are refused because descriptors are short: an operator can raise the
+        limit.
+        """
         if self._sessions_max < min(len(self._sessions), self._options.sessions_max):
             needed = descriptors_for(self._options.sessions_max)
             self._shortness.count(sessions=self._sessions_max, advice=f"raise `ulimit -n` to {needed}")

@@ -1,7 +1,9 @@
-"""One authenticated connection of a coordinator's: what is still to be said over it, and saying that.
+"""One authenticated connection of a coordinator: its queue of messages to the peer, and sending
+them.
 
-Responsible for the bounded queue to a peer, for one send for all that has gathered there in a turn of the loop, and for the
-turns and the room of long answers. Not responsible for what is heard (`hearing`).
+Responsible for the bounded queue to a peer, for one send for all that has gathered there in a turn
+of the loop, and for the turns and the room of long answers. Not responsible for reading messages
+(`hearing`).
 
 A long answer to a full session waits until there is room for it. An answer to a read-only session never waits: it is encoded
 when it is queued, and `ReadOnlyAnswers` counts its bytes.
@@ -118,9 +120,9 @@ def call_soon() -> Callable[[Callable[[], None]], object]:
 
 
 class Turn:
-    """What all sessions of a loop share to be spoken to. Each of those that have been told something is spoken to when
-    whoever has the loop's turn now is through. What is said to many is encoded once: its body goes into a frame of each
-    session's own.
+    """What all sessions of a loop share for sending. When the loop's current turn ends, each
+    session with new messages sends them. A message to many sessions is encoded once: its body goes
+    into each session's own frame.
     """
 
     def __init__(self) -> None:
@@ -224,7 +226,9 @@ class Session:
         self.scope.cancel()
 
     def speak(self) -> None:
-        """Say at once what is queued, as far as the peer takes it. What takes time is left to `talk`."""
+        """Send at once what is queued, as far as the peer takes it. Sending that has to wait is
+        left to `talk`.
+        """
         if self._talks:
             return
         try:
@@ -233,7 +237,8 @@ class Session:
                 self._were_said(len(bodies))
             else:
                 self._begun = len(bodies)
-        except Exception as error:  # also what is none of a peer's doing: the task's to raise, not the loop's to log
+        # also an error that the peer did not cause: the task raises it, the loop does not log it
+        except Exception as error:
             self._failure = error
         if self._has_to_talk:
             self._talks = True
@@ -244,7 +249,9 @@ class Session:
         return bool(self._outbox or self._begun or self._failure)
 
     async def talk(self) -> None:
-        """Say what is queued and `speak` has left, until the session is to end. Raises ConnectionLost, ProtocolError."""
+        """Send what is queued and `speak` has left, until the session ends. Raises ConnectionLost,
+        ProtocolError.
+        """
         while True:
             self._talks = self._has_to_talk
             if not self._talks:

@@ -128,8 +128,9 @@ class SqliteStore:
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         """Raises StateError if the directory cannot be used, or another coordinator has it open.
 
-        Whoever can write there says what `latest` means: so it is not others' directory, nor one that all may write, nor a
-        symbolic link, which could come to lead elsewhere. The files are this user's only.
+        A user that can write to the directory decides what `latest` means. So the directory must
+        not belong to another user, be writable by all, or be a symbolic link, whose target could
+        change. The files are this user's only.
         """
         path = self._path = Path(state_dir)
         try:
@@ -190,7 +191,7 @@ class SqliteStore:
         self._db.execute("COMMIT")
 
     def read(self) -> Durable:
-        """See `Store`. StateError if what was written is not what is there."""
+        """See `Store`. StateError if the stored records are damaged."""
         try:
             found = self._read()
             for kind, records in _RECORDS:
@@ -308,7 +309,9 @@ class SqliteStore:
         self._db.execute("INSERT OR REPLACE INTO pruned VALUES (?, ?)", (model, up_to))
 
     def _stand_in(self, rollback: Rollback) -> None:
-        """If the version that becomes the newest was pruned, one that nobody holds takes its place: no older one may."""
+        """If a rollback's target was pruned, a publication without a holder becomes the newest: an
+        older version must not.
+        """
         known = "SELECT 1 FROM publications WHERE model = ?1 AND number = ?2"
         content_id = f"pruned-{secrets.token_hex(12)}"
         self._db.execute(
@@ -333,7 +336,7 @@ def _key(key: OpKey) -> tuple[str, int, int]:
 
 
 def _check_directory(path: Path) -> None:
-    """Raise StateError if people who are nobody here may write the state, OSError if it is no directory."""
+    """Raise StateError if other users may write the state, OSError if the path is no directory."""
     if path.is_symlink():
         raise StateError(f"the state_dir {path} is a symbolic link: give the directory itself, {os.path.realpath(path)!r}")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -357,7 +360,7 @@ def _private(path: Path) -> int:
     """A file of the state, made if it is not there, that this user only may read and write."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.fchmod(descriptor, 0o600)  # an older version, or fsGroup, has made it as others may read
+        os.fchmod(descriptor, 0o600)  # an older version, or fsGroup, has let other users read it
     except BaseException:
         os.close(descriptor)
         raise

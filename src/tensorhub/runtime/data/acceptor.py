@@ -1,8 +1,9 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets (none outlives `serve_readers`), and for how many there are. A
-connection gets a thread once it has authenticated, and no reader takes more than half of the places. Not responsible for
-pending connections (`AcceptLoop`), for what may be read (`SharedOwner`), nor for what is said (`ReadServer`).
+Responsible for the life of these threads and sockets (none outlives `serve_readers`), and for how
+many there are. A connection gets a thread once it has authenticated, and no reader takes more than
+half of the places. Not responsible for pending connections (`AcceptLoop`), for permission to read
+(`SharedOwner`), nor for answers (`ReadServer`).
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ async def _authenticate(connection: socket.socket, handshake: ServerHandshake, t
 
 
 async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
-    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
-    open.
+    """Serve each connection to this non-blocking listener, until cancelled; then end all lanes.
+    Leaves the listener open.
     """
     async with anyio.create_task_group() as tasks:
         acceptor = _Acceptor(listener, owner, settings)
@@ -136,8 +137,8 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
 
 
 async def _end_revoked(acceptor: _Acceptor) -> None:
-    """End the lanes of readers whose token is no longer accepted, again and again. (A reader with a queue pair reads without
-    asking for anything.)
+    """End the lanes of readers whose tokens are revoked, again and again. (A reader with a queue
+    pair reads without sending a request.)
     """
     while True:
         await anyio.sleep(REVOKED_S)
@@ -157,7 +158,7 @@ def _address_of(accepted: socket.socket) -> str:
 
 
 def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:
-    """Why this connection's process may not map this one's memory; "": it may."""
+    """Why the connected process may not map this process's memory; "" if it may."""
     if accepted.family != socket.AF_UNIX:
         return "it is not connected by a Unix socket"
     return unix.why_not_given(unix.peer_uid(accepted), settings.shared_memory_uids)
@@ -209,7 +210,8 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, handshake: ServerHan
         not_served.count(reader=lane.reader, reason=str(error))
     except TensorHubError as error:
         (_meddled if isinstance(error, NotAuthentic) else _ended).count(reader=lane.reader, reason=str(error))
-    except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)
+    # a defect: it costs this reader its connection, and no other reader anything (G11)
+    except Exception:
         log.exception("lane_failed", reader=lane.reader)
     finally:
         owner.remove_lane(lane)

@@ -1,12 +1,14 @@
 """A reader's channels: each to a granted source, over the best transport that the two workers have in common.
 
-The best transport is the first, in the order of preference, by which the source can be read: both workers have it, it
-reaches from one to the other, and no read has shown otherwise. A transport that cannot be used between the two says so when
-it opens (`Unusable`), and is left for a while: a port that was down may be up again. One that opens but fails again and
-again is left, too: the fetch goes on by the next one. Transports that were left come last, so they are still tried if there
-is no other.
+The best transport is the first, in the order of preference, by which the source can be read: both
+workers have it, it reaches from one to the other, and no read has shown otherwise. A transport that
+cannot be used between the two workers says so when it opens (`Unusable`), and is avoided for a
+while: a port that was down may be up again. A transport that opens but fails several times in a row
+is avoided, too: the fetch goes on by the next transport. Avoided transports come last, so they are
+still tried if there is no better transport.
 
-Responsible for which transports this worker has, as each of its incarnations. Not responsible for what is read (`lanes`).
+Responsible for which transports this worker has, as each of its incarnations. Not responsible for
+reading (`lanes`).
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ from tensorhub.types import (
 
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next transport is taken
-LEFT_S = 300.0  # for so long a transport is left, and twice as long each next time: what was in the way may be over
+# for so long a transport is avoided, and twice as long each next time: the obstacle may be gone
+LEFT_S = 300.0
 LEFT_S_MAX = 86_400.0
 _LOOPBACK = (
     "only the source's own host reaches that address, and this is another one: set Options.advertise or Options.listen_host "
@@ -91,7 +94,7 @@ class Channels:
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
         self._kept: dict[str, Any] = {}  # see `Local.kept`
-        self._lock = threading.Lock()  # guards what is below
+        self._lock = threading.Lock()  # guards the attributes below
         self._not_shared: dict[tuple[str, str, str], str] = {}  # why, by (transport, incarnation, registration)
         self._failures: dict[tuple[str, str], int] = {}  # by (transport, incarnation): since a read ended well
         self._left: dict[tuple[str, str], _Left] = {}  # by (transport, incarnation)
@@ -114,7 +117,9 @@ class Channels:
         return ", ".join(transport.name for transport in self._transports)
 
     def become(self, incarnation: Incarnation) -> None:
-        """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
+        """Read as that incarnation from now on. Raises TransportUnavailable for a transport that
+        cannot be had.
+        """
         self._let_go()
         self._transports = built_in.TRANSPORTS.make(
             Local(incarnation, self._secrets, self._options, kept=self._kept),
@@ -124,7 +129,9 @@ class Channels:
 
     @staticmethod
     def _note_missing(name: str, reason: TransportUnavailable) -> None:
-        """It cannot be had on this machine: worth a warning, if somebody has set it up."""
+        """Log that a transport cannot be had on this machine: a warning, if it was set up on
+        purpose.
+        """
         say = log.warning if isinstance(reason, MeantTransportUnavailable) else log.info
         say("transport_unavailable", transport=name, reason=str(reason))
 
@@ -134,7 +141,7 @@ class Channels:
         return tuple([side for side in found if side is not None])
 
     async def keep_swept(self) -> None:
-        """Let go, again and again, of what is kept for reads that do not come."""
+        """Free, again and again, memory that transports keep for reads that do not come."""
         while True:
             await anyio.sleep(KEPT_S)
             for transport in self._transports:
@@ -148,7 +155,9 @@ class Channels:
             each.close()
 
     def _let_go(self) -> None:
-        """Nobody reads any more by the transports that there are; what they keep ends with their last channel."""
+        """Drop the current transports, by which no read begins any more; what they keep ends with
+        their last channel.
+        """
         transports, self._transports = self._transports, ()
         for transport in transports:
             if isinstance(transport, Keeping):
@@ -230,7 +239,7 @@ class Channels:
         return found
 
     def _is_of_another_loopback(self, endpoint: Endpoint, grant: Grant) -> bool:
-        """Whether only the source's own host reaches that address, which is another host than this one."""
+        """Whether the address is a loopback address of the source's host, which is not this host."""
         if grant.location.host == self._location.host or not endpoint.address.startswith("tcp://"):
             return False
         try:
@@ -287,7 +296,9 @@ class Channels:
         return for_s, last is None or last.why != why
 
     def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:
-        """Leave a transport for a while; or, if the reason is about one registration, for that one for good, unwarned."""
+        """Avoid a transport for a while. If the reason is about one registration, avoid the
+        transport for that registration for good, without a warning.
+        """
         text = f"{name}: {reason}"
         if isinstance(reason, NotShared):
             with self._lock:

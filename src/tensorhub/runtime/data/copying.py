@@ -1,6 +1,7 @@
-"""Copying the bytes of chunks from one memory of this worker to another, each with its digest at the destination.
+"""Copying the bytes of chunks from one memory of this worker to another, each with its digest at
+the destination.
 
-Not responsible for what is copied from where: `worker.local_copying` decides that.
+Not responsible for choosing the sources and chunks: `worker.local_copying` does that.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ def copy_chunks(
     arrived: Arrived,
     check: Callable[[], object],
 ) -> frozenset[int]:
-    """Copy what is not `there` of this content; returns all that is then. Blocks: for a thread.
+    """Copy the chunks of this content that are not `there`; returns all chunks that are there
+    afterwards. Blocks: for a thread.
 
-    Digests that nobody has made yet are made from the source, and each chunk is digested again where it has arrived; one
-    that is damaged counts as missing. `check` is called before each chunk and ends it by raising.
+    Missing digests are made from the source, and each chunk is digested again at the destination; a
+    damaged chunk counts as missing. `check` is called before each chunk and ends it by raising.
     """
 
     def access(

@@ -7,16 +7,18 @@ asked for, receives straight into the destination, checks digests while the byte
 each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
 The loop hears only events: a source failed, everything is verified.
 
-If the transport gains by it (`Transport.lanes`) and there is enough to read, more threads *help* the lane: they drive the
-same channel and share its requests, so that a source still has one channel, one place in the books, and one end. The
-first thread that fails ends the others. The last one to leave closes the channel, and gives back what has not come. A
-helping thread that does not get a core for itself retires: it would only push a trainer or other readers aside. (Where
+If the transport gains by it (`Transport.lanes`) and there is enough to read, more threads *help*
+the lane: they drive the same channel and share its requests, so that a source still has one
+channel, one place in the books, and one end. The first thread that fails ends the others. The last
+one to leave closes the channel, and gives back what has not come. A helping thread that does not
+get a core for itself retires: it would only take a trainer's or another reader's core. (Where
 threads wait for a network, as over a WAN, they need none.)
 
-Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
+Only lanes write into the destination, and no lane outlives the runner's `async with` block.
 
-Responsible for threads, time and digests. Not responsible for what one lane has brought and says (`source_lane`), for which
-sources there are (the coordinator), nor for whether what arrived may be used (the group's decision).
+Responsible for threads, time and digests. Not responsible for the counts and reports of one lane
+(`source_lane`), for choosing sources (the coordinator), nor for permission to use the bytes (the
+group's decision).
 """
 
 from __future__ import annotations
@@ -91,11 +93,12 @@ class PullReport:
 
 
 class PullRunner:
-    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the
-    loop's thread.
+    """Reads one shard of one content into `memory`. Use as `async with`; everything but its lanes
+    belongs to the loop's thread.
 
-    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives
-    here. Leaving the block, also by cancellation, ends all lanes and returns when the last one has ended.
+    The registration must be open (filling) at `owner` under `generation` if other workers are to
+    read the arriving chunks. Leaving the block, also by cancellation, ends all lanes and returns
+    when the last one has ended.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class PullRunner:
         return error.alone()
 
     def _retire(self, lane: SourceLane) -> bool:
-        """This thread helps no more, and others go on. False: there are none."""
+        """Let this thread stop helping. False, and the thread stays, if it is the lane's last one."""
         with self._changed:
             if lane.threads == 1:
                 return False
@@ -385,7 +388,9 @@ class PullRunner:
             raise ReadFailure("starved", given_up)
 
     def _settle(self, lane: SourceLane, arrival: Arrival) -> None:
-        """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
+        """Check the chunks that arrived, enter them into the books and offer them to readers.
+        ReadFailure for a bad chunk.
+        """
         started = time.perf_counter()
         made, is_digested = self._digests(arrival), bool(self._memory.width)
         good, bad = Requests.sort_out(arrival.chunks, made, self._published, is_digested=is_digested)

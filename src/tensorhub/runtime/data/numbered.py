@@ -30,7 +30,9 @@ class NumberedChannel:
         return answer._replace(chunks=chunks, made={numbers[chunk]: digest for chunk, digest in answer.made.items()})
 
     def _runs(self, has: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """The same chunks in the reader's numbers. What a source says may go beyond what there is."""
+        """Runs of a source's chunks in the reader's numbers. A source may name chunks that do not
+        exist.
+        """
         count = len(self._numbers)
         for first, length in has:
             if some := self._numbers[min(first, count) : min(first + length, count)]:

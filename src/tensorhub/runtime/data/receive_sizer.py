@@ -13,13 +13,13 @@ from tensorhub.transport.streaming_digest import SMALL_BYTES, GilWatch
 
 FIRST_BYTES = 2**16  # received by the first call
 CACHED_BYTES = SMALL_BYTES  # by any call at the most, in small pieces, while the source goes on sending
-LARGE_BYTES = 64 * 2**20  # the same, where small pieces do not pay
+LARGE_BYTES = 64 * 2**20  # as FIRST_BYTES, where small pieces do not pay
 OFFER_S = 0.005  # what comes in so much time is received by one call
-CONTENDED_S = 0.05  # the same, where each call costs a switch interval
+CONTENDED_S = 0.05  # as OFFER_S, where each call costs a switch interval
 
 
 class ReceiveSizer:
-    """That of one lane, whose lock guards it."""
+    """How many bytes each call of one lane receives; the lane's lock guards it."""
 
     def __init__(self) -> None:
         self.call_bytes = FIRST_BYTES  # what the next call receives

@@ -1,15 +1,17 @@
-"""The selections that a worker's readers have said to it, decoded once for all its memory and all its versions.
+"""The selections that a worker's readers have sent to it, decoded once for all its memory and all
+its versions.
 
-A reader says a selection in pieces, of which as many are kept as UPLOADS_MAX readers may have begun. Where there are more,
-an upload of the account that has most of them gives way, the one that was idle longest, and its reader begins again. What is
-whole is kept until others need the room.
+A reader sends a selection in pieces. UPLOADS_MAX readers may have incomplete uploads. Where there
+are more, an upload of the account with the most uploads gives way, the upload that was idle
+longest, and its reader begins again. A complete selection is kept until newer selections need the room.
 
-Few bytes may say very many parts (strips, cells, loops), which follow a rule. What a selection costs grows with its parts,
-so they are counted first. There are no more than the memory may need, and no account (`Lane.account`: a token and an
-address) has more looked at in a while than its budget. A read-only token has a smaller one.
+A few bytes may describe very many parts (strips, cells, loops), which follow a rule. A selection's
+cost grows with its parts, so the parts are counted first. There are no more than the memory may
+need, and no account (`Lane.account`: a token and an address) has more parts looked at in a while
+than its budget. A read-only token has a smaller budget.
 
-Responsible for these bounds, and for what a hostile reader says being a selection at all. Not responsible for whether it
-fits a memory.
+Responsible for these bounds, and for checking that the bytes of a hostile reader are a selection.
+Not responsible for whether it fits a memory.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Selections:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._decoding = threading.Lock()  # one at a time: what is decoded and not kept yet takes memory, too
         self._lock = threading.Lock()  # guards what follows
-        self._kept: dict[str, _Kept] = {}  # the one used last at the end
+        self._kept: dict[str, _Kept] = {}  # the most recently used selection at the end
         self._bytes = self._parts = 0  # always the sums of theirs
         self._budgets = _Budgets(clock)
         self._uploads: dict[Lane, _Upload] = {}  # by reader, the one that went on last at the end

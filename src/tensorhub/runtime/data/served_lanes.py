@@ -1,10 +1,12 @@
-"""The lanes that serve readers, and whom there is room to serve: connections are bounded in all, and by reader.
+"""The lanes that serve readers, and which readers there is room for: connections are bounded in
+all, and by reader.
 
-Read-only readers have half of all places at most. Where places are short, a lane whose reader keeps its connection for later
-makes room first. Then one of several connections of one read does: the others bring what it was asked for
-(`transport.parallel`).
+Read-only readers have half of all places at most. Where places are short, a lane whose reader keeps
+its connection for later makes room first. Next, a read with several connections gives up one
+connection: its other connections bring the chunks (`transport.parallel`).
 
-Not responsible for what a lane may read (`serving`), nor for its thread (`acceptor`). Whoever calls holds the owner's lock.
+Not responsible for what a lane may read (`serving`), nor for its thread (`acceptor`). Callers hold
+the owner's lock.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class ServedLanes:
         return ""
 
     def _stop_resting(self, lanes: Sequence[Lane]) -> bool:
-        """End the one whose reader keeps it for later, longest of all; False: each of them may be in use."""
+        """End the lane that has rested longest, kept by its reader for later; False if every lane
+        may be in use.
+        """
         resting = [(each.rests_from, each) for each in lanes if each.rests_from is not None]
         since, lane = min(resting, key=lambda each: each[0], default=(0.0, None))
         if lane is None or time.monotonic() - since < REST_S:

@@ -1,10 +1,12 @@
-"""A worker's memory and who may read it, for threads; the fence; and the lanes that serve readers.
+"""A worker's memory and the right to read it, for threads; the fence; and the lanes that serve
+readers.
 
-`SharedOwner` puts the pure `Owner` behind one condition variable. It is what transports know of a worker's memory
-(`transport.owner.OwnedMemory`). While a lane digests or sends it holds no lock, only a counted access; the generation is
-checked, under the lock, for every send call. One-sided readers have no access: they look at the registration's generation
-word, which is cleared under the same lock. Not responsible for whom there is room to serve (`served_lanes`), for which
-versions exist, nor for who is told to read here.
+`SharedOwner` puts the pure `Owner` behind one condition variable. It is what transports know of a
+worker's memory (`transport.owner.OwnedMemory`). While a lane digests or sends it holds no lock,
+only a counted access; the generation is checked, under the lock, for every send call. One-sided
+readers have no access: they look at the registration's generation word, which is cleared under the
+same lock. Not responsible for the places of readers (`served_lanes`), for the existence of
+versions, nor for sending readers here.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ BROKEN = Refusal("this memory was written, replaced or freed since others may re
 
 
 class Promise(Protocol):
-    """What can be seen of an owner's promise that its memory stays as it is while others may read it. For any thread."""
+    """An owner's promise that its memory stays as it is while it may be read, as far as a check can
+    tell. For any thread.
+    """
 
     def is_there(self, regions: Iterable[int] | None) -> bool:
         """Whether the memory of these regions (None: of all) was neither replaced nor freed, so that it can be touched."""
@@ -60,7 +64,7 @@ class Promise(Protocol):
 
 
 def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[SharedOwner, P], T]:
-    """The same method of a `SharedOwner`, under its lock."""
+    """The method of `Owner` with that name, as a method of `SharedOwner` under its lock."""
 
     @wraps(method)
     def under_lock(self: SharedOwner, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -85,8 +89,8 @@ class SharedOwner:
         fence_grace_s: float = FENCE_GRACE_S,
         words: GenerationWords | None = None,
     ) -> None:
-        """`sides`: those of the transports by which it is read, besides tcp's. `words`: where one-sided readers look, if not
-        in new ones; without such sides nobody reads this memory by himself.
+        """`sides`: the owner's sides of its transports besides tcp. `words`: the generation words
+        for one-sided readers, if not new ones; without sides there are no one-sided readers.
         """
         self.sides = tuple(sides)
         self.on_made: Callable[[RegistrationId], None] = lambda registration: None  # `take_made` has something; any thread
@@ -98,7 +102,8 @@ class SharedOwner:
         self._former: dict[
             RegistrationId, ChunkMemory
         ] = {}  # what is filled, in the chunks of another grid that it had before
-        self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}  # the same memory in the chunks of selections
+        # the registration's memory in the chunks of selections
+        self._selected: dict[RegistrationId, dict[str, ChunkMemory]] = {}
         self._promises: dict[RegistrationId, Promise] = {}
         self._broken: dict[RegistrationId, int] = {}  # under which generation a promise was found broken
         self._selections = Selections()
@@ -158,8 +163,8 @@ class SharedOwner:
         memory: ChunkMemory,
         digests: Sequence[int | None] | None = None,
     ) -> None:
-        """Let nobody in, and remember what arrives there, until it is forgotten: of memory that serves nobody. `digests`: of
-        what may be there already; see `kept`.
+        """Remember the chunks that arrive, until they are forgotten, for memory that serves no
+        reader. `digests`: of chunks that may be there already; see `kept`.
         """
         with self._changed:
             if self._owner.digests(registration, generation) is None:
@@ -168,7 +173,7 @@ class SharedOwner:
                 self._put(registration, memory)
 
     def _put(self, registration: RegistrationId, memory: ChunkMemory) -> None:
-        """From now on this is what is open."""
+        """Make this memory the open one of its registration."""
         known = self._former.pop(registration, None), self._memory.get(registration)
         grid = self._owner.former_grid(registration)
         former = next((each for each in known if each is not None and each.manifest.grid_id == grid), None)
@@ -177,7 +182,7 @@ class SharedOwner:
         self._memory[registration] = memory
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
-        """See `Owner.reopen`: what was held, and its digests, are held under another generation."""
+        """See `Owner.reopen`: the content and its digests get another generation."""
         with self._changed:
             self._owner.reopen(registration, generation)
             self._set_word(registration, generation)
@@ -197,7 +202,9 @@ class SharedOwner:
             return taken
 
     def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> None:
-        """See `Owner.revoke`; returns when nobody reads them any more. Who takes them too slowly loses his connection."""
+        """See `Owner.revoke`; returns when no read of these chunks runs. A reader that takes them
+        too slowly loses its connection.
+        """
         with self._changed:
             inside = self._owner.revoke(registration, generation, chunks)
             if not self._changed.wait_for(lambda: inside.isdisjoint(self._inside), self._fence_grace_s):
@@ -243,7 +250,9 @@ class SharedOwner:
             del missing[-len(access.chunks) :]
 
     def digests_of_shares(self, registration: RegistrationId, generation: int, shares: Sequence[Share]) -> list[bytes]:
-        """Of what this rank publishes and others do, too. Blocks. StateError: it was taken back."""
+        """Digests of the memory that this rank publishes and other ranks publish, too. Blocks.
+        StateError: it was taken back.
+        """
         with self.access(None, registration, generation, ContentId(""), [0], 1, 0.0) as answer:
             if not isinstance(answer, tuple) or not self._is_kept(registration, None):
                 raise StateError("the memory was taken back before what it shares with other ranks was digested")
@@ -267,8 +276,8 @@ class SharedOwner:
     def verify(
         self, registration: RegistrationId, generation: int, kept: Iterable[tuple[int, int]], check: Callable[[], object]
     ) -> list[int]:
-        """Those of the `kept` chunks that still have their digest, which others may read from now on. `check` is called
-        between two chunks, and ends it by raising.
+        """The `kept` chunks that still have their digest; readers may read them from now on.
+        `check` is called between two chunks, and ends the call by raising.
         """
         memory, found = self._memory[registration], list[int]()
         for chunk, digest in kept:
@@ -278,8 +287,8 @@ class SharedOwner:
         return found
 
     def carry_over(self, registration: RegistrationId, generation: int, check: Callable[[], object]) -> list[int]:
-        """Chunks of which a fill that was broken off has left every byte, in chunks of another grid that still have their
-        digests; others may read them from now on. `check`: see `verify`.
+        """Chunks whose bytes a broken-off fill has left, all in chunks of another grid that still
+        have their digests; readers may read them from now on. `check`: see `verify`.
         """
         with self._changed:
             memory, before = self._memory.get(registration), self._former.pop(registration, None)
@@ -314,7 +323,9 @@ class SharedOwner:
             self.release(memory)
 
     def release(self, memory: ChunkMemory) -> None:
-        """Nobody reads or fills it any more: what a device has registered of it is deregistered."""
+        """Deregister what a device has registered of memory that is neither read nor filled any
+        more.
+        """
         for side in self.sides:
             side.release(memory)
 
@@ -401,7 +412,9 @@ class SharedOwner:
             return self._memory.get(registration) is memory
 
     def end_reading(self) -> None:
-        """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""
+        """End the promise of this worker's memory, since the worker ends: one-sided readers discard
+        what they read from now on.
+        """
         with self._changed:
             if self._words is not None:
                 self._words.close()
@@ -434,10 +447,11 @@ class SharedOwner:
         *,
         also_written: bool = False,
     ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
-        """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
-        for one.
+        """Have some of the chunks to read for the length of the block, after at most `patience_s`
+        of waiting for one.
 
-        Memory that was seen to be written is refused (unless `also_written`), and so is what was replaced or freed.
+        Memory that was seen to be written is refused (unless `also_written`), and so is memory that
+        was replaced or freed.
         """
         until = time.monotonic() + patience_s
         terms = (lane, registration, generation, content_id, wanted, bytes_max, selection, also_written)
@@ -467,7 +481,9 @@ class SharedOwner:
                 self._break(registration, generation, 0 if selection else answer.chunks[0])
 
     def look(self, registration: RegistrationId, generation: int) -> bool:
-        """Whether all of that memory is as promised, as far as can be seen. If not, no reader is let in any more."""
+        """Whether all of that memory is as promised, as far as a check can tell. If not, no further
+        reader is let in.
+        """
         is_kept = self._is_kept(registration, None)
         if not is_kept:
             self._break(registration, generation, 0)
@@ -524,9 +540,11 @@ class SharedOwner:
         return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
 
     def keep_digest(self, access: Access, memory: ChunkMemory, chunk: int, made: int) -> int:
-        """This digest was made of a chunk of the access. Returns the one that counts: the first.
+        """Keep a digest that was made of a chunk of the access. Returns the digest that counts: the
+        first.
 
-        CannotServe: the memory was written, replaced or freed meanwhile, so that this is the digest of other bytes.
+        CannotServe: the memory was written, replaced or freed meanwhile, so the digest may be of
+        other bytes.
         """
         if not self._is_kept(access.registration, memory.regions_of([chunk])):
             self._break(access.registration, access.generation, 0 if access.selection else chunk)
@@ -544,9 +562,9 @@ class SharedOwner:
         """Refuse every further read of this memory, and return once none runs any more: it may be written
         then.
 
-        A reader that does not take its bytes within the grace (half of `timeout_s` at most) loses its
-        connection. Needs nobody's cooperation. Raises DrainTimeout (the memory must not be written) if an
-        access cannot be ended; nothing is let in again, unless by `reopen`.
+        A reader that does not take its bytes within the grace (half of `timeout_s` at most) loses
+        its connection. Needs no cooperation of a reader. Raises DrainTimeout (the memory must not
+        be written) if an access cannot be ended; nothing is let in again, unless by `reopen`.
         """
         started = time.monotonic()
         grace_until, until = started + min(self._fence_grace_s, timeout_s / 2), started + timeout_s
@@ -610,7 +628,9 @@ class SharedOwner:
 
 
 def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Each chunk with its digest, made now: one after the other, as each is wanted, where it is the CPU that makes them."""
+    """Each chunk with its digest, made now; on the CPU one after the other, as the caller asks for
+    each.
+    """
     if memory.device is not None:
         yield from zip(chunks, memory.digests(chunks), strict=True)
         return

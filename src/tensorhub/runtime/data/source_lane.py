@@ -1,6 +1,6 @@
-"""One source's lane: what its threads share, and what is told of it.
+"""One source's lane: the state that its threads share, and the reports of it.
 
-Not responsible for its threads, nor for the lock under which all of it is read and changed (`lanes`).
+Not responsible for its threads, nor for the lock that guards this state (`lanes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from tensorhub.scheduler.requests import Requests
 from tensorhub.transport.base import BATCH_BYTES, Channel, Cutter, ReadFailure, Reason
 from tensorhub.types import LeaseId, SourceReport
 
-CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
+# of a thread that helps: with less, cores are short, and it takes them from other threads
+CORE_SHARE_MIN = 0.7
 CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
 
 
@@ -36,8 +37,8 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
-    digest; `at_source`: as its source numbers it.
+    """This lease's read ended without all its bytes; verified chunks stay. `chunk`: the chunk with
+    a bad digest; `at_source`: as its source numbers it.
     """
 
     lease: LeaseId
@@ -76,7 +77,9 @@ class SourceLane:
 
     @property
     def ends_by_itself(self) -> bool:
-        """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
+        """Whether the lane waits for no answer once the pull is over: then its connection is worth
+        keeping.
+        """
         return not self.requests.asked and (self.channel is not None or (self.started > 0 and not self.threads))
 
     def seconds_up_to(self, now: float) -> float:
@@ -113,7 +116,7 @@ class SourceLane:
         return "dropped" if self.failure is None else self.failure.reason
 
     def failed(self, failure: ReadFailure) -> SourceFailed:
-        """What is told of that."""
+        """The report of that failure."""
         chunk = at_source = failure.chunk
         if chunk is not None and self.brings is not None:
             at_source = bisect_left(self.brings, chunk)
@@ -128,6 +131,8 @@ class CoreShare:
 
     @property
     def is_small(self) -> bool:
-        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
+        """Whether this thread gets little of a core, because other threads take it or because the
+        thread waits: it helps little.
+        """
         seconds = time.perf_counter() - self._began
         return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds

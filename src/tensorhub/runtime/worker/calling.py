@@ -60,7 +60,8 @@ class CallersHandle(ABC):
         return
 
     async def changed_tensors(self) -> tuple[str, ...]:
-        """Names of the tensors whose bytes have lost the digests of the version that they hold, if that can be told.
+        """Names of the tensors that no longer have the digests of their version, if the digests can
+        tell.
 
         StateError: the memory holds no version, or its version has no digests.
         """
@@ -95,13 +96,14 @@ class CallersHandle(ABC):
     async def begin_mutate(
         self, check_number: Callable[[], Awaitable[None]], begins: Callable[[], None], timeout_s: float
     ) -> None:
-        """All that comes before the body of a `mutate`. `begins` is called once the checks are over: from then on the other
-        ranks' call counts on this rank's.
+        """Do all that precedes the body of a `mutate`. `begins` is called once the checks are over:
+        from then on the calls of the group's other ranks count on this rank's call.
         """
         self.interpreter.check_idle()
         await check_number()
         self.interpreter.check_idle()
-        self.member.report_loss()  # to each rank of the group: none refuses the others' call for it
+        # each rank of the group reports the loss itself: none refuses another rank's call for it
+        self.member.report_loss()
         begins()
         call = self.interpreter.call_before_body()
         if call is not None:

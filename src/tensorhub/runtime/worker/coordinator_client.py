@@ -18,7 +18,7 @@ Answer = messages.Done | messages.Refused | messages.Description | messages.Mani
 
 
 class MessageSink(Protocol):
-    """A worker's connection to its coordinator. `say` drops what is said without a session."""
+    """A worker's connection to its coordinator. `say` drops a message if there is no session."""
 
     @property
     def online(self) -> bool: ...
@@ -34,7 +34,9 @@ class CoordinatorClient:
     """Each question has a number of its own, and ends with its answer or at its deadline."""
 
     def __init__(self, link: MessageSink, numbers: Iterator[int], new_id: Callable[[], str] = _random_id) -> None:
-        """`new_id` makes ids that nobody ever made before, for what is asked again and must be done once."""
+        """`new_id` makes ids that are unique for all time, for requests that are repeated and must
+        be done once.
+        """
         self.new_id = new_id
         self._link = link
         self._numbers = numbers
@@ -60,7 +62,7 @@ class CoordinatorClient:
         return await self._ask(make, what, timeout_s, anyio.current_time() + timeout_s)
 
     async def _ask(self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float, deadline: float) -> Answer:
-        """The same, of `timeout_s` seconds for several questions, which end at `deadline`."""
+        """As `ask`, where several questions share `timeout_s` seconds, which end at `deadline`."""
         with anyio.CancelScope(deadline=deadline):
             while True:
                 request = next(self._numbers)
@@ -144,7 +146,9 @@ class CoordinatorClient:
         return answer.manifest
 
     async def publication(self, model: str, selector: Selector, timeout_s: float) -> messages.PublicationReply:
-        """What was published where, of the version that a selector means now. VersionUnavailable if there is none."""
+        """The publication of the version that a selector means now. VersionUnavailable if there is
+        none.
+        """
         what = f"what was published of {model!r}"
         answer = await self.ask(lambda request: messages.GetPublication(request, model, selector), what, timeout_s)
         assert isinstance(answer, messages.PublicationReply)
@@ -176,7 +180,8 @@ class CoordinatorClient:
         if turn.cancelled_caught:
             raise OperationTimeout(f"{what}: an earlier rollback of this worker was not over within {timeout_s:g} s")
         try:
-            ident = self.new_id()  # the same on each retry: a second one would retire what was published since
+            # one id for all retries: a second id would retire versions that were published since
+            ident = self.new_id()
             left_s = max(0.0, turn.deadline - anyio.current_time())
             await self.ask(lambda request: messages.Rollback(request, ident, model, to), what, left_s)
         finally:
@@ -188,7 +193,9 @@ class CoordinatorClient:
 
 
 def joined(parts: Sequence[ModelInfo]) -> ModelInfo:
-    """One model of its parts, which were told one after the other. Versions and counts are those of the first part."""
+    """One model of its parts, which arrived one after the other. Versions and counts are those of
+    the first part.
+    """
     replicas: dict[str, ReplicaView] = {}
     for view in (view for part in parts for view in part.replicas):
         before = replicas.get(view.replica)

@@ -1,6 +1,8 @@
-"""When a publisher reports its digests: all at once when they are complete, else every `REPORT_S` what was made in between.
+"""When a publisher reports its digests: all at once when they are complete, else every `REPORT_S`
+the new digests.
 
-Responsible for the time. Not responsible for the content of a report (`handle`), nor for what becomes of it.
+Responsible for the time. Not responsible for the content of a report (`handle`), nor for its
+effect.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ REPORT_S = 0.25  # what was made in that time is told together
 
 
 class DigestReporter:
-    """Of one worker. `say(registration, if_all)`: says what was made there, or (`if_all`) only if it is all there is to
-    make; whether there is nothing left to say.
+    """Reports the digests of one worker. `say(registration, if_all)` sends the new digests of a
+    registration; with `if_all`, only if they complete its digests. It returns whether nothing is
+    left to send.
     """
 
     def __init__(self, say: Callable[[RegistrationId, bool], bool]) -> None:

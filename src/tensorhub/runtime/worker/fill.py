@@ -152,7 +152,9 @@ class Filler:
             pull.ended.set()
 
     def _named(self, error: TensorHubError) -> TensorHubError:
-        """The same error, or which tensors cannot be written (any more), which is why."""
+        """The error itself, or an error that names the tensors that cannot be written (any more)
+        and so caused it.
+        """
         if isinstance(error, StateError):
             try:
                 self._memory.check_writable(again=True)
@@ -186,7 +188,7 @@ class Filler:
         self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
 
     async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
-        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        """Chunks of this content that a broken-off fill has left and that are unchanged since (R9)."""
         started, owner, check = clock.now(), self._owner, anyio.from_thread.check_cancelled
         kept, found = owner.kept(target, generation), list[int]()
         if kept:
@@ -223,8 +225,8 @@ class Filler:
 
     @contextlib.contextmanager
     def _writing(self, *, staged: bool) -> Iterator[None]:
-        """The block writes the caller's tensors, if not what is staged for them; autograd may have read them meanwhile.
-        StateError: another registration has promised what is in them.
+        """The block writes the caller's tensors, unless the update is staged; autograd may have
+        read the tensors meanwhile. StateError: another registration has promised their bytes.
         """
         if staged:
             yield
@@ -287,7 +289,7 @@ class Filler:
             await anyio.to_thread.run_sync(mapped.unpack)
 
     def _note_arrived(self, target: RegistrationId, generation: int) -> None:
-        """For a process that goes on after this one, of memory that outlives it."""
+        """Note the arrived chunks of memory that outlives this process, for the next process."""
         listed = self._owner.listed(target, generation) if isinstance(self._memory, FilledMemory) else None
         if listed is not None and isinstance(self._memory, FilledMemory):
             self._memory.note(listed[1])

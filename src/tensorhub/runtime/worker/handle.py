@@ -1,8 +1,8 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
-Responsible for carrying out the actions that `worker.interpreter` hands out, each of which ends before the next begins, and
-for waking the caller when the call is over. Not responsible for filling the memory (`fill`). Decides nothing. Lives in the
-worker runtime's loop.
+Responsible for carrying out the actions of `worker.interpreter`, of which each ends before the next
+begins, and for waking the caller when the call is over. Not responsible for filling the memory
+(`fill`). Decides nothing. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Handle(CallersHandle):
         self._todo_wanted = anyio.Event()
         self._making_room = anyio.CancelScope()
         self._call: _Call | None = None
-        self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
+        # of memory whose bytes must have these digests, made before a publish
+        self._digests: Sequence[int] | None = None
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
         self.beside = anyio.CapacityLimiter(1)  # of early digests, which may all wait
@@ -105,7 +106,9 @@ class Handle(CallersHandle):
         return info
 
     def _digest_early(self) -> None:
-        """Have the digests of what was just published made in the background: what is written later has others."""
+        """Have the digests of the new publication made in the background: bytes that are written
+        later have other digests.
+        """
         if not self.interpreter.is_given_up:
             self._tasks.start_soon(self._make_digests_beside)
 
@@ -195,9 +198,11 @@ class Handle(CallersHandle):
         self.apply(actions)
 
     def tell_made(self, *, if_all: bool) -> bool:
-        """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say.
+        """Report the digests of the publication that were made (`if_all`: once all are made).
+        Returns whether nothing is left to report.
 
-        Nothing is said of memory that was written: torch counts a write once it is done, so that a digest may be of it.
+        Nothing is reported of memory that was written: torch counts a write once it is done, so a
+        digest may include it.
         """
         if self._suspects_itself():
             return True
@@ -207,18 +212,22 @@ class Handle(CallersHandle):
         return is_all
 
     def _suspects_itself(self) -> bool:
-        """Whether what is published was seen to be written, replaced or freed. Then it is looked at."""
+        """Whether the published memory was seen to be written, replaced or freed. Then its chunks
+        are examined.
+        """
         content = self.member.content
         return content is not None and content.published and not self._owner.look(self._registration, content.generation)
 
     async def make_digests(self, limiter: anyio.CapacityLimiter, selection: str = "") -> None:
-        """Make those that what is published has not got yet."""
+        """Make the missing digests of the publication."""
         make = self._making(selection=selection)
         if make is not None:
             await anyio.to_thread.run_sync(make, limiter=limiter)
 
     def _making(self, **how: Any) -> Callable[[], None] | None:
-        """What makes the digests of what is published; None: nothing is, or it has none."""
+        """A function that makes the digests of the publication; None if nothing is published, or
+        without digests.
+        """
         content = self.member.content
         if content is None or not content.published or content.manifest.digest == "none":
             return None
@@ -226,7 +235,7 @@ class Handle(CallersHandle):
         return partial(self._owner.make_digests, self._registration, content.generation, content_id, **how)
 
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
-        """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
+        """Report the digests of this memory's chunks, or of the memory of a staged update (R8)."""
         generation = question.generation
         if self.interpreter.must_make(question):
             await self.make_digests(limiter, question.selection)
@@ -282,7 +291,7 @@ class Handle(CallersHandle):
         self._scope.cancel()
 
     def end(self) -> None:
-        """The worker ends: as `give_up`, and soon, whoever still reads."""
+        """End with the worker: as `give_up`, but soon, also if reads still run."""
         self.give_up(clock.now() + FENCE_TRY_S)
 
     def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -168,7 +168,7 @@ class HostCopyRunner(CallersCopies):
                 self._apply(self.machine.tick(clock.now()))
 
     def end(self) -> None:
-        """The worker's tasks have ended: nothing will come of what is still waited for."""
+        """The worker's tasks have ended: fail the requests that are still waited for."""
         self.tasks = None
         for asked in self._asked.values():
             asked.error = asked.error or StateError("the hub was closed while the call was running")

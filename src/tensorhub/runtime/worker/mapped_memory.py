@@ -1,7 +1,7 @@
 """Where the bytes of one handle's memory are, and the bytes of a staged update of it.
 
-Responsible for mapping them, once per manifest. Also takes host memory and gives it back, in a thread and within the
-budget. Not responsible for who may read or write the bytes, nor when.
+Responsible for mapping them, once per manifest. Also takes host memory and gives it back, in a
+thread and within the budget. Not responsible for permission to read or write the bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostRoom(Protocol):
 
 @dataclass(slots=True)
 class _Staging:
-    """What a staged update is filled into: open at the owner under an id that nobody else knows."""
+    """The memory that a staged update fills: open at the owner under a private id."""
 
     memory: HostMemory
     mapped: MappedRegions
@@ -59,7 +59,7 @@ class _Staging:
 
 
 def with_packs(mapped: MappedRegions, manifest: Manifest) -> MappedRegions:
-    """The same, where each packed region has bytes of its own beside those of its tensors."""
+    """The regions, where each packed region has bytes of its own beside those of its tensors."""
     packs = {index: _pack(manifest.regions[index].nbytes, pieces) for index, pieces in mapped.scattered.items()}
     if not packs:
         return mapped
@@ -112,7 +112,9 @@ class MappedMemory:
         return self._map_safely(manifest)[1]
 
     def map_to_publish(self, manifest: Manifest) -> None:
-        """Take what memory it needs beside the tensors, before anybody hears of it. TensorHubError: there is none."""
+        """Take the memory that a publish needs beside the tensors, before the coordinator hears of
+        it. TensorHubError: there is none.
+        """
         self._map_safely(manifest)
 
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
@@ -142,7 +144,7 @@ class MappedMemory:
             raise StateError(f"{self._memory!r} cannot hold this version: {text_of(error)}") from error
 
     async def _unmap(self) -> None:
-        """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
+        """Let go of the former mapping: host memory is back in the system before more is taken."""
         if self._mapped is not None:
             self._owner.release(self._mapped[2])
             self._mapped = None
@@ -163,7 +165,9 @@ class MappedMemory:
         self._room.freed(self._staging_id)
 
     async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
-        """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
+        """Where the chunks go, and under which id the owner knows it: the memory itself, or that of
+        the staged update.
+        """
         if not action.staged:
             if self._is_mapped(action.manifest) or not isinstance(self._memory, FilledMemory):
                 return self._registration, *self._map_safely(action.manifest)

@@ -1,4 +1,6 @@
-"""A worker's pins. Each is said again after a lost connection, and ended even if nobody waits for that."""
+"""A worker's pins. Each is sent again after a lost connection, and ended also if no caller waits
+for that.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the public classes need of the library's other side: host copies, and a thread to call.
 
-`runtime.worker.host_copies` and `runtime.loop_thread` implement these. So does a simulation, on which the same `Hub` and
-`Weights` stand. The public classes use nothing that is not in a class here, in
-`runtime.worker.calling.CallersHandle`, or in `runtime.worker.registering.CallersWorker`.
+`runtime.worker.host_copies` and `runtime.loop_thread` implement these. So does a simulation, which
+runs the public `Hub` and `Weights`. The public classes use only the classes here, in
+`runtime.worker.calling.CallersHandle` and `runtime.worker.registering.CallersWorker`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class CallersCopies(ABC):
 
     @abstractmethod
     async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
-        """Wait for what was asked for; cancelling ends it as soon as may be, and leaves nothing running."""
+        """Wait for the answer to a request; cancelling ends the request as soon as may be, and
+        leaves nothing running.
+        """
 
     async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
         return await self._fill(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._now()))

@@ -186,8 +186,9 @@ class CallersWorker(ABC):
         timeout_s: float,
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
-        """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call. `rank`
-        None: with the whole model, whichever rank has what, or those of its tensors that a `FilledMemory` takes.
+        """Fill memory that serves no reader, and is the caller's when this returns: a group of its
+        own, for one call. `rank` None: with the whole model from all ranks, or with the tensors
+        that a `FilledMemory` takes.
         """
         self.version_watches.report_loss(model)
         apart = READ_ONLY if self.read_only else ""
@@ -207,14 +208,15 @@ class CallersWorker(ABC):
             self.version_watches.heard_of(model)
             return found
         except TensorHubError as error:
-            error.memory = "intact"  # what was torn is nobody's
+            error.memory = "intact"  # the torn memory is discarded
             raise
         finally:
             self.drop_handle(handle)
 
     async def _is_in_one_piece(self, model: str, timeout_s: float) -> bool:
-        """Whether a rank has all of what is published of this model now, as it was published: then its own chunks are read.
-        (The one rank of another layout may have fused tensors, which are no tensors of the whole model.)
+        """Whether a rank has all of the model's publication, as it was published: then its own
+        chunks are read. (The one rank of another layout may have fused tensors, which are no
+        tensors of the whole model.)
         """
         try:
             (info,) = await self.coordinator.describe(model, timeout_s, workers_max=1)

@@ -1,7 +1,8 @@
-"""What a caller has queued on a GPU comes first: the library shows or writes memory only behind it (R14).
+"""The caller's queued GPU work comes first: the library shows or writes memory only behind it
+(R14).
 
-The caller's thread notes what is queued when it calls. The library's loop waits until that is done. Not responsible for the
-library's own copies, each of which is waited for where it is made.
+The caller's thread marks the end of its queue when it calls. The library's loop waits for the mark.
+Not responsible for the library's own copies, each of which is waited for where it is made.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class StreamSync:
             self._mark = self._device.stream_sync()
 
     async def done(self, timeout_s: float | None = None) -> None:
-        """Return when it is. OperationTimeout; None: whoever calls has a deadline. StateError: the device has failed."""
+        """Return when the mark is reached. OperationTimeout; None: the caller has a deadline.
+        StateError: the device has failed.
+        """
         mark, pause_s = self._mark, PAUSE_S[0]
         if mark is None:
             return

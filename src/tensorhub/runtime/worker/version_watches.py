@@ -23,7 +23,8 @@ LossListener = Callable[[LeaseLost], None]
 """Called in the library's loop when the coordinator has lost its state: what is newest begins anew."""
 
 
-IDLE_NAMES_MAX = 1024  # models without a version, for which nobody listens, that are watched on; the oldest are left first
+# models without a version and without a listener that are watched on; the oldest are dropped first
+IDLE_NAMES_MAX = 1024
 
 
 class VersionWatches:
@@ -37,7 +38,8 @@ class VersionWatches:
         self._loss_listeners: dict[str, list[LossListener]] = {}
         self._heard_of: set[str] = set()  # models of which this worker was told a version otherwise
         self._unpublished: dict[str, bool] = {}  # watched models of which there is no version; whether the log says so
-        self._lost: set[str] = set()  # models whose history is lost, which nobody who asked was told yet
+        # models whose history is lost, of which no caller that asked was told yet
+        self._lost: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<VersionWatches of {len(self._newest)} models>"
@@ -67,7 +69,9 @@ class VersionWatches:
             self._rest(model)
 
     def _rest(self, model: str) -> None:
-        """If nobody listens for it and it has no version, its name may be used up: so many are watched on, and no more."""
+        """Keep watching a name without a listener and without a version only while it is among the
+        newest IDLE_NAMES_MAX: such names may be unused.
+        """
         if model in self._listeners or self._newest.get(model) is not None:
             return
         self._idle[model] = None
@@ -83,11 +87,13 @@ class VersionWatches:
             self._link.say(Watch(model))
 
     def heard_of(self, model: str) -> None:
-        """A caller was told of a version: if it is lost, the next who asks is told that."""
+        """Note that a caller was told of a version: if the version is lost, the next caller that
+        asks is told of the loss.
+        """
         self._heard_of.add(model)
 
     def state_lost(self, models: Iterable[str]) -> None:
-        """The coordinator has lost its state: nothing is known any more of what was newest. `models`: in use here."""
+        """The coordinator has lost its state: forget the newest versions. `models`: in use here."""
         known = {model for model, newest in self._newest.items() if newest is not None}
         self._lost |= known | self._heard_of | set(models)
         self._heard_of.clear()
@@ -98,7 +104,9 @@ class VersionWatches:
                 listener(_lost(model))
 
     def report_loss(self, model: str) -> None:
-        """Raise LeaseLost, once, if what was known of this model was lost with its coordinator's state (G3)."""
+        """Raise LeaseLost, once, if this model's history was lost with its coordinator's state
+        (G3).
+        """
         if model in self._lost:
             self._lost.discard(model)
             raise _lost(model)
@@ -117,7 +125,7 @@ class VersionWatches:
             listener(message.newest)
 
     def listen(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
-        """Have `listener` called from now on; at once with what is known."""
+        """Call `listener` with each newest version from now on; at once with the known one."""
         self.watch(model)
         self._listeners.setdefault(model, []).append(listener)
         if lost is not None:
@@ -129,7 +137,9 @@ class VersionWatches:
         self._tell_waiting(model)
 
     def _tell_waiting(self, model: str) -> None:
-        """Somebody waits for a version of a name that has none, perhaps a mistyped one: say so, once."""
+        """Warn, once, if a caller waits for a version of a name that has none, perhaps a mistyped
+        name.
+        """
         if model in self._listeners and not self._unpublished.get(model, True):
             self._unpublished[model] = True
             hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"

@@ -86,7 +86,9 @@ class Worker(CallersWorker):
         dial: Dial = anyio.connect_tcp,
         prefetch: bool = False,
     ) -> None:
-        """`secrets_accepted`: the first is presented. Raises StateError (what is no address), TransportUnavailable."""
+        """`secrets_accepted`: the first is presented. Raises StateError (a wrong address),
+        TransportUnavailable.
+        """
         self.name = name
         self.location = location
         self.options = options
@@ -184,13 +186,13 @@ class Worker(CallersWorker):
         self._closed.set()
 
     def _listen(self) -> list[socket.socket]:
-        """The data listeners: on the address by which this worker reached its coordinator, and on a Unix socket for those
-        on this host with whom it shares memory.
+        """The data listeners: on the address by which this worker reached its coordinator, and on a
+        Unix socket for processes on this host that share memory with it.
         """
         options = self.options
         host, port, advertised = options.listen_host or self.link.local_host, options.listen_port, options.advertise
         check_open_access(self._secrets[0], host)
-        if advertised is not None:  # whoever forwards to loopback takes it beyond
+        if advertised is not None:  # a forwarder to loopback makes it reachable from other hosts
             check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
         sides = self._owner.sides
         local = unix.listen() if any(side.shares_memory for side in sides) else None
@@ -238,7 +240,9 @@ class Worker(CallersWorker):
                 await anyio.sleep(RETRY_S)
 
     async def _hand_over(self, parting: Parting) -> None:
-        """Close every handle as its caller would: readers go elsewhere, and what is retained goes to other workers."""
+        """Close every handle as its caller would: readers move to other sources, and retained
+        versions to other workers.
+        """
         callers, until = self.callers(), clock.now() + parting.within_s * 0.6
 
         async def close(handle: Handle) -> None:
@@ -288,13 +292,15 @@ class Worker(CallersWorker):
         self.coordinator.lost()
 
     def dismissed(self) -> None:
-        """See `SessionHandler`: this incarnation is lost for good; the same memory goes on as a new one."""
+        """See `SessionHandler`: this incarnation is lost for good; its memory goes on under a new
+        incarnation.
+        """
         self.incarnation = Incarnation(secrets.token_hex(16))
         self.channels.become(self.incarnation)
         self._serving.cancel()
 
     def received(self, message: messages.FromCoordinator) -> None:
-        """See `SessionHandler`: to whom it concerns."""
+        """See `SessionHandler`: pass the message to its handle or module."""
         for routed in self.router.route(message):
             match routed:
                 case Deliver():
@@ -321,7 +327,7 @@ class Worker(CallersWorker):
         return handle is None or handle.tell_made(if_all=if_all)
 
     def _suspect(self, registration: RegistrationId, generation: int, chunk: int) -> None:
-        """That chunk of what is held there may have changed. Any thread may say so."""
+        """Note that a chunk of that registration may have changed. From any thread."""
         self._suspicions.append(messages.DigestAgain("", registration, generation, chunk))
         if self._suspected is not None:
             self._suspected.set()

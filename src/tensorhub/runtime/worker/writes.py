@@ -1,7 +1,8 @@
-"""Whether memory that others may read was written: torch's counts (R15) and a second digest (R8) tell.
+"""Whether memory that readers may read was written: torch's counts (R15) and a second digest (R8)
+tell.
 
-It is the `Promise` that the memory's owner looks at. Not responsible for telling the caller (`worker.mutation_guard`), nor
-for who may read the memory (`worker.owner`).
+It is the `Promise` that the memory's owner looks at. Not responsible for telling the caller
+(`worker.mutation_guard`), nor for permission to read (`worker.owner`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Writes:
         return f"<Writes of {self._member!r}>"
 
     def made(self, manifest: Manifest) -> None:
-        """From now on others may read the memory, in the regions of that manifest."""
+        """Note that readers may read the memory from now on, in the regions of that manifest."""
         self._manifest, self._of_regions = manifest, {}
         self._versions = self._memory.versions()
 
@@ -77,7 +78,9 @@ class Writes:
         return self._of_regions[region]
 
     def library_wrote(self) -> None:
-        """Have torch count the library's write, so that autograd sees it. A write of the caller's shows all the same."""
+        """Have torch count the library's write, so that autograd sees it. A write of the caller's
+        still shows.
+        """
         with self._counting:
             before = self._memory.versions()
             self._memory.count_write()
@@ -130,8 +133,8 @@ class Writes:
     async def look_again(
         self, generation: int, chunk: int, selection: str, limiter: anyio.CapacityLimiter
     ) -> tuple[bool | None, bytes]:
-        """Has this chunk, of that selection, changed since its digest was made (R8)? None: nobody can tell. And which digest
-        is that?
+        """Whether this chunk of that selection has changed since its digest was made (R8), or None
+        if that is unknown; and that digest.
         """
         content = self._member.content
         if content is None or content.generation != generation:
@@ -142,9 +145,11 @@ class Writes:
         return await anyio.to_thread.run_sync(look, limiter=limiter)
 
     def _has_changed(self, content: Content, chunk: int, selection: str) -> tuple[bool | None, bytes]:
-        """Whether a chunk that others may read has lost its digest, and that. None: it is not to be read, or has none.
+        """Whether a chunk that readers may read has lost its digest, and the digest. None: the
+        chunk may not be read, or has no digest.
 
-        A chunk that was written before it had a digest counts as changed, and so does one that was replaced or freed.
+        A chunk that was written before it had a digest counts as changed, and so does a chunk that
+        was replaced or freed.
         """
         right = (self._registration, content.generation, ContentId(content.version.content_id))
         with self._owner.access(None, *right, [chunk], 1, 0.0, selection, also_written=True) as answer:
