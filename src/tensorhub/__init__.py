@@ -4,7 +4,7 @@ This module holds the public names and no logic. Importing it imports nothing: a
 first used.
 """
 
-TYPE_CHECKING = False  # a type checker takes it for typing's own, whose import would cost more than all of this module
+TYPE_CHECKING = False  # a type checker takes it for typing's own; to import typing would cost more than all of this module
 if TYPE_CHECKING:
     from tensorhub.embedded import Coordinator, serve
     from tensorhub.errors import (

@@ -1,4 +1,4 @@
-"""What an owner's bookkeeping answers who wants to read: the chunks that may be touched now, to wait, or never.
+"""An owner's answers to a reader: the chunks that the transport may touch now, wait, or a refusal.
 
 `worker.owner` makes these answers, and every transport's owner side acts on them.
 """
@@ -14,15 +14,15 @@ CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gath
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The right to touch these chunks' memory until `end`. Digests that nobody has made yet are None."""
+    """The right to touch these chunks' memory until `end`. A digest that is not yet known is None."""
 
     number: int  # never used twice by one Owner
     registration: RegistrationId
     generation: int
     chunks: tuple[int, ...]
     digests: tuple[int | None, ...]
-    rest: tuple[int, ...]  # what was asked for beyond `chunks`, in the order of asking
-    selection: str = ""  # of which the chunks are; "": of the memory's own grid
+    rest: tuple[int, ...]  # the requested chunks beyond `chunks`, in request order
+    selection: str = ""  # the selection that numbers the chunks; "": the memory's own grid
 
 
 @dataclass(frozen=True, slots=True)

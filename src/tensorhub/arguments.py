@@ -36,7 +36,7 @@ def check_ranks(rank: object, world_size: object) -> tuple[int, int]:
 
 
 def check_rank(rank: object) -> int:
-    """A rank of a version, as an int, whose world size is not known here. StateError: there can be no such rank."""
+    """A version's rank as an int; the world size is not known here. StateError: no version can have this rank."""
     number = as_integer(rank)
     if number is None or not 0 <= number < RANKS_MAX:
         text = f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1; None is the whole model"

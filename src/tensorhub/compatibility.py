@@ -1,6 +1,6 @@
 """Whether a reader's tensors can hold a source's version, and what to do where they cannot.
 
-Not responsible for readers of another layout, whose plan is made from parts (`layouts`).
+Not responsible for readers of another layout: `layouts` makes their transfer plans.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def dtype_advice(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _prefix_advice(source: Manifest, reader: Manifest) -> str:
-    """What to do where one side's names are the other's behind a wrapper's prefix."""
+    """Advice for names that differ between source and reader only by a wrapper's prefix."""
     theirs, mine = ({tensor.name for tensor in manifest.tensors} for manifest in (source, reader))
     for prefix in WRAPPERS_PREFIXES:
         for side, names, others in (("source", theirs, mine), ("reader", mine, theirs)):

@@ -5,13 +5,13 @@
     report = await weights.publish(7)    # converts the present weights, publishes the copy, and says what that cost
 
 The trainer's own tensors are not registered, so a step may overwrite them at any time. The copy is. There are two of it
-(`buffers`), each registered as a group of its own, and they take turns. So version 8 is written while version 7 is still
-being read, and waits for nobody. Version 9 takes the memory of version 7. What still reads that is moved to other holders,
-or waited for, for `Options.drain_grace_s` at most, as for any `mutate`.
+(`buffers`), each registered as a group of its own, and they take turns. So version 8 is written while version 7
+is still being read, without a wait. Version 9 takes the memory of version 7. As for any `mutate`, the remaining
+readers of version 7 move to other holders, or version 9 waits for them for `Options.drain_grace_s` at most.
 
 The price is memory: so many bytes of the copy, `buffers` times. Without it, register the trainer's tensors themselves.
 
-Responsible for whose turn it is, and for the report. Not responsible for what a conversion does, nor for publishing.
+Responsible for the buffers' turns, and for the report. Not responsible for the conversion, nor for publishing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ BUFFERS_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How the copy is made. `allocate` makes one set of tensors, of which each call returns a new one. `convert` writes the
-    present weights into such a set: into its tensors, which stay the same ones.
+    """How the copy is made. Each call of `allocate` returns a new set of tensors. `convert` writes the present
+    weights into the tensors of such a set; it does not replace them.
 
     `sources`: as in `Hub.register`, where the copy's tensors are parts or are fused; with shapes, since it is published.
     """
@@ -60,8 +60,8 @@ class Conversion:
 def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources | None = None) -> Conversion:
     """Each floating-point tensor in that dtype, and every other tensor as it is.
 
-    `tensors`: as in `Hub.register`; looked up anew for each version. Of a DTensor only the local part is copied, and the
-    copy is a DTensor of the same placements. Tied tensors are tied in the copy. `sources`: see `Conversion`.
+    `tensors`: as in `Hub.register`; looked up anew for each version. Of a DTensor only the local part is copied,
+    and the copy is a DTensor with equal placements. Tied tensors are tied in the copy. `sources`: see `Conversion`.
     """
     import torch
 
@@ -70,7 +70,7 @@ def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources |
         return dtype if its.is_floating_point else its
 
     def allocate() -> Tensors:
-        made: dict[object, Any] = {}  # by place: what is tied is made once
+        made: dict[object, Any] = {}  # by place: tied tensors share one copy
         found = {}
         for name, tensor in resolve(tensors).items():
             local = local_of(tensor)
@@ -90,7 +90,7 @@ def cast(tensors: nn.Module | Tensors, dtype: torch.dtype, *, sources: Sources |
                 f"{len(names)} tensor(s) have come, gone or changed their shape since the copy was registered: "
                 f"{', '.join(map(repr, names[:10]))}. Close the converted weights, and register them anew"
             )
-        into = {id(target[name]): (copies[name], tensor) for name, tensor in present.items()}  # what is tied once
+        into = {id(target[name]): (copies[name], tensor) for name, tensor in present.items()}  # tied tensors once
         with torch.no_grad():
             for copy, tensor in into.values():
                 copy.copy_(tensor)
@@ -127,7 +127,8 @@ async def register_converted(
 ) -> ConvertedWeights:
     """Allocate the buffers and register each as a group of its own, `group/0`, `group/1`, and so on.
 
-    `buffers`: with `retain(latest=n)`, n + 1 of them let a publication wait for nobody. Raises as `Hub.register`.
+    `buffers`: with `retain(latest=n)`, n + 1 buffers let a version be published without a wait. Raises as
+    `Hub.register`.
     """
     return await registering(hub, model, conversion, group, rank, world_size, buffers, in_thread=True)
 

@@ -1,8 +1,8 @@
 """Lists of chunks' digests as bytes: how they are told, compared, and named by one root (R8).
 
 A list holds one digest per chunk, in the order of their numbers, each big-endian and as wide as the manifest's algorithm
-makes it. Its root names all of it, so that two parties who hold a list each compare 32 bytes. Not responsible for making
-digests (`memory.chunks`), nor for whose decide (`coordinator.testimonies`).
+makes it. Its root names all of it, so two lists are compared by 32 bytes. Not responsible for making digests
+(`memory.chunks`), nor for the choice of the digests that decide (`coordinator.testimonies`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack(digests: Sequence[int], width: int) -> bytes:
 
 
 def unpack(values: bytes | bytearray, width: int) -> list[int]:
-    """The digests of a list, whose length `width` divides."""
+    """The digests of a list. `width` divides the length of `values`."""
     if width == 8:
         return list(struct.unpack(f">{len(values) // 8}Q", values))
     return [int.from_bytes(values[at : at + width], "big") for at in range(0, len(values), width)]
@@ -66,13 +66,13 @@ def runs_of(chunks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def width_in(manifest: bytes) -> int:
-    """Bytes of one digest under an encoded manifest, of which only the beginning is looked at; 0 for what is no manifest."""
+    """Bytes of one digest under an encoded manifest; only its beginning is read. 0: `manifest` is none."""
     return WIDTHS[head_of(manifest)[0]]
 
 
 def head_of(manifest: bytes) -> tuple[Digest, int]:
-    """The algorithm of an encoded manifest, of which only the beginning is looked at, and its `chunk_bytes`; "none" and 0
-    for what is no manifest.
+    """The algorithm of an encoded manifest and its `chunk_bytes`; only its beginning is read. "none" and 0:
+    `manifest` is none.
     """
     head = msgpack.Unpacker(max_buffer_size=256, strict_map_key=True)
     try:

@@ -57,8 +57,8 @@ def serve(
 
     `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token a line: each is
     accepted, and the file is read again when it changes); None takes TENSORHUB_TOKEN, then a token file, else access is
-    open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced), a directory that this
-    user owns, or root, and that not everybody may write; without one, a coordinator that restarts is a new cluster.
+    open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced), a directory that
+    this user or root owns, and that is not world-writable; without one, a coordinator that restarts is a new cluster.
 
     Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
     file that cannot be used).

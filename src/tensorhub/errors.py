@@ -15,7 +15,7 @@
     ├── GroupAborted            another rank, or the group's membership, ended the operation
     ├── LeaseLost               this worker was taken for dead, or the coordinator has lost its state
     ├── IntegrityError          bytes do not have their digest, whichever source they come from
-    ├── AuthenticationFailed    the secrets differ, this one is read-only, or access would be open beyond loopback
+    ├── AuthenticationFailed    the secrets differ, the token is read-only, or access would be open beyond loopback
     ├── ProtocolError           the peer does not speak this protocol, or broke it
     ├── CoordinatorUnavailable  the coordinator cannot be reached
     └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
@@ -24,13 +24,14 @@ Python warnings, no errors: StaleWeightsWarning (a `mutate` that has written not
 state that `register` does not carry).
 
 Each error carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
-state of the caller's tensors: "intact" (what they were before the call), "torn" (no version as it was published: parts
+state of the caller's tensors: "intact" (as before the call), "torn" (no version as it was published: parts
 of several, or written while published) or "in_doubt" (the call's outcome is not known here; do not write them; the next
 call on the handle resolves it).
 
-A group's call ends on all ranks: the rank to blame raises its own error, the others GroupAborted with that cause. A worker
-that was taken for dead goes on as a new incarnation behind the same handles: its group calls end with GroupAborted,
-other calls ask again; LeaseLost is raised where something cannot go on, because it was given up in the meantime.
+A group's call ends on all ranks: the failed rank raises its own error, all other ranks GroupAborted with that cause.
+A worker that was taken for dead goes on as a new incarnation and keeps its handles: its group calls end with
+GroupAborted, and its other calls ask again. LeaseLost is raised where a call needs something that was given up in the
+meantime.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class RegistrationError(TensorHubError):
 
 
 class MutabilityViolation(TensorHubError):
-    """Published memory was written by its owner (as far as torch counts writes): readers may have got other bytes. Or memory
-    that others read has lost its digests: a reader has found out, and its owner has looked again.
+    """Published memory was written by its owner (by torch's count of writes): readers may have got other bytes. Or
+    memory that is being read differs from its digests: a reader found out, and the owner's own check confirmed it.
 
     Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken back, and by `update`
     before it does anything; `memory` is "torn" in each case.
@@ -117,7 +118,7 @@ class DrainTimeout(OperationTimeout):
 
 
 class RetentionError(TensorHubError):
-    """Leaving would lose a retained version, and nobody could take it over."""
+    """Leaving would lose a retained version, and no worker could take it over."""
 
     retryable_by_default = True
 
@@ -183,9 +184,9 @@ class TransportUnavailable(TensorHubError):
 
 
 class StaleWeightsWarning(UserWarning):
-    """The body of `mutate` has written none of the registered tensors, as far as can be seen: a version with the same bytes.
+    """The body of `mutate` has apparently written none of the registered tensors: the version has no new bytes.
 
-    Given where torch's count of writes stands still for every tensor *and* sampled bytes of all are what they were. A
+    Given where torch's count of writes stands still for every tensor *and* sampled bytes of all are unchanged. A
     registration with a tensor that has no count of its own (a numpy array, a view of a larger storage, an inference
     tensor) never gives it. The version is published all the same. `Options.stale_weights`: "error" raises a StateError
     instead, and "ignore" does not look. Where an error is raised, also by a filter of Python's, nothing is published.
@@ -226,7 +227,7 @@ def shortage(error: OSError) -> StateError | None:
 
 
 def read_only_refusal(call: str) -> AuthenticationFailed:
-    """What whoever connected with the read-only token hears of that call."""
+    """The error that `call` raises in a process that connected with the read-only token."""
     return AuthenticationFailed(
         f"this token is read-only: {call} needs the cluster's own token (fetch, newest, wait_for, watch and describe do "
         "not). Connect with that one, or leave the call to who has it"
@@ -245,12 +246,12 @@ _RUN = re.compile(r"\S{161,}")
 
 
 def _cut(message: str) -> str:
-    """The middle of words that are longer than anybody reads is left out: names have up to 512 characters, tensors' more."""
+    """The message with the middle of overlong words left out: names have up to 512 characters, tensors' more."""
     return _RUN.sub(lambda found: f"{found[0][:100]}...{found[0][-40:]}", message) if len(message) > 160 else message
 
 
 def shown(value: object, chars: int = 80) -> str:
-    """The `repr` of what somebody has given, for a message: its middle is cut out where it is long."""
+    """The `repr` of a caller's value, for a message: the middle of a long one is cut out."""
     try:
         text = repr(value[: 2 * chars]) if isinstance(value, (str, bytes)) and len(value) > 2 * chars else repr(value)
     except Exception:

@@ -70,14 +70,14 @@ def connect(
     """Join a cluster as a worker; leaving it closes every handle.
 
     `async with tensorhub.connect(...) as hub` leaves at the end of the block. `hub = await tensorhub.connect(...)` leaves by
-    `hub.close()`, also in another event loop, or when nobody holds the hub any more, nor a `Weights` or watcher of it. What
-    is open when the interpreter exits, on whatever way, leaves then, within `Options.exit_timeout_s`; threads that are not
+    `hub.close()`, also in another event loop, or when the last reference to the hub, its `Weights` and its watchers
+    goes. A hub that is open when the interpreter exits leaves then, within `Options.exit_timeout_s`; threads that are not
     daemons keep the process as long as they run, and may use the hub.
 
     `address`: a coordinator's "tcp://host:port", or several; on Ray "ray-actor://NAME", which is looked up anew at each
     connection (`tensorhub.integrations.ray`). `name`: for people; default: host and process id. `token`: as
     for `serve`; a token file's first is presented. With a read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`,
-    `watch` and `describe` may be called; the other calls raise AuthenticationFailed. `transports`: names in
+    `watch` and `describe` may be called; all other calls raise AuthenticationFailed. `transports`: names in
     order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
     for the handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
@@ -185,15 +185,15 @@ class Hub(Unpicklable):
         rows (`buffer[:, :512]`) can be filled, and their padding stays as it is. To publish them, register all of `buffer`,
         with a place in `sources` (`at[:, :512]`).
 
-        `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
-        dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
+        `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (an entry of a mapping within it gets
+        a dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
         is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
         A tensor that `get_extra_state`, or a class' own way of saving, returns in place is carried as a buffer is. Other
         state of the module is named by a LeftOutStateWarning. A DTensor is this rank's local part of it, in place: nothing
         is gathered (FSDP2: while the module is sharded, as it is after each backward, or after `reshard()`).
 
-        `sources`: what tensors are made of, where names or parts differ from what is published. It has an entry for a name,
-        or is a function of a name that returns one (None: no entry). Whoever publishes says the shapes:
+        `sources`: the published parts of a tensor, where names or parts differ from the published ones. It maps names to
+        entries, or is a function of a name that returns an entry (None: no entry). A publisher states the shapes:
         `source(name, shape=...)`. An entry is one of these:
 
         - a view: `tensorhub.source("q")[0:2048]`;
@@ -201,22 +201,23 @@ class Hub(Unpicklable):
         - a list of pairs `[(tensorhub.at[0:2048], view), ...]`;
         - `[]`: the tensor is left alone.
 
-        Without an entry, a tensor is the tensor of its name: its part of a DTensor; the whole one, where `world_size` is 1;
-        else one that is local to the rank, and that only the same rank of an equal layout reads.
+        Without an entry, a tensor is the tensor of its name: the local part of a DTensor; the whole tensor, where
+        `world_size` is 1; else a tensor that is local to the rank: only this rank of an equal layout reads it.
 
         `partial`: the group may leave published tensors, and parts of them, unread.
 
         The module or mapping is kept. `publish`, `mutate`, `replicate`, `update` and `prefetch` compare it with what was
         registered, in the caller's thread: when they are called, after `mutate`'s body, and after `before_write`.
-        RegistrationError then names each tensor whose memory, shape, stride or dtype is another one. Of a module that is
-        whatever replaces or resizes a tensor (`load_state_dict(assign=True)`, `m.weight = Parameter(...)`, `p.data = ...`,
-        `m.half()`, `m.to_empty()`, `resize_`), removes one or adds one. Of a mapping it is what is done to its very tensors,
-        and other tensors under their names. So a dict of parameters does not show that the module has got others, and a
-        `state_dict()`, whose tensors are aliases, does not show `p.data = ...` and `m.half()` either: register the module.
+        RegistrationError then names each tensor with a changed memory, shape, stride or dtype. In a module the comparison
+        finds each tensor that was replaced or resized (`load_state_dict(assign=True)`, `m.weight = Parameter(...)`,
+        `p.data = ...`, `m.half()`, `m.to_empty()`, `resize_`), removed or added. In a mapping it finds changes of the
+        mapping's own tensors, and new tensors under their names. So a dict of parameters does not show that the module has
+        new parameters. A `state_dict()` has aliases, and does not show `p.data = ...` and `m.half()` either: register the
+        module.
 
         `group`: one string for all ranks of a replica, unique per replica within the model; required if `world_size` > 1;
         None makes a fresh one. Does not wait for other ranks. A rank of several may have no tensors (`{}`), as a pipeline's
-        stage without an adapter: it makes the calls of its group all the same.
+        stage without an adapter: it still makes the calls of its group.
 
         Memory may be registered more than once in a process, as a part that two models share. A fill of it (`replicate`,
         `update`) raises StateError if another registration of it holds a version, or is just filled or published, when the
@@ -268,8 +269,8 @@ class Hub(Unpicklable):
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
 
-        After a rollback the newest version is an older one than before. Raises LeaseLost as `newest`; also while one
-        iterates: whoever goes on then gets what the new cluster has.
+        After a rollback the newest version is an older one than before. Raises LeaseLost as `newest`, also during the
+        iteration: an iteration that goes on then gets the versions of the new cluster.
         """
         check_name("model", model)
         self._thread.check_usable()
@@ -299,7 +300,7 @@ class Hub(Unpicklable):
         after: WorkerView | str | None = None,
         limit: int | None = None,
     ) -> ModelInfo | tuple[ModelInfo, ...]:
-        """What the coordinator knows of one model, or (None) of all, by name; what was done before the call is in it.
+        """The coordinator's view of one model, or (None) of all, by name; it includes all calls that ended before.
 
         Of all, each model is as it is at some time during the call. One model is as it is at one moment if it has less than
         1,024 workers, shards and reads. Of a larger one, each worker is as it is at some time during the call.
@@ -333,13 +334,13 @@ class Hub(Unpicklable):
         names: str | Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> ReadPlan:
-        """What one rank of a layout would read of a version, and from whom. Nothing is registered, and nothing is read.
+        """The transfer plan of one rank of a layout for a version. Nothing is registered, and nothing is read.
 
         `tensors`, `rank`, `world_size`, `sources`, `partial`: as in `register`; but the tensors may be on torch's meta
         device, so that any rank of a layout can be planned anywhere. Without `tensors` it is what `fetch(rank=None,
-        names=names)` reads. The plan is that of the first reader of its layout: those that follow read from it, chunk by
-        chunk. It says nothing of what ranks of one group read from one another (docs/layouts.md). For a model of 100,000
-        tensors it is made in some seconds, in the caller's thread.
+        names=names)` reads. The plan holds for the first reader of its layout: later readers read from it, chunk by
+        chunk. It leaves out reads between ranks of one group (docs/layouts.md). For a model of 100,000 tensors it is made
+        in some seconds, in the caller's thread.
 
         Raises what a fill would raise before it reads: RegistrationError, ManifestMismatch (not for bytes that no rank of
         several reads: this is one rank), VersionUnavailable (also where nothing is published yet: it does not wait),
@@ -365,10 +366,11 @@ class Hub(Unpicklable):
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
 
         A worker that is not spot and would be the last to hold a kept version hands it over: to its own host memory
-        (`Options.host_memory_bytes`; not for `close`), else to another worker's. If nobody has room, its `unpublish`,
+        (`Options.host_memory_bytes`; not for `close`), else to another worker's. If no worker has room, its `unpublish`,
         `mutate`, `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version
-        still published. `close(abandon=True)` and leaving the hub do not wait. On return it is durable, and every live
-        holder knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
+        still published. `close(abandon=True)` and leaving the hub do not wait. On return the setting is durable, and every
+        live holder knows it: a holder that is cut off keeps the version until its own lease is over. The model need not
+        exist yet.
         Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
         """
         check_full(self._worker, "retain")
@@ -381,7 +383,7 @@ class Hub(Unpicklable):
 
         It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too. Once the block
         begins every live holder knows, as with `retain`.
-        Raises VersionUnavailable (not published, or nobody holds it now), StateError, OperationTimeout,
+        Raises VersionUnavailable (not published, or without a holder now), StateError, OperationTimeout,
         CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
         not be pinned again.
         """
@@ -425,12 +427,12 @@ class Hub(Unpicklable):
         device: object = "cpu",
         timeout: float | None = None,
     ) -> Fetched:
-        """Allocate the tensors of a version and fill them; nobody reads them from here. `selector`: as `Weights.replicate`.
+        """Allocate the tensors of a version and fill them; they serve no readers. `selector`: as `Weights.replicate`.
 
-        `rank`: which shard of a version of several ranks; None: the whole model, put together from whichever ranks have its
-        parts, if they have said what those are (DTensors, `sources=`). `names`: only these tensors, by name or glob
-        ("layers.0.*"), one or several; what is not wanted is not read (but the first reader of a version waits until its
-        publisher has digested what it reads; with `rank`, the whole shard). `device`: a torch device, for the tensors in the
+        `rank`: the shard of a version of several ranks; None: the whole model, put together from all ranks that have
+        parts of it, if their layout describes the parts (DTensors, `sources=`). `names`: only these tensors, by name or
+        glob ("layers.0.*"), one or several; no other tensor is read (but the first reader of a version waits until the
+        publisher has digested the wanted bytes; with `rank`, the whole shard). `device`: a torch device, for the tensors in the
         end; they arrive, and are verified, in host memory.
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch

@@ -1,7 +1,7 @@
 """Log events with fields, one name per event, through structlog into the standard library's loggers.
 
 A library must not print: until the host program configures `logging`, only warnings are seen (on stderr). Responsible for
-that route only; what is shown how is the host's choice (`tensorhub serve` has its own).
+that route only; the host program chooses how events are shown (`tensorhub serve` has its own way).
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ TALLY_S = 1.0  # between two lines of one event that is counted
 
 AGAIN_S, AGAIN_S_MAX = 10.0, 600.0  # between two lines of one warning that repeats: twice as long each time
 REMEMBERED = 1024  # warnings that may repeat
-_NUMBER = re.compile(r"\d+")  # a reason that differs only in these is the same one
-IDENTITY = ("model", "registration", "transport", "source", "coordinator", "path")  # fields of what a warning is about
+_NUMBER = re.compile(r"\d+")  # reasons that differ only in numbers count as equal
+IDENTITY = (
+    "model",
+    "registration",
+    "transport",
+    "source",
+    "coordinator",
+    "path",
+)  # fields that name the subject of a warning
 
 
 class Repeats:
@@ -34,7 +41,7 @@ class Repeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._said: dict[tuple[object, ...], _Said] = {}  # the one said longest ago first
+        self._said: dict[tuple[object, ...], _Said] = {}  # oldest warning first
 
     def __call__(self, logger: logging.Logger, method: str, fields: EventDict) -> EventDict:
         """A processor of structlog's."""

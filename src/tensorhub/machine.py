@@ -1,7 +1,7 @@
 """What every pure state machine is made of: a table that is the only writer of state, a story, and named deadlines.
 
-Whoever tests machines can count the transitions that they take (`counting_transitions`). Not responsible for a clock, I/O
-or any particular machine.
+A test can count the transitions that machines take (`counting_transitions`). Not responsible for a clock, I/O or any
+particular machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Story:
         self._events.append((None, event))
 
     def note(self, cause: int, now: float, *event: object) -> None:
-        """The same of what happened at `now`, because of event number `cause`."""
+        """Add `event`, which happened at `now` because of event number `cause`."""
         self._events.append(((now, cause), event))
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def transition(machine: str, old: StrEnum, new: StrEnum) -> str:
 
 
 def count_transition(machine: str, old: StrEnum, new: StrEnum) -> None:
-    """It is taken now. Costs next to nothing where nobody counts."""
+    """Count one transition, if a test counts transitions; else it costs next to nothing."""
     counted = _counted.get()
     if counted is not None:
         counted[transition(machine, old, new)] += 1
@@ -121,8 +121,8 @@ class Stateful(Generic[S]):
 class Timers:
     """Deadlines by (kind, key); setting one again replaces it. O(log n) to set, amortised O(1) to ask for the next.
 
-    What is cancelled or replaced stays in a heap until it is met. If it is most of a heap, that heap is swept: whoever sets
-    a deadline moves a few entries that still count into a new heap.
+    A cancelled or replaced deadline stays in its heap until it reaches the top. If such entries are most of a heap, the
+    heap is swept: each call that sets a deadline moves a few live entries into a new heap.
     """
 
     __slots__ = ("_heap", "_swept", "_when")

@@ -4,8 +4,8 @@ Responsible for the manifest as a value: building it from described memory, and 
 Not responsible for comparing a source's with a reader's (`compatibility`), for what a dtype is (`dtypes`), nor for where the
 bytes are: a region has no address here, and each holder keeps it wherever it likes.
 
-The publisher fixes the manifest (R8). The chunk grid follows from the manifest alone. So chunk numbers and digests mean the
-same to everybody who reads the version, whatever their own settings are.
+The publisher fixes the manifest (R8). The chunk grid follows from the manifest alone. So all readers of the version agree
+on chunk numbers and digests, whatever their own settings are.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class RegionSpec:
-    """One contiguous run of bytes, the same at every holder."""
+    """One contiguous run of bytes, equal at every holder."""
 
     nbytes: int
 
@@ -195,7 +195,7 @@ class Manifest:
 
     @property
     def grid_id(self) -> str:
-        """Names the grid: where it is the same, chunks have the same numbers."""
+        """Names the grid: manifests with equal grid ids number their chunks alike."""
         return self.manifest_id
 
     def tensors_in(self, chunk: int) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ class Manifest:
         return _encode(self)
 
     def encode(self) -> bytes:
-        """The one encoding of this manifest: equal manifests have equal bytes."""
+        """The canonical encoding of this manifest: equal manifests have equal bytes."""
         return self._encoded
 
     @cached_property
@@ -225,7 +225,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, blob: bytes) -> Manifest:
-        """The manifest that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+        """The manifest that `blob` encodes; ProtocolError, naming the fault, for anything else."""
         manifest = _decode(blob)
         if fault := _fault(manifest):
             raise ProtocolError(f"bad manifest: {fault}")
@@ -254,10 +254,10 @@ def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Gr
 def build_manifest(
     tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = "", metadata: bytes = b""
 ) -> Manifest:
-    """The manifest of registered memory; tensors of the same bytes share a region, so ties are sent once. The region of a
-    tensor whose rows are padded has the padding, too.
+    """The manifest of registered memory; tied tensors share a region, so their bytes are sent once. The region of a
+    tensor with padded rows includes the padding.
 
-    RegistrationError, naming both tensors, where bytes are shared in part; and for what no manifest can say.
+    RegistrationError, naming both tensors, where bytes are shared in part; and for memory that no manifest can describe.
     """
     regions: list[TensorDescription] = []  # the first tensor of each
     region_of: dict[tuple[int, int, tuple[int, ...]], int] = {}
@@ -285,7 +285,7 @@ def build_manifest(
 
 def _refuse_overlaps(regions: list[TensorDescription]) -> None:
     overlaps = []
-    last: TensorDescription | None = None  # of the regions so far, the one that ends last
+    last: TensorDescription | None = None  # its region ends last of the regions so far
     for region in sorted((r for r in regions if r.nbytes), key=attrgetter("address")):
         if last is not None and region.address < last.address + last.extent:
             overlaps.append(f"{last.name!r} and {region.name!r}")
@@ -479,7 +479,7 @@ def _tensor_fault(tensor: TensorSpec, regions: tuple[RegionSpec, ...]) -> str | 
 
 
 def _region_fault(manifest: Manifest) -> str | None:
-    """Tensors of one region are the same bytes or apart: overlaps in part would be no alias classes."""
+    """Two tensors of one region share all bytes or none: with partial overlaps, aliasing would be no equivalence."""
     for index, tensors in enumerate(manifest.by_region):
         if not tensors:
             return f"region {index} holds no tensor"

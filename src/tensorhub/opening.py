@@ -88,7 +88,7 @@ class Opening(Generic[T]):
 
 
 async def close_after(opened: AsyncClosable, error: BaseException | None) -> None:
-    """The end of a block: what went wrong in its body is what is raised."""
+    """Close at the end of a block; an error of the block's body takes precedence over an error of closing."""
     try:
         await opened.close()
     except Exception:

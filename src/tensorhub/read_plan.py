@@ -1,4 +1,4 @@
-"""What `plan` returns: what a reader would read from whom, in counts.
+"""The result of `plan`: a reader's transfer plan, as counts for each source.
 
 Responsible for the values. `layouts.ahead` makes them.
 """
@@ -29,9 +29,9 @@ class PlannedSource:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What one rank of a layout would read of a version, if nobody held it in that layout yet.
+    """The reads of one rank of a layout, for a version without a holder in that layout.
 
-    `nbytes`, `chunks`, `cells`, `runs`: of all sources together. `excess_nbytes`: what would be read and not kept.
+    `nbytes`, `chunks`, `cells`, `runs`: of all sources together. `excess_nbytes`: bytes that would be read and not kept.
     `as_dict()`: for JSON.
     """
 

@@ -1,16 +1,16 @@
-"""Strips: bytes of one memory that follow a rule. What a chunk is made of, wherever it lies.
+"""Strips: bytes of one memory that follow a rule. A chunk consists of strips.
 
     Strip(region=3, offset=64, region_step=0, offset_step=0, length=1, loops=((512, 8192),), run=4096)
 
         for i in range(512): 4096 bytes of region 3, from byte 64 + i * 8192 on
 
-    with length=8 and region_step=2, the same again in the regions 5, 7, ... 17
+    with length=8 and region_step=2, also in the regions 5, 7, ... 17
 
-A strip is `length` cells, each a step further than the one before. A cell is loops around runs. The bytes of a strip are in
-that order: cell by cell, the outermost loop first. A contiguous range of bytes is a strip of one run.
+A strip is `length` cells, each a step further than the cell before. A cell is loops around runs. The bytes of a strip are
+in that order: cell by cell, the outermost loop first. A contiguous range of bytes is a strip of one run.
 
 Responsible for that value, for finding whether it lies within regions of given sizes, and for its shortest form. Not
-responsible for what the bytes mean, nor for moving them.
+responsible for the meaning of the bytes, nor for moving them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def straight(region: int, offset: int, nbytes: int) -> Strip:
 
 
 def shortest(strip: Strip) -> Strip:
-    """The same bytes in the same order with the longest runs, the fewest loops and the fewest cells."""
+    """The strip's bytes in the strip's order, with the longest runs, the fewest loops and the fewest cells."""
     region, offset, region_step, offset_step, length, loops, run = strip
     if length > 1 and not region_step and offset_step >= 0:
         loops, length = ((length, offset_step), *loops), 1

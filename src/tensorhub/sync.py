@@ -1,9 +1,9 @@
 """The public API without `async`: for trainers and tools that have no event loop.
 
-Every name mirrors one of `tensorhub`'s, with the same arguments, results and errors; see there. Each call blocks its own
+Every name mirrors one of `tensorhub`'s, with equal arguments, results and errors; see there. Each call blocks its own
 thread only, and several threads may call at once (one call at a time on one handle). It may be used in a process that
 also runs an event loop, from its other threads or between its steps. Ctrl-C in a call cancels it: nothing of it keeps
-running, and the handle's `state` says what the memory is.
+running, and the handle's `state` gives the state of the memory.
 
 Responsible for blocking instead of suspending; there is no second implementation.
 """
@@ -225,7 +225,7 @@ class Hub(Unpicklable):
         names: str | Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> ReadPlan:
-        """What one rank of a layout would read of a version, and from whom; see `tensorhub.Hub.plan`."""
+        """The transfer plan of one rank of a layout for a version; see `tensorhub.Hub.plan`."""
         layout = {"rank": rank, "world_size": world_size, "sources": sources, "partial": partial, "names": names}
         return _finish(self._hub.plan(model, tensors, selector, timeout=timeout, **layout))  # type: ignore[arg-type]
 
@@ -310,7 +310,7 @@ class Weights(Unpicklable):
         return _finish(self._weights.prefetch(selector, timeout))
 
     def close(self, abandon: bool = False) -> None:
-        """Take back what is published and give the registration up; see `tensorhub.Weights.close`."""
+        """Unpublish the version and give the registration up; see `tensorhub.Weights.close`."""
         _finish(self._weights.close(abandon))
 
 

@@ -1,6 +1,6 @@
-"""What a hub's calls are made of, for the library's own tools: memory that is not a caller's tensors, as a file's.
+"""The parts of a hub's calls, for the library's own tools: memory that is not a caller's tensors, as a file's.
 
-Internal, and may change. Not responsible for callers' tensors, nor for what is documented (`hub`).
+Internal, and may change. Not responsible for callers' tensors, nor for the documented calls (`hub`).
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ async def _publication(
 
 
 async def changed_tensors(weights: Weights) -> tuple[str, ...]:
-    """Names of the registered tensors whose bytes have not the published digests of the version that they hold; internal,
-    and may change. All bytes are read, and nothing is written. Raises StateError: no version is held, or none with digests.
+    """Names of the registered tensors with bytes that differ from the published digests of the held version; internal,
+    and may change. All bytes are read, and nothing is written. Raises StateError: no version with digests is held.
     """
     return await weights._thread.call(weights._handle.changed_tensors)
 

@@ -69,8 +69,8 @@ def invalid(value: object, kinds: type | tuple[type, ...], text: str) -> Invalid
 
 
 def as_integer(value: object) -> int | None:
-    """Any integer (numpy's and torch's as well, for which the wire has no form) as an int; None for what is none: True is
-    none, as 1.5 is.
+    """Any integer (also numpy's and torch's, which the wire cannot carry) as an int; None for any other value, as
+    1.5 and True.
     """
     if type(value) is int:
         return value
@@ -125,7 +125,7 @@ def _is_bool(value: object) -> bool:
 
 
 def printable(text: str) -> str:
-    """What others have said, for a person to read: lines as they are, and whatever else is not printable as in a `repr`."""
+    """A peer's text, for a person to read: line breaks stay, and other unprintable characters are as in a `repr`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -175,7 +175,7 @@ READ_ONLY: Final = "read-only-"  # what the names begin with that a holder of th
 
 
 def host_group(group: str) -> str:
-    """The group of the host copies of a group's ranks: the same on all of them, and no longer than a name may be."""
+    """The group of the host copies of a group's ranks: equal on all ranks, and no longer than a name may be."""
     name = f"{group}/host"
     return name if len(name) <= 512 else f"{group[:400]}-{hashlib.blake2b(group.encode(), digest_size=16).hexdigest()}/host"
 
@@ -185,7 +185,7 @@ class OpKind(StrEnum):
     REPLICATE = "replicate"
     UPDATE = "update"
     PREFETCH = "prefetch"
-    FETCH = "fetch"  # into memory that serves nobody
+    FETCH = "fetch"  # into memory that serves no readers
 
 
 class Medium(StrEnum):
@@ -207,7 +207,7 @@ class HandleState(StrEnum):
     FILLING = "filling"  # the library writes the memory
     READY = "ready"  # holds a version; the memory is immutable
     DRAINING = "draining"  # still immutable; on its way to empty
-    TORN = "torn"  # not a version's bytes: a fill was broken off, or what is published was changed
+    TORN = "torn"  # not a version's bytes: a fill was broken off, or published memory was written
     IN_DOUBT = "in_doubt"  # this rank has voted and does not know the outcome; its next call resolves that first
     CLOSED = "closed"  # the registration has ended
 
@@ -221,8 +221,8 @@ _THIS_HOST = socket.gethostname()
 class Location:
     """Where a worker is. Equal `host` means: same kernel, same network namespace, memory can be shared.
 
-    Network namespaces and containers set different hosts. Whoever gives no site is in "default"; a mistyped one is a site
-    of its own.
+    Network namespaces and containers set different hosts. A worker without a site is in "default"; a mistyped name is a
+    site of its own.
     """
 
     site: Name = "default"  # a datacenter
@@ -248,13 +248,13 @@ class Endpoint:
 # ---------------------------------------------------------------------------------------------------------- options
 
 
-UNMAPPED_UID: Final = 65534  # what the kernel says of every user whom a user namespace does not know
+UNMAPPED_UID: Final = 65534  # the kernel's id for each user that a user namespace does not map
 _RDMA_PORTS: Final = re.compile(r"[\w.-]+(:\d{1,3}(:\d{1,4})?)?(,[\w.-]+(:\d{1,3}(:\d{1,4})?)?)*\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of `serve` and `connect`; each says whose setting counts.
+    """Settings of `serve` and `connect`; the comment of each names the process that uses it.
 
     Raises `InvalidValue` or `InvalidType` (each a `StateError`) for a value out of range, naming it.
     """
@@ -276,7 +276,7 @@ class Options:
     shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
     coordinator_wait_s: float = 60.0  # caller's: how long `connect` waits for a coordinator to come up; 0: not at all
-    exit_timeout_s: float = 5.0  # caller's: the interpreter's exit waits so long for what is still open; 0: not at all
+    exit_timeout_s: float = 5.0  # caller's: the interpreter's exit waits so long for open hubs; 0: not at all
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
     wan_connections: int = 4  # reader's: at most, over tcp, to one source in another site
@@ -373,8 +373,8 @@ class FetchReport:
     """What one rank's one call of `replicate`, `update`, `prefetch` or `fetch` did.
 
     `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
-    of it whose offsets had been verified before in this call. `changed` is False when the version was held already.
-    `cells`, `runs`, `bytes_across`: what was read of other layouts than the reader's own.
+    at offsets that had been verified before in this call. `changed` is False when the version was held already.
+    `cells`, `runs`, `bytes_across`: reads from layouts other than the reader's own.
 
     `verified_by`: "publisher": the digests of all that this rank holds are the publisher's. "source": of some of it no
     publisher could be asked, so that the digests of the workers it was read from count (SECURITY.md). Without digests
@@ -425,7 +425,7 @@ class LayoutSummary:
     """
 
     layout_id: Name
-    published: bool  # it is the one in which the version was published
+    published: bool  # the version was published in this layout
     replicas: U64
     ready: U64  # of these
     bridging: U64  # groups of which a rank reads from replicas of another layout now
@@ -444,10 +444,10 @@ class VersionSummary:
     draining: U64
     torn: U64
     doubtful: U64  # shards whose worker is not heard at the moment, and may be dead
-    quarantined: U64  # shards whose bytes have changed: nobody reads them
+    quarantined: U64  # shards with changed bytes: they are not read
     readers: U64  # reads that are running
     layouts_known: U64 = 0  # in which there are replicas; `layouts` has 8 of them at most
-    # If it is held in other layouts than the published one: that one first, then those with the most replicas.
+    # If replicas have several layouts: the published layout first, then by falling number of replicas.
     layouts: Annotated[tuple[LayoutSummary, ...], Length(1024)] = ()
     missing: U64 = 0  # shards of the published layout that no replica which takes readers has all of
 
@@ -456,9 +456,10 @@ class VersionSummary:
 class VersionView:
     """One version in `describe`.
 
-    `state`: "available": it can be fetched; "unavailable": nobody holds all of it now; "staged": not all ranks have
-    published it. `missing`: the first 16 ranks of the published layout whose shards no replica that takes readers has all
-    of, because they were lost or have left. They are why it is unavailable, unless the worker of a shard is "doubtful".
+    `state`: "available": it can be fetched; "unavailable": it has no complete holder now; "staged": not all ranks have
+    published it. `missing`: the first 16 ranks of the published layout without a complete shard in a replica that takes
+    readers: the shards were lost or have left. They are why the version is unavailable, unless the worker of a shard is
+    "doubtful".
     """
 
     version: U64
@@ -468,7 +469,7 @@ class VersionView:
     world_size: U64
     lineage: U64
     retained: bool  # `retain` or a pin keeps it
-    layout_id: Name = ""  # in which it was published; other replicas may have others
+    layout_id: Name = ""  # in which it was published; replicas may have other layouts
     missing: Annotated[tuple[U64, ...], Length(MISSING_TOLD_MAX)] = ()
     summary: VersionSummary | None = None  # None: this is a page of the model, or the version is not among the newest 32
 
@@ -477,11 +478,11 @@ class VersionView:
 class ShardView:
     """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it.
 
-    `state`: "complete", "filling", "doubtful": its worker is not heard at the moment, and may be dead; or "quarantined": its
-    bytes have changed, and nobody reads them.
+    `state`: "complete", "filling", "doubtful": its worker is not heard at the moment, and may be dead; or "quarantined":
+    its bytes have changed, and are not read.
     """
 
-    rank: U64  # whose shard of the version it is, in the replica's layout
+    rank: U64  # of the shard, in the replica's layout
     worker: Name
     state: Name
     chunks_verified: U64
@@ -513,10 +514,10 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """One running read in `describe`: who reads which version from whom.
+    """One running read in `describe`: its reader, its version and its source.
 
-    `rank`: of the source's replica, whose shard is read. `state`: "active"; or "fencing": the source must not be read any
-    more, and its owner has not said yet that it is not.
+    `rank`: of the shard that is read, in the source's replica. `state`: "active"; or "fencing": the source must not be
+    read any more, and its owner has not yet confirmed that the read has ended.
     """
 
     lease: Id
@@ -544,13 +545,13 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class CallsSummary:
-    """The calls of one kind that are under way and wait for the same thing. A group's call counts once.
+    """The running calls of one kind that wait for one thing. A group's call counts once.
 
     `call`: "publish", "replicate", "update", "prefetch", "fetch", "leave" (`unpublish`, `close` and the like), "retain",
     "pin", "unpin" or "rollback". `waits_for`:
 
     - "ranks": other ranks of the group, which have not called yet.
-    - "version": a version that can be fetched; nothing that fits is published, or nobody holds it now.
+    - "version": a version that can be fetched; no published version fits, or it has no holder now.
     - "successor": another holder of a retained version, which the caller holds last.
     - "before_write": a rank that is not ready to be overwritten; its `before_write` runs.
     - "source": a worker to read from.
@@ -560,16 +561,15 @@ class CallsSummary:
     - "holders": holders that have not acknowledged yet that they keep the version.
     - "store": the coordinator's store.
 
-    `longest_s`: for how long nothing has come of the one that has stood still longest. The call itself, a chosen version,
-    new bytes and a rank's vote end a standstill. A call that waits for chunks, and stands still for more than a few seconds,
-    is stalled.
+    `longest_s`: the longest time without progress of any of these calls. The call itself, a chosen version, new bytes and
+    a rank's vote are progress. A call that waits for chunks without progress for more than a few seconds is stalled.
     """
 
     call: Name
     waits_for: Name
     count: U64
     longest_s: Seconds
-    who: Name  # the group of the one that has stood still longest; of a leave the worker, of the last four kinds nobody
+    who: Name  # the group of the call with `longest_s`; of a leave the worker, of the last four kinds ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,7 +630,7 @@ def parse_address(address: object) -> tuple[str, int]:
 
 
 def _brackets(address: object) -> str:
-    """What to write instead of an address whose IPv6 host is not in brackets, if it is one."""
+    """Advice for an address with an IPv6 host without brackets; empty for any other address."""
     place = address.removeprefix("tcp://") if isinstance(address, str) else ""
     host, _, port = place.rpartition(":")
     for each, its_port in ((host, port), (place, "PORT")):

@@ -1,6 +1,6 @@
-"""MessagePack from others, read so that it costs no more than its bytes: array by array, scalar by scalar.
+"""A peer's MessagePack, read at a cost proportional to its bytes: array by array, scalar by scalar.
 
-Responsible for the limits of the unpacker. Not responsible for what is expected next: its callers say that.
+Responsible for the limits of the unpacker. Not responsible for the expected types: its callers know them.
 """
 
 from __future__ import annotations

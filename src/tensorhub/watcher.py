@@ -21,7 +21,7 @@ class Watcher(Unpicklable):
     """
 
     def __init__(self, worker: CallersWorker, thread: ThreadPort, model: str, keeps: object) -> None:
-        """`keeps`: stays open as long as somebody holds this."""
+        """`keeps`: stays open as long as this watcher is referenced."""
         self._keeps = keeps
         self._wakeup = thread.mode.waiter()
         self._box: list[VersionInfo | None] = [None]
@@ -61,7 +61,7 @@ class Watcher(Unpicklable):
 
 
 class _Listener:
-    """Holds no reference to its watcher, so that a watcher that nobody iterates any more goes away."""
+    """Holds no reference to its watcher, so that a watcher that is no longer iterated is freed."""
 
     def __init__(self, box: list[VersionInfo | None], losses: list[LeaseLost], wakeup: Waiter) -> None:
         self._box = box
@@ -73,7 +73,7 @@ class _Listener:
         self._wakeup.set()
 
     def lost(self, error: LeaseLost) -> None:
-        """The coordinator has lost its state: what is newest begins anew, and whoever iterates hears of that first."""
+        """The coordinator has lost its state: versions begin anew, and the iteration raises `error` first."""
         self._box[0] = None
         self._losses[:] = [error]
         self._wakeup.set()

@@ -55,7 +55,7 @@ class Weights(Unpicklable):
     def __init__(
         self, handle: CallersHandle, memory: CallersMemory, worker: CallersWorker, thread: ThreadPort, *, keeps: object
     ) -> None:
-        """`keeps`: stays open as long as somebody holds this."""
+        """`keeps`: stays open as long as this handle is referenced."""
         self._keeps = keeps
         self._handle = handle
         self._memory = memory
@@ -138,8 +138,8 @@ class Weights(Unpicklable):
         as `unpublish`, before the body (LeaseLost also where nothing is published), and as `publish`. If one rank's body
         raises, the other ranks' publish ends with GroupAborted, and the number stays unused.
 
-        StaleWeightsWarning: the body has written none of the registered tensors, as far as can be seen; the version is
-        published all the same. `Options.stale_weights="error"` makes it a StateError, as if the body had raised it.
+        StaleWeightsWarning: the body has apparently written none of the registered tensors; the version is still
+        published. `Options.stale_weights="error"` makes it a StateError, as if the body had raised it.
         """
         return Block(self._mutate(version, timeout), "weights.mutate")
 
@@ -190,11 +190,11 @@ class Weights(Unpicklable):
     async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill the memory, which must hold no version, with a version.
 
-        `selector`: a number; "latest", the newest that was ever published, which is waited for where nobody holds it now;
-        "latest-1", the one before; or "available", the newest that can be fetched now. "available" waits while nothing
-        was published; where nobody holds what was published it raises VersionUnavailable at once. It counts complete
-        copies of workers that the coordinator hears of, and the caller's own. It never replaces what a rank of the group
-        holds by an older version.
+        `selector`: a number; "latest", the newest version ever published, for which the call waits while it has no
+        holder; "latest-1", the version before; or "available", the newest version that can be fetched now. "available"
+        waits while no version was published; where no published version has a holder it raises VersionUnavailable at
+        once. It counts complete copies of workers that the coordinator hears of, and the caller's own. It never replaces
+        a version that a rank of the group holds by an older version.
 
         If the version that the call reads goes away, a call for a number fails. A call by selector is bound again, for the
         whole group, to the version that its selector names then, or waits for one until its deadline (`report.rebinds`).
@@ -219,17 +219,17 @@ class Weights(Unpicklable):
         staged: bool = False,
         timeout: float | None = None,
     ) -> FetchReport:
-        """Replace what the memory holds by a version; `report.changed` is False if it holds that content already.
+        """Replace the version in memory by a version; `report.changed` is False if it holds that content already.
 
         `selector`: as `replicate`. `at_least` waits for that number. `before_write` is awaited here, in the caller's task,
         once version and source are certain and before the first byte changes; a call that is bound again (`replicate`)
-        does not repeat it. Up to then an error leaves the old version
-        published; after it the memory is torn. `staged`: the new version is filled into host memory first
+        does not repeat it. Up to then an error leaves the old version published; after it the memory is torn.
+        `staged`: the new version is filled into host memory first
         (`Options.host_memory_bytes`, else StateError), then `before_write` is awaited, and the memory is only overwritten
-        once all ranks have all of it: an error leaves the old version published. What was prefetched is copied, not read.
+        once all ranks have all of it: an error leaves the old version published. Prefetched bytes are copied, not read.
         Raises as `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old version is still
-        being read), both with it still published, MutabilityViolation (it was written; unpublish() first), and whatever
-        `before_write` raises.
+        being read), both with it still published, MutabilityViolation (it was written; unpublish() first), and the errors
+        of `before_write`.
         """
         selector = check_selector(selector)
         if at_least is not None:
@@ -272,9 +272,9 @@ class Weights(Unpicklable):
     async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill host memory with a version (`selector`: as `replicate`), while the current one stays in use.
 
-        All ranks of the group call it. It may run beside one other call of this handle. The copy serves other readers; the
-        next `update` to that version copies from it what it has, even if it is not complete, and frees it, as an update to
-        another version does. A second prefetch replaces the first. `report.changed` is False if the version is held already.
+        All ranks of the group call it. It may run beside one other call of this handle. The copy serves other readers. The
+        next `update` to that version copies the filled part, and frees the copy; an update to another version frees it,
+        too. A second prefetch replaces the first. `report.changed` is False if the version is held already.
         Raises StateError (no `Options.host_memory_bytes`, or too few of them for the shard; the other ranks' calls end with
         GroupAborted), and as `replicate`; the tensors stay as they are.
         """
@@ -285,14 +285,14 @@ class Weights(Unpicklable):
         return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
     async def close(self, abandon: bool = False) -> None:
-        """Take back what is published, as `unpublish` does, and give the registration up.
+        """Unpublish the version, as `unpublish` does, and give the registration up.
 
         With the last handle of this process (whatever it holds) the retained versions in its host memory are handed over to
-        other workers, too, as the process may end then. (Leaving the hub waits for nobody: close the handles before.)
+        other workers, too, as the process may end then. (Leaving the hub does not wait: close the handles before.)
 
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
-        as it was, and MutabilityViolation (it is closed, but its tensors were written while they were published). Of tensors
-        that were replaced or freed there is only a log event (`published_memory_written`): to close is what helps.
+        unchanged, and MutabilityViolation (it is closed, but its tensors were written while they were published). For
+        tensors that were replaced or freed there is only a log event (`published_memory_written`): closing is the remedy.
         """
         check_flag("abandon", abandon)
         close, is_moved = partial(self._worker.copies.close, abandon=abandon), bool(self._memory.moved())
@@ -301,7 +301,7 @@ class Weights(Unpicklable):
 
 
 def callers_level() -> int:
-    """How far up the stack, from whoever called this, the caller's own code is: for `warnings.warn`."""
+    """How far up the stack, from this function's caller, the user's own code is: for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("tensorhub", "contextlib"):
         level, frame = level + 1, frame.f_back
