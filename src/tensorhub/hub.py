@@ -186,8 +186,8 @@ class Hub(Unpicklable):
         with a place in `sources` (`at[:, :512]`).
 
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (an entry of a mapping within it gets
-        a dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
-        is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
+        a dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`,
+        which is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
         A tensor that `get_extra_state`, or a class' own way of saving, returns in place is carried as a buffer is. Other
         state of the module is named by a LeftOutStateWarning. A DTensor is this rank's local part of it, in place: nothing
         is gathered (FSDP2: while the module is sharded, as it is after each backward, or after `reshard()`).
@@ -432,8 +432,8 @@ class Hub(Unpicklable):
         `rank`: the shard of a version of several ranks; None: the whole model, put together from all ranks that have
         parts of it, if their layout describes the parts (DTensors, `sources=`). `names`: only these tensors, by name or
         glob ("layers.0.*"), one or several; no other tensor is read (but the first reader of a version waits until the
-        publisher has digested the wanted bytes; with `rank`, the whole shard). `device`: a torch device, for the tensors in the
-        end; they arrive, and are verified, in host memory.
+        publisher has digested the wanted bytes; with `rank`, the whole shard). `device`: a torch device, for the tensors
+        in the end; they arrive, and are verified, in host memory.
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
         lacks), StateError (arguments; no torch; a device that cannot be used; no memory), OperationTimeout, GroupAborted,
