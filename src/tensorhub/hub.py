@@ -187,10 +187,10 @@ class Hub(Unpicklable):
 
         `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (an entry of a mapping within it gets
         a dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`,
-        which is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
-        A tensor that `get_extra_state`, or a class' own way of saving, returns in place is carried as a buffer is. Other
-        state of the module is named by a LeftOutStateWarning. A DTensor is this rank's local part of it, in place: nothing
-        is gathered (FSDP2: while the module is sharded, as it is after each backward, or after `reshard()`).
+        which is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are
+        left out. A tensor that `get_extra_state`, or a class' own way of saving, returns in place is carried as a buffer
+        is. Other state of the module is named by a LeftOutStateWarning. A DTensor is this rank's local part of it, in
+        place: nothing is gathered (FSDP2: while the module is sharded, as it is after each backward, or after `reshard()`).
 
         `sources`: the published parts of a tensor, where names or parts differ from the published ones. It maps names to
         entries, or is a function of a name that returns an entry (None: no entry). A publisher states the shapes:
