@@ -1,12 +1,14 @@
-"""When a reader would be done at a source: it is sent to the one in its site with the earliest estimated finish.
+"""The estimated finish of a reader at a source: a reader is sent to the source in its site with the
+earliest finish.
 
-`finish = bytes / the share of the source's uplink that the reader would get + hops`. A hop takes a latency and one chunk's
-time: a chunk is passed on when it is whole. That one rule gives chains when uplinks are the limit (a source with a child
-offers half, a partial replica without one offers all), shallow trees when latency is, and near copies before far ones. A
-slow source offers a part only, as if so many shared it: so slow workers stand at the ends of chains. Only who has no source
-in his site reads from another one, whatever the estimate: no two groups bring a byte into a site. What links carry is known
-to `links`, and who is slow to `slowness`; `sources` finds the best source. Not responsible for who is a source: the caller
-leaves out what must not be read.
+`finish = bytes / the share of the source's uplink that the reader would get + hops`. A hop takes a
+latency and one chunk's time: a chunk is passed on when it is whole. That one rule gives chains when
+uplinks are the limit (a source with a child offers half, a partial replica without one offers all),
+shallow trees when latency is, and near copies before far ones. A slow source offers a part only, as
+if so many shared it: so slow workers stand at the ends of chains. Only a reader without a source in
+its site reads from another site, whatever the estimate: no two groups bring a byte into a site.
+`links` knows the rates of links, and `slowness` the slow workers; `sources` finds the best source.
+Not responsible for the set of sources: the caller leaves out holdings that must not be read.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ class Wanted:
 
 
 class Load(NamedTuple):
-    """What makes a source slower than its distance. `readers`: how many share its uplink already. `slowness`: its own, or
-    that of somebody through whom it is filled, as a power of two. `yielding`: how many more read there and leave
-    its uplink to others: only a reader in another site has to share with them.
+    """The load of a source. `readers`: how many share its uplink already. `slowness`: its own, or
+    that of a source upstream of it, as a power of two. `yielding`: how many more readers leave its
+    uplink to other readers: only a reader in another site has to share with them.
     """
 
     readers: int
@@ -38,8 +40,9 @@ class Load(NamedTuple):
 
 
 def finish_s(apart: Distance, load: Load, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
-    """Seconds until a reader would be done at a source. `apart`: the distance between the two. `depth`: hops from the source
-    to a complete copy. `rates`: bytes per second of a link, by distance. (Nobody's link is used within a host.)
+    """Seconds until a reader would be done at a source. `apart`: the distance between the two.
+    `depth`: hops from the source to a complete copy. `rates`: bytes per second of a link, by
+    distance. (Within a host no link is used.)
     """
     rate = rates[apart]
     readers = load.readers + (load.yielding if apart is Distance.FAR else 0)

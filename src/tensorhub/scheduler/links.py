@@ -6,16 +6,18 @@ still filling, or was not the only one: the reader may have waited for something
 just into these bounds. So shared links are not taken for slow, slow links are not taken for fast because nobody has had one
 alone, and no average has to be tuned.
 
-A distance's rate is the lower median of the newest votes and of the assumed rate. So one reader alone cannot make it large,
-and a few that lie among many change nothing. Why the lower one? Errors are not alike. Links that are taken for too slow make
-a longer chain than is best, which costs some latencies. Links that are taken for too fast make readers share a source, and
-all of them take several times as long. So the assumed rates, too, are those of modest networks. (Within a host there is no
-uplink: all share its memory and its cores, whoever reads from whom.)
+A distance's rate is the lower median of the newest votes and of the assumed rate. So one reader
+alone cannot make it large, and a few that lie among many change nothing. Why the lower one? Errors
+are not alike. Links that are taken for too slow make a longer chain than is best, which costs some
+latencies. Links that are taken for too fast make readers share a source, and all of them take
+several times as long. So the assumed rates, too, are those of modest networks. (Within a host there
+is no uplink: all its workers share its memory and its cores.)
 
 Rates belong to distances, not to pairs or workers. A reader meets few sources, each perhaps once, and what it says of one
 source would be believed of that source alone. A slow machine is thus one vote; `slowness` finds it.
 
-Responsible for what is believed. Not responsible for what follows from it (`choice`), nor for who may speak (the caller).
+Responsible for the estimated rates. Not responsible for their use (`choice`), nor for the right to
+report (the caller).
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class FlowMeter:
             self._seconds = max(self._seconds, now - self._began_at)
 
     def flow(self, lease: str) -> Flow | None:
-        """What is told of it, once it has lasted long enough to tell something."""
+        """The flow to report, once the transfer has lasted long enough to tell something."""
         return Flow(lease, self._nbytes, self._seconds) if self._seconds >= SECONDS_MIN else None
 
 

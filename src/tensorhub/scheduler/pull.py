@@ -1,4 +1,5 @@
-"""The reader's side of one shard: which chunk is asked of whom, and what has been verified.
+"""The reader's side of one shard: which chunk is asked of which source, and which chunks are
+verified.
 
 Theory of operation
 -------------------
@@ -26,8 +27,9 @@ first.
 A source may bring only some of the chunks: one rank of another layout holds no more. It is asked for nothing else. Sources
 take turns only with those that bring some of the same chunks.
 
-So a chunk that nobody has yet is waited for at some source, and no chunk stays bound to a source that lacks it while another
-source has it. Readers that fill from one another complete one another, whatever cycles they form (R9).
+So a chunk that no source has yet is waited for at some source, and no chunk stays bound to a source
+that lacks it while another source has it. Readers that fill from one another complete one another,
+whatever cycles they form (R9).
 
 Responsible for the books only: lanes, sockets, digests and time belong to `runtime.data.lanes`.
 """
@@ -74,7 +76,8 @@ SOURCE_TABLE: Final[Mapping[SourceState, frozenset[SourceState]]] = {
 @dataclass(slots=True)
 class _Source:
     state: SourceState = SourceState.LIVE
-    in_flight: set[int] = field(default_factory=set)  # exactly the chunks whose books name this source
+    # the chunks it had when it lacked something; None: all, or it is unknown
+    in_flight: set[int] = field(default_factory=set)
     has: Runs | None = None  # what it had when it lacked something; None: everything, or nobody knows
     turn: int = 0  # when it was asked last; 0: never, its lane is not up
     bytes_read: int = 0  # payload that its lane took in, discarded included
@@ -133,14 +136,14 @@ class Pull:
         self._story.tell("source", lease, "complete" if complete else "filling")
 
     def drop_source(self, lease: LeaseId) -> None:
-        """Ask nothing more of this source. What is in flight there stays so until its lane has ended."""
+        """Ask nothing more of this source. Its chunks in flight stay so until its lane has ended."""
         source = self._source(lease)
         if source.state is SourceState.LIVE:
             self._step(lease, source, SourceState.LEAVING)
 
     def lane_ended(self, lease: LeaseId) -> tuple[int, ...]:
-        """Nobody writes for this source any more: what was in flight there is wanted again. Returns those
-        chunks.
+        """The lane of this source has ended and writes no more: its chunks in flight are wanted
+        again. Returns those chunks.
         """
         source = self._source(lease)
         if source.state is SourceState.ENDED:
@@ -167,9 +170,11 @@ class Pull:
     # ------------------------------------------------------------------------------------------------- chunks
 
     def next_batch(self, lease: LeaseId, bytes_max: int) -> tuple[int, ...]:
-        """Chunks to ask of this source now, ascending: the lowest wanted one for it, then others up to `bytes_max`.
+        """Chunks to ask of this source now, ascending: the lowest wanted one for it, then more up
+        to `bytes_max`.
 
-        Empty: the source is leaving, every chunk is verified or in flight somewhere, or other sources have what is wanted.
+        Empty: the source is leaving, every chunk is verified or in flight somewhere, or other
+        sources have the wanted chunks.
         """
         source = self._source(lease)
         if source.state is not SourceState.LIVE:

@@ -26,8 +26,8 @@ def patience_s(stall_timeout_s: float) -> float:
 
 
 class Requests:
-    """Those of one lane. `patience_s`: a source that lacks the rest for so long, and gets none of it meanwhile, is given up,
-    unless others lack it as well.
+    """The requests of one lane. `patience_s`: a source that lacks the remaining chunks for so long,
+    and gets none of them meanwhile, is given up, unless all other sources lack them as well.
     """
 
     def __init__(self, pull: Pull, lease: LeaseId, patience_s: float = inf) -> None:
@@ -54,7 +54,8 @@ class Requests:
         return batches
 
     def lacked(self, chunks: Iterable[int], has: Runs, now: float) -> str:
-        """The source lacks these chunks: another source may bring them. If nobody has them, they are waited for here.
+        """The source lacks these chunks: another source may bring them. If no source has them, they
+        are waited for here.
 
         Returns why the source is given up, or nothing.
         """
@@ -65,7 +66,9 @@ class Requests:
         return f"it has lacked the rest for {self._patience_s:g} s, and has got none of it" if given_up else ""
 
     def arrived(self, good: Iterable[Named], bad: Iterable[int]) -> None:
-        """These are in the destination, with their digests or with others."""
+        """These chunks are in the destination, `good` with the right digests and `bad` with wrong
+        ones.
+        """
         self._lacks_since = inf
         right = [chunk for chunk, _ in good]
         self._answered({*right, *bad})
@@ -78,8 +81,9 @@ class Requests:
     def sort_out(
         arrived: Iterable[Named], made: Mapping[int, int], published: Mapping[int, int], *, is_digested: bool
     ) -> tuple[list[Named], list[int]]:
-        """Which of these chunks have their digest, and which have not. `made`: the digests of what is in the destination;
-        `published`: what some chunks must have as digest, whatever their source says.
+        """Which of these chunks have their digest, and which have not. `made`: the digests of the
+        bytes in the destination; `published`: the digests that some chunks must have, whatever
+        their source says.
         """
         good: list[Named] = []
         bad: list[int] = []

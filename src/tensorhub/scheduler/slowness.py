@@ -1,18 +1,21 @@
-"""Which workers are slower than others: what the transfers between two of them have shown of both.
+"""Which workers are slower than most: each transfer between two workers tells something of both.
 
-Theory of operation. A transfer goes over two workers' links. If it waits for nothing else and carries little, one of the two
-is slow, and it does not say which. So it is held against a worker if the other one can do clearly more: if that one has
-*shown* so, as reader or as source, with somebody else. (Links are as fast in both directions, mostly.) It is held against
-that worker until it has shown more itself, with anybody.
+Theory of operation. A transfer goes over two workers' links. If it waits for nothing else and
+carries little, one of the two is slow, and it does not say which. So it is held against a worker if
+its peer can do clearly more: if the peer has *shown* so, as reader or as source, with a third
+worker. (Links are as fast in both directions, mostly.) It is held against the worker until it has
+shown more itself, with any peer.
 
-A worker's own word, as the reader, is enough. What readers say of a source counts once two of them say it, so that no reader
-has a source avoided. Nor does praise help: nobody is compared with more than the rate that most workers tell of links over
-that distance (`links`). Slowness heals: a slow worker reads on, and shows what it can.
+A worker's own word, as the reader, is enough. What readers say of a source counts once two of them
+say it, so that no reader has a source avoided. Nor does praise help: no worker is compared with
+more than the rate that most workers tell of links over that distance (`links`). Slowness heals: a
+slow worker reads on, and shows what it can.
 
 It is told as the nearest power of two, so that a worker's changes seldom, and the order of sources with it. Only transfers
 within a site tell something: within a host no link is used, and across sites another one is the limit.
 
-Responsible for what is believed. Not responsible for what follows from it (`choice`), nor for who may speak (the caller).
+Responsible for the estimated slowness. Not responsible for its use (`choice`), nor for the right to
+report (the caller).
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from typing import NamedTuple
 from tensorhub.scheduler.links import RATE_MAX, SECONDS_MIN, VOTE_S, Distance, bounded
 
 CLEARLY = 1.5  # times as fast: rates that differ by less are taken for equal
-SLOWNESS_MAX = 5  # who is slower than others by more than this power of two counts as so slow
-PEERS_MAX = 16  # with whom a worker was met: the newest ones
+SLOWNESS_MAX = 5  # a worker that is slower by more than this power of two counts as so slow
+PEERS_MAX = 16  # a worker's remembered peers: the newest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class _Met:
 
 
 class _Charge(NamedTuple):
-    """What is held against a worker: at that time it was slower than one who could do so much."""
+    """One piece of evidence against a worker: at that time it was slower than a peer that could do
+    so much.
+    """
 
     said_at: float
     able: float
@@ -51,8 +56,9 @@ class Slowness:
     """What is known of workers' links."""
 
     def __init__(self) -> None:
-        self._met: dict[str, dict[str, _Met]] = {}  # by worker, by the other one, the oldest first; PEERS_MAX each
-        self._slow: dict[str, int] = {}  # what was told last, of those that were slow
+        # by worker, by its peer, the oldest first; PEERS_MAX each
+        self._met: dict[str, dict[str, _Met]] = {}
+        self._slow: dict[str, int] = {}  # the slowness reported last, of workers that were slow
 
     def __repr__(self) -> str:
         return f"<Slowness: {len(self._met)} workers>"
@@ -60,8 +66,9 @@ class Slowness:
     def heard(
         self, reader: str, source: str, apart: Distance, nbytes: int, seconds: float, sharers: int | None, now: float
     ) -> None:
-        """So many bytes came to `reader` from `source` in so many seconds, while at most `sharers` readers shared that one.
-        None: it may have waited for something else than the two.
+        """So many bytes came to `reader` from `source` in so many seconds, while at most `sharers`
+        readers shared the source. None: the transfer may have waited for something else than these
+        two workers.
         """
         if seconds < SECONDS_MIN or apart in (Distance.HOST, Distance.FAR):
             return
@@ -70,7 +77,7 @@ class Slowness:
         shown, limited_at, before = least, now, self._met.get(reader, {}).get(source)
         if before is not None and before.as_reader and before.said_at + VOTE_S > now:
             if sharers is None and CLEARLY * least <= before.shown:
-                return  # this says nothing new, and must not keep what is old alive
+                return  # this report says nothing new, and must not keep an old one alive
             shown = min(max(before.shown, least), most)
             if sharers != 1 and least <= CLEARLY * before.most and before.most < most:
                 most, limited_at = max(shown, before.most), before.limited_at  # that it has shared or waited refutes nothing
@@ -87,7 +94,9 @@ class Slowness:
         self._slow.pop(worker, None)
 
     def of(self, worker: str, rates: Sequence[float], now: float) -> int:
-        """How many times slower than others it is now, as a power of two. 0: it is not. `rates`: of links, by distance."""
+        """How many times slower than most it is now, as a power of two. 0: it is not. `rates`: of
+        links, by distance.
+        """
         met = self._fresh(worker, now)
         by_itself, by_readers = list[_Charge](), list[_Charge]()
         for other, each in met.items():

@@ -1,17 +1,19 @@
 """The sources of one content, kept in order, so that the best one for a reader is found without a look at all of them.
 
-Theory of operation. `choice` estimates when a reader would be done at a source. Where links carry what their distance
-carries, the estimate depends on three things of a source: how far away it is, its load (how many readers share it, and how
-slow it is), and its depth. So sources are kept in a tree site / rack / host. Each node has, for each load, a sorted list: a
-host of its sources, the others of their children, by the best source of each. A reader's candidates are then the firsts of a
-few lists along the way from its host to the root, each without the child that was looked at already.
+Theory of operation. `choice` estimates when a reader would be done at a source. Where links carry
+what their distance carries, the estimate depends on three things of a source: how far away it is,
+its load (how many readers share it, and how slow it is), and its depth. So sources are kept in a
+tree site / rack / host. Each node has, for each load, a sorted list: a host has one of its sources,
+a rack or site one of its children, by the best source of each. A reader's candidates are then the
+firsts of a few lists along the way from its host to the root, each without the child that was
+looked at already.
 
 A change costs a few insertions in sorted lists, a choice a few looks. Neither grows with the number of sources, but for the
 number of different loads, which is small. Where the reader refuses the best ones, the next ones are looked at in
 order, so that a reader whom many sources have failed looks at each of them once.
 
-Responsible for the order. Not responsible for who is a source, nor for who must not be read by a certain reader: the caller
-says so of the few that are met (`refuses`).
+Responsible for the order. Not responsible for the set of sources, nor for what a certain reader
+must not read: the caller answers that for the few sources that are met (`refuses`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Rank = tuple[int, int]  # depth, and how new it is, negated: of equals the newes
 
 
 class Standing(NamedTuple):
-    """What the order depends on. `number`: larger is newer; no two sources have the same."""
+    """The properties of a source that the order depends on. `number`: larger is newer; each source
+    has its own.
+    """
 
     location: Location
     transports: frozenset[str]
