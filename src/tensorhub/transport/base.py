@@ -3,7 +3,7 @@
 A *channel* is one reader's way to one source under one read lease. A blocking thread (the lane) drives it, or several, up to
 `Transport.lanes` (of several channels to one source, `transport.parallel` makes one):
 
-    channel = transport.open(...)        connect, prove who is who
+    channel = transport.open(...)        connect, authenticate both sides
     channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
     channel.receive(n)                   block until some of them are in the destination, in any order, or the source says
                                          that it lacks them
@@ -50,8 +50,8 @@ Reason = Literal["lost", "stalled", "refused", "starved", "corrupt", "unreachabl
 
 
 class ReadFailure(Exception):
-    """A source cannot be read, or no longer. `chunk`: the one whose digest is wrong, if `reason` is "corrupt".
-    `bytes_discarded`: payload that arrived for chunks that no `receive` will name.
+    """A source cannot be read, or no longer. `chunk`: the chunk with a wrong digest, if `reason` is
+    "corrupt". `bytes_discarded`: payload that arrived for chunks that no `receive` will name.
     """
 
     def __init__(self, reason: Reason, detail: str, chunk: int | None = None, bytes_discarded: int = 0) -> None:
@@ -62,7 +62,9 @@ class ReadFailure(Exception):
         self.bytes_discarded = bytes_discarded
 
     def alone(self) -> ReadFailure:
-        """The same without its traceback, to be kept: that holds what its frames had, and so the destination."""
+        """A copy without the traceback, to be kept: a traceback holds its frames' objects, and so
+        the destination.
+        """
         return ReadFailure(self.reason, self.detail, self.chunk, self.bytes_discarded)
 
 
@@ -73,7 +75,9 @@ class Unusable(Exception):
 
 
 class NotShared(Unusable):
-    """This transport does not work for this registration. It may work for others of the same worker: nothing is wrong."""
+    """This transport does not work for this registration. It may work for other registrations of
+    the worker: nothing is wrong.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class ReadRight:
     """What entitles a reader to read. Each request names it, and the owner checks it."""
 
     lease: LeaseId
-    incarnation: Incarnation  # the source's: nobody else may answer
+    incarnation: Incarnation  # the source's: no other process may answer
     registration: RegistrationId
     generation: int
     content_id: ContentId
@@ -110,7 +114,9 @@ class Destination(Protocol):
         """Whether chunks have neither `buffer` nor `address`, but `incoming`."""
 
     def strips(self, chunk: int) -> tuple[Strip, ...]:
-        """Of a strided destination: where a chunk is in its regions, which are also a source's of the same layout."""
+        """Of a strided destination: where a chunk is in its regions, which a source of this layout
+        has, too.
+        """
 
     def incoming(self, chunk: int) -> Generator[list[memoryview]]:
         """Room for the bytes of a chunk of a strided destination, in order, in lists of writable views. When the next list
@@ -125,7 +131,9 @@ class Destination(Protocol):
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """The whole destination as ascending (address, bytes), for those who register memory. A chunk lies in one."""
+        """The whole destination as ascending (address, bytes), for transports that register memory.
+        A chunk lies in one.
+        """
 
 
 @runtime_checkable
@@ -136,8 +144,8 @@ class Scattering(Protocol):
         """Copy the bytes at that address of the device, of these chunks one behind the other, to where they belong."""
 
     def take_in(self, chunks: Sequence[int], at: int, gathered: Sequence[Spread] = ()) -> Mapping[int, int]:
-        """The same, once the device has gathered these rows there, and digested the chunks. Returns their digests: none, if
-        this memory has none.
+        """As `scatter`, once the device has gathered these rows there, and digested the chunks.
+        Returns their digests: none, if this memory has none.
         """
 
 
@@ -196,13 +204,15 @@ class Transport(Protocol):
         """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
 
     def serve(self) -> OwnerSide | None:
-        """A new owner's side. A worker asks for one, once, for all its incarnations. None: nobody is served this way."""
+        """A new owner's side. A worker asks for one, once, for all its incarnations. None: no
+        reader is served this way.
+        """
         return None
 
 
 def can_fill(transport: Transport, destination: Destination) -> bool:
-    """Whether a transport reads into it. What is read into a strided one is of several pieces at the source as well, or of a
-    selection.
+    """Whether a transport reads into a destination. The bytes for a strided destination are in
+    several pieces at the source as well, or belong to a selection.
     """
     is_placed = destination.device is None or isinstance(destination, Scattering)
     if destination.is_strided and not (transport.strides and is_placed):
@@ -215,7 +225,7 @@ class Keeping(Protocol):
     """What a transport implements as well if it keeps something between reads, such as connections. For any thread."""
 
     def sweep(self) -> None:
-        """Let go of what was not used for a while. Called now and then."""
+        """Let go of things that were not used for a while. Called now and then."""
 
     def close(self) -> None:
         """Let go of all that no channel uses, and keep nothing from now on. No channel is opened after this."""

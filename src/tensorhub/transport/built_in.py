@@ -15,6 +15,7 @@ TRANSPORTS.add("cuda_ipc", CudaIpcTransport, place=5)
 TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
 TRANSPORTS.add("rdma", RdmaTransport, place=40)
-# UCX lets whoever reaches its ports write memory, so nobody has it without having asked for it.
+# UCX lets every process that reaches its ports write memory, so nixl is used only where it is asked
+# for.
 TRANSPORTS.add("nixl", NixlTransport, place=50, only_by_name=True)
 TRANSPORTS.add("tcp", TcpTransport, place=90)

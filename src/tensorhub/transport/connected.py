@@ -1,4 +1,4 @@
-"""What all transports have in common whose two sides talk over the workers' own connection."""
+"""The common base of transports whose two sides talk over the workers' own connection."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class ConnectedTransport(Transport):
         self._peers = Peers(local, self.dialect)
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect, prove who is who, and set up a channel; see `Transport.open`. If that fails, the connection ends,
-        unless the source has said that this registration is not read this way (NotShared).
+        """Connect, authenticate both sides, and set up a channel; see `Transport.open`. If that
+        fails, the connection ends, unless the source has said that this registration is not read
+        this way (NotShared).
         """
         if (destination.is_strided or right.selection is not None) and not self.strides:
             raise NotShared("chunks of several pieces of memory are not read this way: tcp reads them")

@@ -1,8 +1,9 @@
-"""What only the readers and owners of one transport say to each other.
+"""The messages between the readers and owners of one transport.
 
-A transport declares the messages in its own directory, as dataclasses like those of `tensorhub.messages`, and numbers them
-in a `Dialect`. The transport's reader and its `OwnerSide` name that dialect. On the wire such a message is the body of a
-TransportRequest or a TransportReply, so nobody but the two sides of the transport knows of it.
+A transport declares the messages in its own directory, as dataclasses like those of
+`tensorhub.messages`, and numbers them in a `Dialect`. The transport's reader and its `OwnerSide`
+name that dialect. On the wire such a message is the body of a TransportRequest or a TransportReply,
+so only the two sides of the transport know of it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Dialect:
         return TransportReply(request, self.transport, self.from_owner.encode(message))
 
     def message(self, said: FromReader | FromOwner) -> Any:
-        """The message of this dialect in what was said. ProtocolError: there is none."""
+        """The dialect's message inside a message. ProtocolError: there is none."""
         match said:
             case TransportRequest(transport=self.transport):
                 return decode(said.body, self.from_reader)

@@ -1,7 +1,7 @@
 """The generation words of one worker's registrations. One-sided readers look at them.
 
-A reader copies first. Then it looks at the word, and at the nonce beside the words (R3). If both are unchanged, nobody had
-been told by then that these bytes may be overwritten.
+A reader copies first. Then it looks at the word, and at the nonce beside the words (R3). If both
+are unchanged, no writer had been told by then that these bytes may be overwritten.
 
 Memory order: the owner stores the word before its later writes, and the reader looks at the word after its copy. On x86-64,
 every processor sees stores in the order in which they were made, those of several threads included, and loads are done in

@@ -1,4 +1,4 @@
-"""What a transport keeps for its next reads, and lets go of when nobody has used it for a while."""
+"""Things that a transport keeps for its next reads, and drops when they were not used for a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-KEPT_S = 60.0  # of what nobody uses
+KEPT_S = 60.0  # without use
 
 
 class Kept(Generic[K, V]):
@@ -40,7 +40,7 @@ class Kept(Generic[K, V]):
             self._kept[key] = time.monotonic(), value
 
     def find_or_make(self, key: K, is_good: Callable[[V], bool], make: Callable[[], V]) -> V:
-        """The same, or a new one. One thread at a time makes one."""
+        """The kept value, or a new one. One thread at a time makes one."""
         with self._lock:
             value = self.find(key, is_good)
             if value is None:
@@ -49,7 +49,7 @@ class Kept(Generic[K, V]):
         return value
 
     def sweep(self, kept_s: float) -> None:
-        """Let go of what was not used for so long."""
+        """Drop values that were not used for so long."""
         before = time.monotonic() - kept_s
         with self._lock:
             self._kept = {key: each for key, each in self._kept.items() if each[0] > before}

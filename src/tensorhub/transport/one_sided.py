@@ -53,7 +53,9 @@ class Piece(NamedTuple):
 
 
 def cut_up(pieces: Sequence[Piece], call_bytes: int = CALL_BYTES) -> Iterator[list[Piece]]:
-    """The same pieces in the same order, grouped by system call: at most `call_bytes` and CALL_PIECES_MAX pieces in each."""
+    """The pieces in their order, grouped by system call: at most `call_bytes` and CALL_PIECES_MAX
+    pieces in each.
+    """
     call: list[Piece] = []
     room = call_bytes
     for piece in pieces:
@@ -117,7 +119,7 @@ class Translated:
         raise OSError(errno.EFAULT, "it is in nothing that was shared")
 
     def _block_here(self, block: Block) -> Block:
-        """The same block by its addresses here. OSError: a byte of it is not mapped."""
+        """The block by its addresses here. OSError: a byte of it is not mapped."""
         below, above = bounds(block)
         return block._replace(cells=[self._here(cell + below, above - below) - below for cell in block.cells])
 
@@ -150,7 +152,8 @@ class OneSidedChannel:
         self._right = client.right
         self._destination = destination
         self._cutter = client.cutter
-        self._turn = threading.Lock()  # guards what follows; one thread listens, the others wait for what it hears
+        # guards the attributes below; one thread listens, other threads wait for its messages
+        self._turn = threading.Lock()
         self._located: deque[_Located] = deque()  # chunks that no thread has taken yet
         self._rooms: Rooms | None = None  # of the destination's device
         if gathering is not None and destination.device is not None:

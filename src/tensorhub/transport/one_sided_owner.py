@@ -37,7 +37,7 @@ class OneSidedSession:
         self._connection.send(ChunksLie(request, places, self._memory.word_of(access)))
 
     def regions(self, asked: FindRegions) -> RegionsAre:
-        """Where regions are, for readers who may know. Raises as `answer`."""
+        """Where regions are, for readers that may know. Raises as `answer`."""
         if self.refusal:
             raise Unusable(self.refusal)
         memory = self._reader.find(asked.registration, asked.generation).memory

@@ -3,22 +3,23 @@
 A worker has one `OwnerSide` for each of its transports. An `OwnerSide` makes an `OwnerSession` for each reader's connection:
 
     side = transport.serve()             once per worker
-    side.endpoint(...)                   what others are told to connect to
+    side.endpoint(...)                   the address for readers
     session = side.session(reader)       a reader has named this transport for the first time
-    session.answer(request, asked)       the reader has said something of the transport's own dialect
+    session.answer(request, asked)       the reader has sent a message of the transport's own dialect
     session.serve(request, access, ...)  the reader wants these chunks, and may touch them until this returns
     session.close()                      the reader is gone, or has to go
 
 Every owner side keeps these rules:
 
-1. It touches memory only within `serve`. Otherwise it leaves the memory to readers that look at the generation word after
-   their copy (R3).
+1. It touches memory only within `serve`. Otherwise it leaves the memory to readers that look at the
+   generation word after their copy (R3).
 2. The digests that it sends are those of `ServedReader.digests_of`.
-3. What a reader says is hostile. It is checked before it is used, and it costs nobody else anything.
-4. Once `forget` has returned, nobody reads that registration's memory with this side's help.
+3. A reader's message is hostile. It is checked before it is used, and it costs no other reader
+   anything.
+4. Once `forget` has returned, no reader reads that registration's memory with this side's help.
 
-Responsible for the contract only. The worker decides who may read, and has the accesses, the digests and the connection. A
-side gets at them through `OwnedMemory` and `ServedReader`.
+Responsible for the contract only. The worker decides on permission to read, and has the accesses,
+the digests and the connection. A side gets at them through `OwnedMemory` and `ServedReader`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Endable(Protocol):
 
 
 class Lane:
-    """One reader's connection at its owner, as others see it."""
+    """One reader's connection at its owner, as the worker's other parts see it."""
 
     __slots__ = ("address", "connection", "is_local", "is_stopped", "lease", "not_given", "reader", "rests_from", "secret")
 
@@ -83,7 +84,8 @@ class Lane:
     def withheld(self) -> tuple[str, bool]:
         """Why this reader is given no memory to map or to open, and whether that is as it should be. "": it is given some.
 
-        A reader keeps what it has mapped. It sees what is written there later, whatever becomes of its token.
+        A reader keeps what it has mapped. It sees later writes there, whatever becomes of its
+        token.
         """
         if self.is_read_only:
             return "a read-only token gives no memory to map", True
@@ -98,7 +100,7 @@ class OpenMemory(NamedTuple):
 
 
 class OwnedMemory(Protocol):
-    """A worker's memory, and who may read it. For any thread."""
+    """A worker's memory, and the right to read it. For any thread."""
 
     @property
     def header(self) -> Header | None:
@@ -152,8 +154,8 @@ class OwnedMemory(Protocol):
         """
 
     def keep_digest(self, access: Access, memory: ChunkMemory, chunk: int, made: int) -> int:
-        """Keep this digest of a chunk of the access. Returns the one that counts, which is the first. CannotServe: as
-        `digests_of`.
+        """Keep this digest of a chunk of the access. Returns the digest that counts, which is the
+        first. CannotServe: as `digests_of`.
         """
 
 
@@ -203,11 +205,11 @@ class OwnerSession(Protocol):
         """
 
     def close(self) -> None:
-        """Release what was set up for this reader."""
+        """Release the resources of this reader."""
 
 
 class OwnerSide(Protocol):
-    """A transport's side at a worker whose memory is read. For any thread. Inherit from it to get the defaults."""
+    """A transport's side at an owner. For any thread. Inherit from it to get the defaults."""
 
     dialect: Dialect
     is_one_sided: bool = False  # its readers look at generation words
@@ -220,7 +222,9 @@ class OwnerSide(Protocol):
         return self.dialect.transport
 
     def endpoint(self, address: str, unix_address: str | None) -> str | None:
-        """The address for its readers: one of the worker's two listeners, or one of its own. None: nobody can connect."""
+        """The address for its readers: one of the worker's two listeners, or one of its own. None:
+        no reader can connect.
+        """
         return unix_address if self.shares_memory else address
 
     def session(self, reader: ServedReader) -> OwnerSession:
@@ -231,9 +235,11 @@ class OwnerSide(Protocol):
         return
 
     def release(self, memory: ChunkMemory) -> None:
-        """Nobody reads or fills this memory any more. Deregister what a device has registered of it."""
+        """Deregister what a device has registered of this memory, which is neither read nor filled
+        any more.
+        """
         return
 
     def close(self) -> None:
-        """This worker ends: nobody is served any more."""
+        """This worker ends: serve no reader any more."""
         return

@@ -1,14 +1,15 @@
 """Several connections to one source, driven as one channel: for paths on which one connection cannot use the line.
 
-A TCP connection that loses a packet sends less for many round trips. Over a WAN these are long, and several connections lose
-less together. One line after the other is opened, each by a thread of the lane that finds none free, while the first one is
-read already. A line is asked for what comes by it in half a second, and for more when some of that has come. So a fast line
-brings more than a slow one, and all end at about the same time.
+A TCP connection that loses a packet sends less for many round trips. Over a WAN these are long, and
+several connections lose less together. One line after the other is opened, each by a thread of the
+lane that finds none free, while the first one is read already. A line is asked for the bytes that
+it brings in half a second, and for more when some of them have come. So a fast line brings more
+than a slow one, and all end at about the same time.
 
-A further line is only a help. If it cannot be had, or ends, the other lines bring what it was asked for, and it is not
-opened again. The channel fails when its last line does.
+A further line is only a help. If it cannot be had, or ends, the other lines bring its chunks, and
+it is not opened again. The channel fails when its last line does.
 
-Not responsible for how many lines there are (`Transport.connections`), nor for what a line does.
+Not responsible for how many lines there are (`Transport.connections`), nor for the work of a line.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tensorhub.logs import get_logger
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, Unusable
 
 FIRST_BYTES = 2 * 2**20  # that a line is asked for before anything has come by it
-AHEAD_S = 0.5  # of what comes by it: for more than a round trip, but nobody shall wait long for a line that has become slow
+# of its bytes: for more than a round trip, but without a long wait for a line that has become slow
+AHEAD_S = 0.5
 
 log = get_logger("tensorhub.worker")
 
@@ -166,7 +168,9 @@ class ParallelChannel:
         return answer._replace(discarded_bytes=discarded)
 
     def _lost(self, line: _Line, failure: ReadFailure) -> bool:
-        """The others bring what it was asked for. False: there are none, and the failure is the channel's."""
+        """Let the other lines bring its chunks. False: there are none, and the failure is the
+        channel's.
+        """
         line.channel.close()  # first: nothing may write any more where others shall
         with self._lock:
             self._lines.remove(line)

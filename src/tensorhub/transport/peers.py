@@ -1,7 +1,7 @@
 """A reader's connections to owners. Each connection is proved once, and kept for the next read.
 
-Responsible for connecting and for the handshake, for which connection may be used again, and for how many are kept and for
-how long. Not responsible for what is said on them (`read_client`).
+Responsible for connecting and for the handshake, for which connection may be used again, and for
+how many are kept and for how long. Not responsible for their messages (`read_client`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Peers:
         self.dialect = dialect  # what is said on them
         self._local = local
         self._lock = threading.Lock()  # guards both
-        self._kept: list[Peer] = []  # the one that was used last at the end
+        self._kept: list[Peer] = []  # the most recently used one at the end
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -96,7 +96,9 @@ class Peers:
         _close(gone)
 
     def sweep(self) -> None:
-        """Close what was not used for a while. (An owner that needs a place takes it earlier.)"""
+        """Close connections that were not used for a while. (An owner that needs a place takes it
+        earlier.)
+        """
         before = time.monotonic() - KEPT_S
         with self._lock:
             gone = [peer for peer in self._kept if peer.used < before]

@@ -157,7 +157,7 @@ class ReadClient:
             del self._asked[request]
 
     def lacking(self, message: StillWaiting) -> Lacking:
-        """The request is over. The source lacks what was asked for and has not come."""
+        """The request is over. The source lacks the chunks that have not come."""
         chunks, end = self._asked.pop(message.request, None), 0
         if not chunks:
             raise ProtocolError(f"request {message.request} is ended, and was not asked, or is over")
@@ -181,7 +181,7 @@ def runs_of(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 class Failures:
     """Turns a connection's errors into the reason that the coordinator hears, and counts the bytes that arrived in vain.
-    After any failure the connection is not used again, because nobody knows what comes next on it. NotShared is none: the
+    After any failure the connection is not used again, because its next bytes are unknown. NotShared is none: the
     source has answered, and the next registration is asked about on the same connection.
     """
 

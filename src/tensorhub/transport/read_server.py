@@ -1,7 +1,8 @@
 """An owner's answers to one reader, in the lane's thread. Each request goes to the transport that it names.
 
-Responsible for which chunks are served under which access, and for refusals. Not responsible for how chunks get to the
-reader (`OwnerSession`), for who may read (`OwnedMemory`), nor for the connection's life.
+Responsible for which chunks are served under which access, and for refusals. Not responsible for
+how chunks get to the reader (`OwnerSession`), for permission to read (`OwnedMemory`), nor for the
+connection's life.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ class Local:
 
 
 class MeantTransportUnavailable(TransportUnavailable):
-    """Somebody has configured this transport without naming it in `transports=`, so its absence deserves a warning."""
+    """A user has configured this transport without naming it in `transports=`, so its absence
+    deserves a warning.
+    """
 
 
 TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing

@@ -1,7 +1,7 @@
 """Sockets for the data plane: listening, connecting, tuning.
 
-Responsible for sockets whose reads and writes block and are as fast as the kernel allows. Not responsible for what is said
-on them.
+Responsible for sockets whose reads and writes block and are as fast as the kernel allows. Not
+responsible for their messages.
 
 Congestion control: a path within this host never loses a packet, but bbr, a common default, paces it to about half of what
 it can carry. An unprivileged process may choose only from `tcp_allowed_congestion_control`, which always has reno. On such a
@@ -73,7 +73,7 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
     """A tuned blocking connection to "tcp://host:port". Raises ReadFailure("unreachable"), soon if it is cut; StateError:
     this process lacks something, such as descriptors.
 
-    The socket stays attached to the cutter; whoever closes it detaches it first.
+    The socket stays attached to the cutter; a caller detaches it before closing it.
     """
     deadline = time.monotonic() + timeout_s
     try:

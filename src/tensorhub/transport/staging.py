@@ -1,8 +1,9 @@
 """Staging: bytes of a GPU go through page-locked buffers to or from a socket, or a device that does not reach the GPU.
 
-The GPU copies one buffer while another one is on the wire. So each connection uses a few MiB of host memory, however much is
-sent. Responsible for the buffers, and for waiting until a copy is done before its bytes, or its buffer, are used. Not
-responsible for what is sent, nor for digests, which the GPU makes.
+The GPU copies one buffer while another one is on the wire. So each connection uses a few MiB of
+host memory, however much is sent. Responsible for the buffers, and for waiting until a copy is done
+before its bytes, or its buffer, are used. Not responsible for the bytes' meaning, nor for digests,
+which the GPU makes.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Staging:
 
 
 class Packing:
-    """Buffers of the host, through which many pieces of its own memory go to a device that reads what is in one piece."""
+    """Buffers of the host, through which many pieces of its own memory go to a device that reads
+    memory in one piece.
+    """
 
     device = None
 
@@ -130,7 +133,9 @@ class Rooms:
     """Memory of a device, in which chunks of many pieces are in one piece for a moment. For several threads."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        """`nbytes`: of what is there at a time. Each thread that needs such memory has so much of it."""
+        """`nbytes`: of the bytes in use at a time. Each thread that needs such memory has so much
+        of it.
+        """
         self._device = device
         self._nbytes = nbytes
         self._free: list[DeviceBytes] = []
@@ -140,7 +145,7 @@ class Rooms:
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """The address of memory that nobody else uses within the block. StateError: there is none."""
+        """The address of memory that has no other use within the block. StateError: there is none."""
         try:
             room = self._free.pop()
         except IndexError:
@@ -169,7 +174,9 @@ def _bytes_of(piece: Sequence[Place]) -> int:
 
 
 def cut_up(places: Sequence[Place], piece_bytes: int) -> Iterator[list[Place]]:
-    """The same bytes in the same order, `piece_bytes` at a time. Adjacent places become one, and none is empty."""
+    """The bytes in their order, `piece_bytes` at a time. Adjacent places become one, and none is
+    empty.
+    """
     piece: list[Place] = []
     room = piece_bytes
     for address, nbytes in places:

@@ -20,9 +20,10 @@ SMALL_BYTES = 4 * 2**20  # a caller that wants more at a time gets large calls, 
 class GilWatch:
     """Tells from the time that digests take whether another thread keeps the GIL.
 
-    Beside a thread that spins in Python, each return from a blocking call costs a switch interval (5 ms). Then a few large
-    calls are better than many small ones, although the bytes leave the cache. Asking the interpreter would cost another such
-    wait. A thread that lost its core for a moment looks the same, but not twice in a row.
+    Beside a thread that spins in Python, each return from a blocking call costs a switch interval
+    (5 ms). Then a few large calls are better than many small ones, although the bytes leave the
+    cache. Asking the interpreter would cost another such wait. A thread that lost its core for a
+    moment looks alike, but not twice in a row.
     """
 
     __slots__ = ("_slow",)
@@ -95,7 +96,9 @@ class StreamingDigests:
 
 
 def cut(views: Sequence[memoryview], call_bytes: int = HOT_BYTES) -> Iterator[list[memoryview]]:
-    """The same bytes in the same order, grouped by call: at most `call_bytes`, and BUFFERS_MAX views, none of them empty."""
+    """The bytes in their order, grouped by call: at most `call_bytes`, and BUFFERS_MAX views, none
+    of them empty.
+    """
     call: list[memoryview] = []
     room = call_bytes
     for view in views:

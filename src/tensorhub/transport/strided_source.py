@@ -52,7 +52,7 @@ class StridedSource:
 
 
 def _regions(client: ReadClient, strips: Iterable[Strip]) -> list[int]:
-    """The addresses of regions, as far as strips are in them."""
+    """The addresses of the regions in which strips are."""
     pages: set[int] = set()
     last = -1
     for strip in strips:

@@ -20,8 +20,8 @@ PREFIX = "unix:"
 
 
 def listen() -> socket.socket:
-    """A non-blocking listening socket with a name that nobody has. OSError: there are none here; StateError: this process
-    lacks something.
+    """A non-blocking listening socket with a new name. OSError: Unix sockets are missing here;
+    StateError: this process lacks something.
     """
     return listen_at(make(socket.AF_UNIX), "\0tensorhub-" + secrets.token_hex(16))
 
@@ -51,8 +51,9 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def why_not_given(uid: int, named: Collection[int]) -> str:
-    """Why a process of that user may not map this process' memory; "": it may. `named`: users who may, besides this user and
-    root. A user whom the kernel cannot name may be anybody, and so is refused even if this user has the same number.
+    """Why a process of that user may not map this process' memory; "": it may. `named`: users that
+    may, besides this user and root. A user that the kernel cannot name may be any user, and so is
+    refused even if this user has the same number.
     """
     mine = os.geteuid()
     if uid == UNMAPPED_UID:
@@ -66,15 +67,17 @@ def why_not_given(uid: int, named: Collection[int]) -> str:
 
 
 def given_to() -> str:
-    """Whose processes may map this process' memory, by `why_not_given`, as a text for people."""
+    """Users with processes that may map this process' memory, by `why_not_given`, as a text for
+    people.
+    """
     mine = os.geteuid()
     users = "root" if mine in (0, UNMAPPED_UID) else f"user {mine} and root"
     return f"for processes of {users} (others: Options.shared_memory_uids at the source) that have the full token"
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
-    """A blocking connection to "unix:name"; attached to the cutter, as by `tcp.connect`. Unusable: nobody listens there.
-    StateError: this process lacks something.
+    """A blocking connection to "unix:name"; attached to the cutter, as by `tcp.connect`. Unusable:
+    there is no listener. StateError: this process lacks something.
     """
     connection = make(socket.AF_UNIX)
     try:

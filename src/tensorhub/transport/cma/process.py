@@ -1,9 +1,10 @@
 """Cross-memory attach: a process copies out of another process' memory on the same host, by `process_vm_readv`.
 
-The reader's CPU makes one copy, and the other process takes no part. Its header tells it from every other process, and its
-generation words say whether it may still be read (`generation_words`).
+The reader's CPU makes one copy, and the other process takes no part. The header tells the process
+from every other, and the generation words say whether it may still be read (`generation_words`).
 
-Responsible for the copy and its limits. Not responsible for who is told where to read (`cma.owner`).
+Responsible for the copy and its limits. Not responsible for telling readers where to read
+(`cma.owner`).
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Process:
         gather(self.header.pid, made, here)
 
     def is_there(self) -> bool:
-        """Whether that process is the one that the header is of. OSError if it cannot be read."""
+        """Whether the process is the header's process. OSError if it cannot be read."""
         seen = ctypes.create_string_buffer(NONCE_BYTES)
         copy(self.header.pid, [Piece(ctypes.addressof(seen), self.header.address, NONCE_BYTES)])
         return seen.raw == self.header.nonce

@@ -54,7 +54,7 @@ class CmaTransport(ConnectedTransport):
 
 
 def _find(client: ReadClient) -> Header:
-    """The owner's process, once the reader has seen that it is the one that the owner means."""
+    """The owner's process, once the reader has seen that its nonce is the owner's."""
     if not client.peer.is_local:
         raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
     said = client.find(MemoryIs)

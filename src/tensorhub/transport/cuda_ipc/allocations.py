@@ -1,9 +1,10 @@
-"""GPU memory between processes: in which allocations a registration lies, and which of other processes' are open here.
+"""GPU memory between processes: in which allocations a registration lies, and which allocations of
+other processes are open here.
 
 A handle names a whole allocation. torch hands out parts of allocations, so each is opened once and used for all tensors in
 it. Memory that is mapped here outlives its process. So a reader looks at the generation word, in memory that both share.
 
-Not responsible for who may open what.
+Not responsible for the right to open them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def export(device: Device, places: Iterable[tuple[int, int]]) -> list[Allocation
 
 
 class Opened:
-    """Another process' allocation, open here as long as anybody refers to it."""
+    """Another process' allocation, open here as long as something refers to it."""
 
     def __init__(self, device: Device, allocation: Allocation) -> None:
         """StateError: it cannot be opened."""
@@ -77,5 +78,7 @@ class Imports:
         return self._opened.find_or_make(key, lambda known: known.nbytes == allocation.nbytes, make)
 
     def sweep(self, kept_s: float) -> None:
-        """Close what was not used for so long. (What a channel still uses stays open until that is closed.)"""
+        """Close allocations that were not used for so long. (A channel's allocations stay open
+        until it is closed.)
+        """
         self._opened.sweep(kept_s)

@@ -60,7 +60,7 @@ class CudaIpcTransport(ConnectedTransport):
         return CudaIpcOwner()
 
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
-        """Open what is to be read."""
+        """Open the source's allocations."""
         if destination.device is None:
             raise NotShared("the destination is in host memory")
         source = self._open(client, destination.device)

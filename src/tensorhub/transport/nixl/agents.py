@@ -1,4 +1,5 @@
-"""NIXL: reads of memory that another process has registered, by UCX, over what the two have in common (RDMA, cma, tcp).
+"""NIXL: reads of memory that another process has registered, by UCX, over the best of RDMA, cma and
+tcp that both processes have.
 
 An *agent* registers memory, and gives metadata by which another agent can read that memory at any time, without help.
 
@@ -6,10 +7,11 @@ At a source each registration has an agent of its own. It is made when the first
 memory may be freed (`Exposures`). That is necessary because UCX emulates reads over TCP in the source's process, from any
 address that a late request names, and only the end of the agent stops this. `nixl.reading` is the reader's side.
 
-What is trusted: metadata goes into a C++ library that believes it. Whoever can talk to an agent's ports, or has its
-metadata, can write the memory as well as read it. See docs/transports.md.
+What is trusted: metadata goes into a C++ library that believes it. A process that reaches an
+agent's ports, or has its metadata, can write the memory as well as read it. See docs/transports.md.
 
-Responsible for agents, and for what they expose. Not responsible for who is told of an agent (`nixl.owner`).
+Responsible for agents, and for the memory that they expose. Not responsible for telling readers of
+an agent (`nixl.owner`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Place = tuple[int, int]  # address, bytes
 
 
 class OnGpu(NamedTuple):
-    """What is in the memory of the GPU with that number."""
+    """The places in the memory of the GPU with that number."""
 
     device: int
     places: tuple[Place, ...]
@@ -114,8 +116,9 @@ def has_rdma(path: Path = Path("/sys/class/infiniband")) -> bool:
 def fault_with(*, is_near: bool) -> str | None:
     """Why memory is not to be read between two processes; None if it may be. `is_near`: it is host memory, of this host.
 
-    If neither a device nor the kernel can read, the source's process answers each read. If the reader ends at the wrong
-    moment, UCX then aborts the source's process. Nobody is exposed to that without having asked for it.
+    If neither a device nor the kernel can read, the source's process answers each read. If the
+    reader ends at the wrong moment, UCX then aborts the source's process. So a user has to ask for
+    that.
     """
     if is_near or has_rdma() or "UCX_TLS" in os.environ:
         return None
@@ -148,7 +151,7 @@ def name_of(error: Exception) -> str:
 
 
 class Exposed:
-    """Memory that an agent lets others read until `close`. It keeps the memory alive until then.
+    """Memory that an agent lets readers read until `close`. It keeps the memory alive until then.
 
     Raises NotShared: there are too many places. TransportUnavailable.
     """
@@ -179,7 +182,7 @@ class Exposed:
 
     @property
     def device(self) -> int:
-        """The number of the GPU on which what is read is, or ON_HOST."""
+        """The number of the GPU that has the memory, or ON_HOST."""
         return ON_HOST if self.gpu is None else self.gpu.device
 
     def _register(self, regions: Sequence[tuple[int, int, int, str]], kind: str, advice: str) -> None:
@@ -194,7 +197,9 @@ class Exposed:
         return f"<Exposed: {len(self.places)} places{on_gpu}>"
 
     def close(self) -> None:
-        """End the agent. When this returns, nobody reads the memory, whatever was on its way. Call it once."""
+        """End the agent. When this returns, no read of the memory runs, not even one that was on
+        its way. Call it once.
+        """
         for registered in self._registered:
             with suppress(Exception):
                 self._agent.deregister_memory(registered)
@@ -203,7 +208,9 @@ class Exposed:
 
 
 def join(places: Iterable[Place]) -> list[Place]:
-    """The same bytes in fewer places: those that touch, or have only a part of a page between them, become one."""
+    """The bytes in fewer places: those that touch, or have only a part of a page between them,
+    become one.
+    """
     joined: list[Place] = []
     for address, nbytes in sorted(places):
         if joined:
@@ -227,7 +234,7 @@ class Exposures:
         return f"<Exposures of {len(self._made)} registrations>"
 
     def of(self, registration: RegistrationId, places: Sequence[Place], memory: object, gpu: OnGpu | None = None) -> Exposed:
-        """What is exposed of these places; made anew if the places have changed. Raises as `Exposed`."""
+        """The exposure of these places; a new one if the places have changed. Raises as `Exposed`."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("this worker is about to end")

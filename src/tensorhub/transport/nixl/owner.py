@@ -41,7 +41,7 @@ class _NixlSession(OneSidedSession):
 
     @property
     def refusal(self) -> str:
-        """Whoever knows an agent knows addresses."""
+        """A reader that knows an agent knows addresses."""
         return "" if self._knows_agent else super().refusal
 
     def answer(self, request: int, asked: Find | FindRegions) -> None:
@@ -66,7 +66,7 @@ class _NixlSession(OneSidedSession):
 
     def _fault(self, memory: ChunkMemory) -> str | None:
         """Why this reader may not read this memory by an agent; None: it may."""
-        if self._lane.is_read_only:  # whoever has an agent's metadata can write, too
+        if self._lane.is_read_only:  # a reader that has an agent's metadata can write, too
             return "a token that is read-only gives no access to memory"
         if (fault := fault_with(is_near=self._lane.is_local and memory.device is None)) is not None:
             return fault

@@ -1,7 +1,8 @@
 """The nixl transport: a reader reads a source's registered memory by NIXL, after the source has told it of its agent.
 
-An agent's metadata comes over the two workers' own connection, after both have proved who they are. As by every one-sided
-transport, the generation word, read after the bytes, decides whether a read counts (`one_sided`).
+An agent's metadata comes over the two workers' own connection, after both have authenticated. As by
+every one-sided transport, the generation word, read after the bytes, decides whether a read counts
+(`one_sided`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class NixlTransport(ConnectedTransport):
         return f"<NixlTransport: {self._agents!r}>"
 
     def reaches(self, here: Location, there: Location) -> bool:
-        """Anywhere, as far as locations say."""
+        """Anywhere: locations tell nothing against it."""
         return True
 
     def serve(self) -> OwnerSide:

@@ -1,10 +1,12 @@
 """Reading by NIXL: one agent of a worker does all its reads, and they land in memory of that agent.
 
-UCX cannot take a read back: one that was given up may still write later. So reads land in memory that nobody else uses, on
-the destination's device, and what has come is copied from there. An agent with a read whose end is not known takes no new
-readers. It ends with its last reader, and its reads end with it (`Agents`).
+UCX cannot take a read back: a read that was given up may still write later. So reads land in memory
+that has no other use, on the destination's device, and the bytes are copied from there. An agent
+with a read whose end is not known takes no new readers. It ends with its last reader, and its reads
+end with it (`Agents`).
 
-Responsible for reading, and for its end. Not responsible for what counts as read (`nixl.reader`).
+Responsible for reading, and for its end. Not responsible for deciding whether a read counts
+(`nixl.reader`).
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class Landing:
             mark.wait()
 
     def settle(self) -> None:
-        """The same of all slots."""
+        """As `empty`, of all slots."""
         for slot in list(self._copying):
             self.empty(slot)
 
@@ -125,13 +127,13 @@ class ReadingAgent:
 
     def __init__(self) -> None:
         self._agent = make_agent("reader")
-        self._lock = threading.Lock()  # guards what is below
+        self._lock = threading.Lock()  # guards the attributes below
         self._landings: list[Landing] = []  # that are free
         self._landings_made = 0
         self._loaded: dict[str, _Loaded] = {}
         self._left: list[tuple[_Reading, Landing]] = []  # reads whose end is not known, and where they may write until then
         self.users = 0  # belongs to `Agents`
-        self.is_spent = False  # it is not to be used by anybody new
+        self.is_spent = False  # no new reader may use it
 
     def __repr__(self) -> str:
         return f"<ReadingAgent of {len(self._loaded)} sources, {self._landings_made} landings, {len(self._left)} reads left>"
@@ -279,13 +281,13 @@ class ReadingAgent:
         return False
 
     def close(self) -> None:
-        """End it, and whatever it still reads. Nobody may use it."""
+        """End the agent and its running reads. No reader may use it."""
         for reading, _ in self._left:
             with suppress(Exception):
                 reading.release()
         inside = weakref.ref(self._agent.agent)
         del self._agent  # ends it: from here on nothing writes into its landings
-        if inside() is not None:  # somebody refers to it all the same
+        if inside() is not None:  # something refers to it all the same
             _unended.extend(landing for _, landing in self._left)
         self._left.clear()
         self._landings.clear()
@@ -304,7 +306,7 @@ class Agents:
         return f"<Agents: {self._present!r}>"
 
     def enter(self) -> ReadingAgent:
-        """The agent to read by now, for one reader, who leaves it. TransportUnavailable."""
+        """The agent to read by now, for one reader, which leaves it. TransportUnavailable."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("this worker is about to end")
@@ -324,7 +326,7 @@ class Agents:
                 agent.close()
 
     def close(self) -> None:
-        """Nobody new reads; the agent ends with its last reader."""
+        """Admit no new reader; the agent ends with its last reader."""
         with self._lock:
             self._is_closed = True
             self._let_go()
@@ -352,8 +354,9 @@ class Remote:
         there: int = ON_HOST,
         here: Device | None = None,
     ) -> None:
-        """`is_over`: nobody waits for a read any more. `there`: the number of the source's GPU; `here`: the destination's.
-        Raises OSError, ValueError, TransportUnavailable (see `load`); NotShared: nothing can be read to there.
+        """`is_over`: no caller waits for a read any more. `there`: the number of the source's GPU;
+        `here`: the destination's. Raises OSError, ValueError, TransportUnavailable (see `load`);
+        NotShared: nothing can be read to there.
         """
         self._agents = agents
         self._name = name
@@ -392,8 +395,8 @@ class Remote:
         self.copy(pieces)
 
     def is_unchanged(self, word: int, generation: int) -> bool:
-        """See `Source.is_unchanged`. The agent is the one process' that told of it: no other one answers. The word is in
-        host memory, wherever the bytes are.
+        """See `Source.is_unchanged`. Only the process that told of the agent answers. The word is
+        in host memory, wherever the bytes are.
         """
         seen = ctypes.c_uint64()
         self._agent.read(self._name, [Piece(ctypes.addressof(seen), word, WORD_BYTES)], self._watch)

@@ -1,7 +1,8 @@
 """The devices that one worker has open.
 
-Each is opened when it is first needed, and kept until the worker ends: a context, a protection domain, and the memory that
-was registered with it. Not responsible for what a device has (`verbs`), nor for queue pairs (`queues`).
+Each is opened when it is first needed, and kept until the worker ends: a context, a protection
+domain, and the memory that was registered with it. Not responsible for a device's parts (`verbs`),
+nor for queue pairs (`queues`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A reader's queue pair to one source, and the memory in which reads land.
 
-Responsible for setting the queue pair up over the two workers' own connection, for proving whose memory is at the other end,
-and for waiting. Not responsible for what is read (`rdma.reader`).
+Responsible for setting the queue pair up over the two workers' own connection, for proving that the
+other end is the source's memory, and for waiting. Not responsible for the reads (`rdma.reader`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Link:
         self.place = place
         self.theirs: QueueCard | None = None  # once it is connected
         self.words = queue.device.landing(2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
-        self.pinned: Pinned | None = None  # what is read for a GPU lands there first
+        self.pinned: Pinned | None = None  # bytes for a GPU land there first
         self._is_armed = False
 
     def __repr__(self) -> str:

@@ -29,7 +29,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True)
 class QueueCard:
-    """What one end of a queue pair must know of the other."""
+    """What one end of a queue pair must know of its peer."""
 
     number: U24
     sequence: U24  # of its first packet
@@ -49,8 +49,9 @@ class FindPorts:
 
 @dataclass(frozen=True, slots=True)
 class Pair(Find):
-    """Ask an owner for a queue pair to this end, by one of its ports, to read a registration with. The queue pair lives as
-    long as the connection. Said again with the same card, it asks for another registration. Answered by Paired.
+    """Ask an owner for a queue pair to this end, by one of its ports, to read a registration with.
+    The queue pair lives as long as the connection. Sent again with an unchanged card, it asks for
+    another registration. Answered by Paired.
     """
 
     port: Annotated[int, Range(0, PORTS_MAX - 1)]

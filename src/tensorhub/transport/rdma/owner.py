@@ -1,13 +1,15 @@
-"""The owner's side of rdma: a queue pair for each reader, and the addresses and keys of what is read through it.
+"""The owner's side of rdma: a queue pair for each reader, and the addresses and keys of the memory
+that is read through it.
 
 If the device does not reach a GPU, that GPU's bytes are *staged*: they go piece by piece through a few registered buffers on
 the host. A buffer is used again once the reader has said that it has read the piece. Chunks of many pieces of memory are
 staged as well, wherever they are: a device would be asked for each run by itself.
 
-The queue pair lives as long as the reader's connection, and is taken apart with it. That is how a reader is cut off, even
-one that listens to nobody. What a reader says is checked, and used only to set up that one queue pair.
+The queue pair lives as long as the reader's connection, and is taken apart with it. That is how a
+reader is cut off, even a reader that takes no messages. A reader's messages are checked, and used
+only to set up that queue pair.
 
-Responsible for what a reader is told. Not responsible for who may read (`OwnedMemory`).
+Responsible for the answers to a reader. Not responsible for permission to read (`OwnedMemory`).
 """
 
 from __future__ import annotations
@@ -86,8 +88,9 @@ class RdmaSession:
         self._fabric = fabric
         self._queue: Queue | None = None
         self._theirs: QueueCard | None = None  # what the queue pair is connected to
-        self._pinned: Pinned | None = None  # what is staged goes through it
-        self._room: DeviceBytes | None = None  # of a GPU: what is of many pieces is in one piece there
+        self._pinned: Pinned | None = None  # staged bytes go through it
+        # of a GPU: chunks of many pieces are in one piece there
+        self._room: DeviceBytes | None = None
         self._untaken = 0  # pieces that are staged
 
     def __repr__(self) -> str:

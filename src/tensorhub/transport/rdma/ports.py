@@ -4,8 +4,8 @@ requests, and what an error means.
 A *port* is one way into the fabric: a device's port with one entry of its GID table. Ports are found in sysfs, so that a
 machine without pyverbs can still be told what it has and what it lacks (`tensorhub doctor`).
 
-Responsible for these decisions, and for naming what is in the way and what to do. Not responsible for queue pairs and
-registered memory (`verbs`), nor for what workers say to each other (`transport.rdma.reader`).
+Responsible for these decisions, and for naming obstacles and remedies. Not responsible for queue
+pairs and registered memory (`verbs`), nor for messages between workers (`transport.rdma.reader`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = NOD
 def usable_ports(wanted: str | None = None, sysfs: Path = SYSFS, nodes: Path = NODES) -> tuple[Port, ...]:
     """Those that can be used, PORTS_MAX at most. `wanted` as of `find_ports`; None: as TENSORHUB_RDMA_PORTS says, else all.
 
-    Raises TransportUnavailable, which says what is in the way of each.
+    Raises TransportUnavailable, which names the obstacle of each port.
     """
     if (fault := order_fault()) is not None:
         raise TransportUnavailable(fault)
@@ -296,7 +296,7 @@ class Move(NamedTuple):
 
 
 def cut(moves: Iterable[Move], piece_bytes: int = PIECE_BYTES) -> Iterator[Move]:
-    """The same reads, a work request each, of at most `piece_bytes`. Neighbours under the same keys are one."""
+    """The reads as work requests, of at most `piece_bytes`. Neighbours under equal keys are one."""
     for move in _joined(moves):
         for offset in range(0, move.nbytes, piece_bytes):
             size = min(piece_bytes, move.nbytes - offset)

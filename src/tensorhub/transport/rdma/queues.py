@@ -1,7 +1,7 @@
 """Queue pairs, by pyverbs.
 
-A reader's queue pair lets nobody in. A source's queue pair can only be read through, and only where memory is registered.
-Nothing of a source runs while it is read.
+A reader's queue pair gives no access. A source's queue pair can only be read through, and only
+where memory is registered. Nothing of a source runs while it is read.
 
 pyverbs' SGE and SendWR are not freed by themselves, and crash if they are closed twice.
 Not responsible for devices and registered memory (`verbs`), nor for which port or byte is meant.
@@ -73,7 +73,9 @@ class Queue:
         return 0 if self.is_reader else int(verbs().enums.IBV_ACCESS_REMOTE_READ)
 
     def connect(self, theirs: QueueCard) -> None:
-        """Connect to the other end. The kernel may look for a route for a second; pyverbs keeps the GIL meanwhile."""
+        """Connect to the peer's end. The kernel may look for a route for a second; pyverbs keeps
+        the GIL meanwhile.
+        """
         v = verbs()
         with named(f"{self.port} does not get through to {gid_text(theirs.gid)}"):
             attributes = v.qp.QPAttr(port_num=self.port.number)
@@ -119,7 +121,9 @@ class ReaderQueue(Queue):
                 found = _event_descriptors() - before
             if len(found) == 1:
                 break
-            channel.close()  # somebody else has made or closed one at this very moment: pyverbs does not say which is whose
+            # another thread has made or closed one at this very moment: pyverbs does not say which
+            # is which
+            channel.close()
         else:
             raise OSError(errno.EAGAIN, "the completion channel's descriptor cannot be told")
         self._channel = channel
@@ -159,7 +163,7 @@ class ReaderQueue(Queue):
                 work.close()
 
     def poll(self) -> list[tuple[int, int]]:
-        """The (number, status) of what is done now."""
+        """The (number, status) of the requests that are complete now."""
         with named("ibv_poll_cq"):
             _, found = self._completions.poll(self.device.depth)
         return [(each.wr_id, each.status) for each in found]

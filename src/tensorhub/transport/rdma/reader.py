@@ -5,16 +5,18 @@ read after them, is right (`rdma.reads`). The queue pair is set up over the two 
 that. First of all the reader reads the source's nonce through the queue pair, in a packet of full size. This shows that it
 is the right process, and that packets of that size get through.
 
-After a read that ended in order, connection and queue pair are kept together for the next version (`peers`). The source is
-then asked for the new registration with the same end of the queue pair. After a failure, both are closed.
+After a read that ended in order, connection and queue pair are kept together for the next version
+(`peers`). The source is then asked for the new registration, with this end of the queue pair. After
+a failure, both are closed.
 
-If the device reaches the destination's GPU, it writes there. If not, reads land in a few registered buffers on the host, and
-the GPU copies what is proved out of one buffer while others are filled. A source's bytes may be staged in the same way
-(`rdma.owner`), and then come in consecutive pieces, as over tcp. So do chunks of many pieces of memory, which land in the
-same buffers, and go from there to their places (`rdma.scattering`).
+If the device reaches the destination's GPU, it writes there. If not, reads land in a few registered
+buffers on the host, and the GPU copies proved bytes out of one buffer while reads fill the next. A
+source's bytes may be staged in the same way (`rdma.owner`), and then come in consecutive pieces, as
+over tcp. So do chunks of many pieces of memory, which land in these buffers, too, and go from there
+to their places (`rdma.scattering`).
 
-Everything that the source says is hostile. The reader only ever reads from its addresses, under its keys, into the
-destination's own registered memory, with the lengths of its own manifest.
+Every message of the source is hostile. The reader only ever reads from its addresses, under its
+keys, into the destination's own registered memory, with the lengths of its own manifest.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class RdmaTransport(ConnectedTransport):
         return link
 
     def _new_link(self, client: ReadClient) -> Link:
-        """By one of the pairs of ports. Unusable, which says of each what is in the way."""
+        """A link by one of the pairs of ports. Unusable names the obstacle of each pair."""
         until = time.monotonic() + self._options.connect_timeout_s
         ports = client.ask(FindPorts(), PortsAre).ports
         pairs = rdma.pairs(self.fabric.ports, ports, next(self._turns))
@@ -186,7 +188,7 @@ class RdmaChannel:
     def __init__(
         self, client: ReadClient, link: Link, destination: Destination, stall_timeout_s: float, pinned: Pinned | None = None
     ) -> None:
-        """`pinned`: what is read lands there first."""
+        """`pinned`: the buffers in which reads land first."""
         self._client = client
         self._connection = client.connection
         self._link = link
@@ -315,7 +317,7 @@ class RdmaChannel:
             self._proved.append((*self._coming.popleft(), 0))
 
     def _has_room(self) -> bool:
-        """Whether more can be read before some of what is there is taken."""
+        """Whether more can be read before bytes that have landed are taken."""
         return bool(self._buffers) if self._pinned is not None else self._proved_bytes() < WINDOW_BYTES
 
     def _add_group(self) -> None:

@@ -10,7 +10,8 @@ is right, it proves the whole group. Each group's word lands in a slot of its ow
 Requests are posted as far as the queue takes them, up to WINDOW_BYTES, one group right behind the other, so that the wire
 never waits for this process. The device reports the completion of each SIGNAL_EVERY-th request and of each group's last one.
 
-Responsible for order, room and what a completion proves. Not responsible for waiting, nor for what is to be read.
+Responsible for order, room and the meaning of a completion. Not responsible for waiting, nor for
+choosing the reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Chunks of many pieces at a reader by rdma: what has landed in a buffer, and is proved, goes on to where it belongs.
+"""Chunks of many pieces at a reader by rdma: bytes that have landed in a buffer, and are proved, go
+on to their places.
 
-The parts of a chunk come in their order, one chunk after the other. Digests are made of what is in one piece. Not
-responsible for what is proved (`rdma.reads`).
+The parts of a chunk come in their order, one chunk after the other. Digests are made of bytes in
+one piece. Not responsible for the proof (`rdma.reads`).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _find_system_pyverbs() -> None:
 
 @contextlib.contextmanager
 def named(what: str) -> Iterator[None]:
-    """Turn pyverbs' errors into an OSError that says what was tried."""
+    """Turn pyverbs' errors into an OSError that names the attempt."""
     try:
         yield
     except OverflowError as error:
@@ -124,7 +124,9 @@ class Spanned(Protocol):
 
 
 class Keys(NamedTuple):
-    """Of a registered span: for this process' own requests, and for others'. `shift`: what is added to its addresses."""
+    """Of a registered span: for requests of this process, and of remote ones. `shift`: added to its
+    addresses.
+    """
 
     local: int
     remote: int
@@ -173,10 +175,11 @@ class Registered:
 
 
 def register(domain: Any, address: int, nbytes: int) -> Any:
-    """Register memory, so that others can read it and this process' own reads can write it. OSError, which says what to do.
+    """Register memory, so that remote processes can read it and this process' own reads can write
+    it. OSError, which says what to do.
 
-    Also what is only ever read by others is registered as writable: else the kernel might pin a page that a later write of
-    this process replaces by another one.
+    Memory that is only ever read by remote processes is registered as writable, too: else the
+    kernel might pin a page that a later write of this process replaces by another one.
     """
     enums = verbs().enums
     access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ
@@ -188,7 +191,8 @@ def register(domain: Any, address: int, nbytes: int) -> Any:
 
 
 def register_on(device: Accelerator, domain: Any, address: int, nbytes: int) -> tuple[Any, int]:
-    """The same with a GPU's memory, and the shift of its keys (see `Keys`). OSError: it is not to be reached from outside.
+    """As `register`, of a GPU's memory; with the shift of its keys (see `Keys`). OSError: it is not
+    to be reached from outside.
 
     As NCCL and UCX do, by a dma-buf where the GPU gives one, else by its address (nvidia-peermem).
     """

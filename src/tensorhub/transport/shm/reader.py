@@ -1,7 +1,8 @@
 """The shm transport: a reader maps the segments in which a source's tensors are, and copies out of the mapping.
 
-Descriptors come over a Unix socket. A mapping is kept for the next version, since its pages are found already. One that
-nobody uses is given up after a while, so that what a source has freed is not held for ever.
+Descriptors come over a Unix socket. A mapping is kept for the next version, since its pages are
+found already. An unused mapping is given up after a while, so that it does not hold a source's
+freed memory for ever.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class ShmTransport(ConnectedTransport):
         return ShmOwner()
 
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
-        """Map what is to be read. A registration's memory does not move, so its mappings are used again, unless a read has
-        met a place that they lack.
+        """Map the registration's segments. A registration's memory does not move, so its mappings
+        are used again, unless a read has met a place that they lack.
         """
         key = (client.peer.address, client.right.incarnation, client.right.registration)
         source = self._sources.find(key, lambda known: not known.is_short)

@@ -1,10 +1,12 @@
 """Memory that other processes of this host can map: memfds, tensors in them, and their mappings at a reader.
 
-A *segment* is one memfd. It is sealed when it is made, so its size never changes, and a reader of a mapping never meets a
-SIGBUS. All its blocks are allocated at once, so a lack of memory is an error when the segment is made, and does not end the
-process later. Because of the seals, only this process' own mapping can write to it, whoever has the descriptor.
+A *segment* is one memfd. It is sealed when it is made, so its size never changes, and a reader of a
+mapping never meets a SIGBUS. All its blocks are allocated at once, so a lack of memory is an error
+when the segment is made, and does not end the process later. Because of the seals, only this
+process' own mapping can write to it; a process with the descriptor cannot.
 
-Responsible for segments and for tensors in them. Not responsible for who may map what, nor for when bytes may be read there.
+Responsible for segments and for tensors in them. Not responsible for the right to map a segment,
+nor to read its bytes.
 """
 
 from __future__ import annotations
@@ -103,13 +105,14 @@ def _containing(made: Sequence[Segment], address: int, nbytes: int) -> Segment |
 
 
 class MappedSegment:
-    """Somebody else's segment, which can only be read from here; unmapped with the last reference to it.
+    """Another process' segment, which can only be read from here; unmapped with the last reference
+    to it.
 
-    Raises StateError: it is not what it is said to be, or cannot be mapped.
+    Raises StateError: the descriptor is of something else, or cannot be mapped.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """The caller keeps the descriptor. It comes from somebody else, so it may be of anything."""
+        """The caller keeps the descriptor. It comes from another process, so it may be of anything."""
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
                 raise StateError("a segment's size is not sealed: whoever maps it could be killed by whoever shrinks it")
@@ -140,12 +143,14 @@ _unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def shared_empty_like(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """New tensors of the same names, shapes and dtypes, zeroed, in memory that workers on the same host can map.
+    """New tensors with the names, shapes and dtypes of these tensors, zeroed, in memory that
+    workers on the same host can map.
 
-    `tensors`: torch tensors, on any device, "meta" included, or numpy arrays; what comes back is of the same kind,
-    contiguous and on the CPU. Tensors that are the same bytes of one storage are so again. Register them: readers on this
-    host then copy at memory's speed, and what was filled in such memory is a source in the same way. It is given back when
-    the last tensor of the mapping has gone here, and no reader has it mapped any more.
+    `tensors`: torch tensors, on any device, "meta" included, or numpy arrays; the new tensors are
+    of their kind, contiguous and on the CPU. Tensors that share their bytes of one storage share
+    them again. Register them: readers on this host then copy at memory's speed, and a replica in
+    such memory is a source in this way, too. It is given back when the last tensor of the mapping
+    has gone here, and no reader has it mapped any more.
 
     Raises StateError: the kernel cannot share memory, there is too little of it, or a tensor has no plain bytes (quantized,
     sparse, an object), or this is no mapping.
@@ -186,7 +191,7 @@ def _nbytes(name: str, tensor: Any) -> int:
 
 
 def _identity(name: str, tensor: Any) -> object:
-    """Equal for tensors of the same bytes."""
+    """Equal for tensors that share their bytes."""
     if _is_numpy(tensor):
         return tensor.__array_interface__["data"][0], tensor.nbytes, tensor.strides
     if tensor.is_meta or not tensor.numel():

@@ -85,7 +85,7 @@ class TcpSession:
         )
 
     def _staging_for(self, device: Device) -> Staging:
-        """Buffers for what is on that GPU. CannotServe: no memory."""
+        """Buffers for bytes of that GPU. CannotServe: no memory."""
         if self._staging is None or self._staging.device is not device:
             try:
                 self._staging = Staging(device)

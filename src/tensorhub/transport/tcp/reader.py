@@ -38,7 +38,7 @@ class TcpTransport(ConnectedTransport):
         self.connections = local.options.wan_connections
 
     def reaches(self, here: Location, there: Location) -> bool:
-        """Always, as far as locations say."""
+        """Always: locations tell nothing against it."""
         return True
 
     def serve(self) -> OwnerSide:
@@ -170,8 +170,8 @@ class TcpChannel:
 
 
 class SharedTcpChannel(TcpChannel):
-    """The same for several threads, which receive one after the other: of a transport that may have several (`lanes`), where
-    its own way is no good.
+    """A tcp channel for several threads, which receive one after the other: for a transport with
+    several `lanes`, where its own way is no good.
     """
 
     def __init__(self, client: ReadClient, destination: Destination) -> None:
