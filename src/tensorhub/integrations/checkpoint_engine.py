@@ -1,8 +1,8 @@
-"""What the checkpoint engines of verl and NeMo-RL share: who meets where, and under which number an update goes.
+"""The common part of the checkpoint engines of verl and NeMo-RL: the cluster to join, and the number of an update.
 
-One process sends: rank 0 of the trainer's, whose `prepare()` says where the coordinator is and which numbers are used. The
-framework takes that to every process. Where no address is configured, that process runs a coordinator of its own, for whose
-token the same way is taken; then each start of the trainer is a new cluster.
+One process sends: rank 0 of the trainer. Its `prepare()` returns the coordinator's address and the version numbers, and the
+framework takes both to every process. Where no address is configured, the sender runs a coordinator of its own, and
+`prepare()` also returns the token; then each start of the trainer is a new cluster.
 
 Not responsible for the copies (`streamed`), nor for a framework's own names of these calls.
 """
@@ -39,8 +39,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the sender tells all. `token`: of its own coordinator. `mark`: the newest number that was published before, and
-    `held`: the one that the sender serves.
+    """The sender's message to all processes. `token`: of its own coordinator. `mark`: the newest number that was published
+    before. `held`: the number that the sender serves.
     """
 
     address: str
@@ -110,7 +110,7 @@ class Exchange:
     # -- before an update
 
     def prepare(self) -> dict[str, Any]:
-        """What the sender tells all others. Only the sender's is used."""
+        """The meeting, as JSON values. The framework uses only the sender's."""
         hub = self._connected()
         held = None if self._sender is None else self._sender.version
         meeting = Meeting(self._found(), self._shown_token, _mark(hub, self.model), held)
@@ -193,7 +193,9 @@ class Exchange:
             yield name, tensor
 
     async def _receiver_for(self, meeting: Meeting) -> Receiver:
-        """A trainer that has started anew may have another coordinator; who was at the old one leaves it."""
+        """The receiver in the meeting's cluster. After a restart of the trainer this may be a new one: then the process
+        leaves the old cluster.
+        """
         place = meeting.address, meeting.token
         if self._receiver is None or self._receives_from != place:
             hub = await tensorhub.connect(
@@ -207,13 +209,13 @@ class Exchange:
         return self._receiver
 
     async def leave(self) -> None:
-        """Give up what was received."""
+        """Give up the received version, and leave the cluster."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             await receiver.close()
 
     def close(self) -> None:
-        """Send nothing any more: what was published is taken back, and a coordinator of its own ends."""
+        """Send nothing any more: the published version is withdrawn, and a coordinator of its own ends."""
         self._role = None
         self._leave()
 

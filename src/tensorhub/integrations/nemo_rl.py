@@ -36,7 +36,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self._numbers = count()
 
     def prepare(self) -> dict[str, Any]:
-        return self._exchange.prepare()  # of each, as nobody knows here who will send
+        return self._exchange.prepare()  # on each process: the sender is not known here
 
     def init_policy_process_group(
         self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Mapping[str, Any]]

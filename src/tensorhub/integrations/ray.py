@@ -1,9 +1,9 @@
 """TensorHub on Ray: the coordinator as a detached named actor, and where a worker in an actor is.
 
-    address = start_coordinator(state_dir="/shared/tensorhub")  # in any driver: the first starts it, the others find it
+    address = start_coordinator(state_dir="/shared/tensorhub")  # in any driver: the first starts it, later ones find it
     hub = sync.connect(address, location=location())  # in any actor, on any node
 
-The address is "ray-actor://NAME". It stays the same when Ray restarts the coordinator's actor on another node: a worker
+The address is "ray-actor://NAME". It does not change when Ray restarts the coordinator's actor on another node: a worker
 looks the name up anew at each connection. The coordinator and its workers take the cluster's secret from their own
 environment or token file, as `tensorhub.connect` does; Ray never sees it.
 
@@ -30,7 +30,7 @@ from tensorhub.integrations.releases import check_release
 from tensorhub.logs import get_logger
 
 SUPPORTED: Final = ("2.60",)
-NAMESPACE: Final = "tensorhub"  # of Ray: the coordinator's name is the same for every driver
+NAMESPACE: Final = "tensorhub"  # of Ray: every driver knows the coordinator by one name
 RACK_LABELS: Final = ("tensorhub/rack", "ray.io/gpu-domain")  # of a node, the first that it has
 SITE_LABELS: Final = ("tensorhub/site", "ray.io/availability-zone", "ray.io/availability-region")
 ANSWER_S: Final = 10.0  # how long a lookup waits for the actor, which may be restarting
@@ -51,14 +51,13 @@ def start_coordinator(
 ) -> str:
     """The address of the cluster's coordinator, which is started as a detached actor unless there is one of that name.
 
-    Ray restarts the actor for as long as the Ray cluster lives, on the same node or on another one; `ray.kill` ends it.
+    Ray restarts the actor for as long as the Ray cluster lives, on any node; `ray.kill` ends it.
     `state_dir`: an absolute path on storage that every node on which it may restart can see. `actor_options`: of Ray, for
     instance `resources=` or `label_selector=` to name those nodes. The cluster's secret is looked for where the actor
     runs: TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE or the usual token file (a node's address is not loopback, so it needs one).
 
-    Raises StateError (a `state_dir` that cannot be used, or another one than the running coordinator has; another release of
-    Ray than the supported ones),
-    AuthenticationFailed (no secret), CoordinatorUnavailable (the actor could not be started in time).
+    Raises StateError (a `state_dir` that cannot be used, or differs from the running coordinator's; a release of Ray that
+    is not supported), AuthenticationFailed (no secret), CoordinatorUnavailable (the actor could not be started in time).
     """
     directory = os.fspath(state_dir)
     if not os.path.isabs(directory):
@@ -143,7 +142,7 @@ def _rack_of_bundles(racks: Mapping[int, str]) -> str:
 class CoordinatorActor:
     """A coordinator in an actor of its own. Made by `start_coordinator`.
 
-    Its constructor never raises: Ray gives an actor up for good whose constructor does.
+    Its constructor never raises: Ray gives an actor up for good if its constructor raises.
     """
 
     def __init__(self, state_dir: str, options: Options | None) -> None:
@@ -160,7 +159,7 @@ class CoordinatorActor:
                 self._coordinator = self._open(is_restarted)
             except TensorHubError as error:
                 if (is_restarted or error.retryable) and time.monotonic() < until:
-                    time.sleep(RETRY_S)  # the one before may still have the state open
+                    time.sleep(RETRY_S)  # the previous actor may still have the state open
                 elif is_restarted:
                     log.error("coordinator_cannot_restart_here", state_dir=state_dir, reason=str(error))
                     os._exit(1)  # Ray restarts it, perhaps on a node that can
@@ -171,7 +170,7 @@ class CoordinatorActor:
 
     def _open(self, is_restarted: bool) -> sync.Coordinator:
         if is_restarted and not any(Path(self._state_dir).glob("*")):
-            # To make it would be to begin a new cluster, on storage that the other nodes do not see.
+            # To make it would begin a new cluster, on storage that no other node sees.
             raise StateError(f"nothing is in {self._state_dir} here, where the coordinator's state was: is it mounted?")
         return sync.serve(ray.util.get_node_ip_address(), state_dir=self._state_dir, options=self._options)
 

@@ -100,14 +100,14 @@ class TensorHubTransport(TensorTransportManager):
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """Nobody is blocked by the end of another: so Ray need not kill the actors of a fetch that failed."""
+        """True: the end of one actor blocks no other, so Ray need not kill the actors of a fetch that failed."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: Sequence[torch.Tensor]) -> PublishedTensors:
-        """Publish the tensors of a new object. Of one that Ray asks for again, after a retried task, say what was said."""
+        """Publish the tensors of a new object. If Ray asks again after a retried task, return the first answer."""
         with self._lock:
             if obj_id in self._published:
                 return self._published[obj_id][1]
@@ -150,7 +150,7 @@ class TensorHubTransport(TensorTransportManager):
             try:
                 finish_blocking(fetch_into(hub._hub, of.model, of.version, RegisteredMemory(tensors), timeout=FETCH_S))
             except TensorHubError as error:
-                error.memory = "torn"  # as far as can be known
+                error.memory = "torn"  # the memory may be partly written
                 raise
             return list(target_buffers)
         weights = hub.register(of.model, tensors, spot=True)
@@ -173,8 +173,8 @@ class TensorHubTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: Sequence[torch.Tensor] | None = None,
     ) -> FetchRequest:
-        """Begin to fetch new tensors, so that `ray.get` of several objects fetches them at the same time. What goes into
-        the caller's tensors is fetched here and now: nobody writes them once `ray.get` has raised.
+        """Begin to fetch new tensors, so that `ray.get` of several objects fetches them concurrently. A fetch into the
+        caller's tensors ends before this call returns: they are not written once `ray.get` has raised.
         """
         arguments = obj_id, tensor_transport_metadata, communicator_metadata
         if target_buffers is not None:
@@ -200,7 +200,7 @@ class TensorHubTransport(TensorTransportManager):
         raise NotImplementedError("whoever wants the tensors fetches them")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: PublishedTensors, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the object's tensors back: nobody reads them after this."""
+        """Unpublish the object's tensors: they are not read after this."""
         with self._lock:
             weights, published = self._published.pop(obj_id, (None, None))
         if weights is not None:
@@ -210,7 +210,7 @@ class TensorHubTransport(TensorTransportManager):
                 log.warning("object_not_closed_well", object=obj_id, version=str(published), reason=str(error))
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
-        """Nothing is to be done: a fetch ends by itself, at its deadline at the latest, and blocks nobody."""
+        """Do nothing: a fetch ends by itself, at its deadline at the latest, and blocks no other actor."""
 
     def _hub(self) -> sync.Hub:
         if self._joined is None:

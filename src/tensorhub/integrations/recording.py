@@ -1,12 +1,11 @@
-"""What a model's `load_weights` puts where, found out without any weight.
+"""Records which parts of published tensors a model's `load_weights` copies to which parameters, without any weight.
 
-The loader runs on tensors of torch's meta device. Each view of such a tensor still has the storage, the offset and the
-strides of the whole one, and so has each view of a parameter. So of every copy from one into the other it is known which
-elements go where, whatever chain of `narrow`, `chunk`, `view` and `transpose` came before. Such copies are not executed:
-they are written down as what `sources=` takes. What is computed first (a cast, a sum, a `contiguous()`) is told apart by
-name, with the reason.
+The loader runs on tensors of torch's meta device. Each view of such a tensor still has the storage of the whole tensor,
+an offset and strides, and so has each view of a parameter. So every copy shows which elements go where, whatever chain of
+`narrow`, `chunk`, `view` and `transpose` came before. Such copies are not executed: they are recorded as entries of
+`sources=`. A parameter that is computed (by a cast, a sum, a `contiguous()`) is listed by name, with the reason.
 
-Responsible for that record, for any framework whose loaders copy in torch. Not responsible for executing it.
+Responsible for that record, for any framework with loaders that copy in torch. Not responsible for executing it.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _aten = torch.ops.aten
 
 @dataclass
 class Recording:
-    """`sources`: for each parameter that is made of copies alone, what it is made of. `filled`: places that the loader fills
-    with a number, such as padding: those come first. `computed`: the other parameters that were written, each with the
-    reason. `needs`: the published tensors that any part of a parameter comes from, also in `computed`. `unread`: published
-    tensors that the loader left alone. `gaps`: parameters of which so many elements were not written.
+    """`sources`: an entry for each parameter that consists of copies alone. `filled`: places that the loader fills with a
+    number, such as padding: those come first. `computed`: all other parameters that were written, each with the reason.
+    `needs`: the published tensors that any part of a parameter comes from, also in `computed`. `unread`: published tensors
+    that the loader left alone. `gaps`: parameters of which so many elements were not written.
     """
 
     sources: dict[str, list[tuple[Place, View]]] = field(default_factory=dict)
@@ -107,7 +106,7 @@ class _Root:
 
 @dataclass
 class _Written:
-    """What was done to one parameter so far."""
+    """The writes to one parameter so far."""
 
     pairs: list[tuple[tuple[slice | int, ...], str, tuple[slice | int, ...], tuple[int, ...]]] = field(default_factory=list)
     fills: list[tuple[tuple[slice | int, ...], float]] = field(default_factory=list)
@@ -177,7 +176,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._made_of[key].update(names)
 
     def _names(self, tensor: torch.Tensor) -> list[str]:
-        """The published tensors that this one is made of."""
+        """The published tensors that `tensor` consists of."""
         key = _storage(tensor)
         if key in self._published:
             self._touched[self._published[key].name] = None
@@ -337,7 +336,7 @@ def _boxes(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> 
 
 
 def _split(loops: Loops, start: tuple[int, int], roots: tuple[_Root, _Root]) -> Loops:
-    """The same loops, each within one dimension of either tensor: one over several dimensions becomes several."""
+    """`loops`, each within one dimension of either tensor: a loop over several dimensions becomes several."""
     done: list[tuple[int, int, int]] = []
     left = list(loops)
     while left:

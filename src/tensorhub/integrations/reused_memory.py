@@ -1,9 +1,9 @@
-"""Host memory for tensors that come and go: what nobody uses any more is filled again.
+"""Host memory for tensors that come and go: memory that is no longer used is filled again.
 
 Fresh memory has no pages yet, and to get them can take longer than to fill them. Here the memory of some tensors comes back
 once the last of them is gone, with all views of them, and the next ones of as many bytes are made in it.
 
-Responsible for that memory. Not responsible for what is in it, nor for memory of GPUs, which torch itself keeps.
+Responsible for that memory. Not responsible for its contents, nor for memory of GPUs, which torch itself keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-KEPT_MAX: Final = 2  # pieces of memory that nobody uses: of those whose tensors went last
+KEPT_MAX: Final = 2  # unused pieces of memory: those that became unused last
 SMALL_BYTES: Final = 2**20  # less is allocated anew: a few pages are not dear
 ALIGNMENT: Final = 64  # as torch's own
 

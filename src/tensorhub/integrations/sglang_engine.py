@@ -1,15 +1,16 @@
 """SGLang's ranks: the loader that an engine calls on each tensor-parallel rank, within a session of a weight update.
 
-What each parameter is made of is recorded from the model's own `load_weights`. Then there are two ways:
+The source of each parameter is recorded from the model's own `load_weights`. Then there are two ways:
 
 - *in place*: parameters that post-processing leaves as they are loaded are registered where they lie. All ranks of an
   engine are one group. With host memory for a whole shard (`host_memory_bytes`) they are written when all ranks have all of
   it.
-- *by `load_weights`*: what the loader computes, and layers whose post-processing SGLang can undo; of whole tensors.
+- *by `load_weights`*: parameters that the loader computes, and layers with post-processing that SGLang can undo; of whole
+  tensors.
 
 Anything else is refused, before a byte is written.
 
-Responsible for what a rank does when, and for one outcome on all ranks. Not responsible for the session, which is SGLang's,
+Responsible for a rank's steps, and for one outcome on all ranks. Not responsible for the session, which is SGLang's,
 nor for the trainer (`sglang_trainer`).
 """
 
@@ -128,8 +129,8 @@ class Receiver:
         return None
 
     def _on_all_ranks(self, call: Callable[[], Made]) -> Made:
-        """What the call returns, once it has returned on all ranks. Raises _Failed on all ranks, with one outcome: of the
-        rank that is to blame, and with what is true of any rank's memory.
+        """The call's result, once it has returned on all ranks. Raises _Failed on all ranks, with one outcome: the error
+        of the first failed rank; the memory is torn if any rank's is.
         """
         outcome: Outcome | None = None
         try:
@@ -250,7 +251,7 @@ class Receiver:
         return found
 
     def _check_live(self, plan: _Plan) -> None:
-        """What was registered is what the model has."""
+        """Raise if the model no longer has the registered tensors."""
         live = _tensors(self._model)
         other = [name for name, tensor in plan.in_place.items() if name not in live or not _is_same(live[name], tensor)]
         if other:

@@ -1,8 +1,8 @@
-"""What a trainer and the ranks of an SGLang engine say to each other in a session of a weight update.
+"""The messages between a trainer and the ranks of an SGLang engine in a session of a weight update.
 
-SGLang's interface takes named tensors. The trainer sends one without elements, whose name is its order; so nothing of a
-weight goes this way. What SGLang tells of a loader is that it has returned: an exception in it ends the engine. So the
-loader keeps an outcome, which SGLang's next answer carries (`sglang_engine.Answer`).
+SGLang's interface takes named tensors. The trainer sends a tensor without elements: its name is the trainer's order, so
+nothing of a weight goes this way. SGLang reports only that a loader has returned: an exception in it ends the engine. So
+the loader keeps an outcome, which SGLang's next answer carries (`sglang_engine.Answer`).
 
 Responsible for these two texts. Not responsible for sending them.
 """
@@ -21,7 +21,7 @@ from tensorhub.integrations.releases import check_release
 
 LOADER = "tensorhub.integrations.sglang.load"
 PREFIX = "tensorhub:"
-SUPPORTED = ("0.5.23",)  # releases of SGLang whose hooks this was written for
+SUPPORTED = ("0.5.23",)  # releases of SGLang with the hooks that this module uses
 
 
 def check_sglang(release: str) -> None:

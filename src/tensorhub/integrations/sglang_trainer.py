@@ -112,9 +112,9 @@ class Trainer:
 
     `source`: the module that is trained, or its tensors by name, under the names that the engine's model loads (of a
     DTensor this rank's part). `engines`: a server's URL, an `sglang.Engine`, or several; only rank 0 uses them. `pause`:
-    what becomes of requests in an update, "abort", "retract" (they are computed anew with the new weights) or "in_place"
-    (they go on with the cache that they have); None: engines are not paused here. `clear_cache`: forget what was cached
-    with the old weights; not with "in_place". `host_memory_bytes`: of each rank of an engine; with enough for its shard, a
+    the fate of requests in an update, "abort", "retract" (they are computed anew with the new weights) or "in_place"
+    (they go on with the cache that they have); None: engines are not paused here. `clear_cache`: drop the cache of the old
+    weights; not with "in_place". `host_memory_bytes`: of each rank of an engine; with enough for its shard, a
     failed update leaves the old weights whole. `unused`: names of published tensors, with `*`, that the engine's model
     leaves alone. `api_key`: of the servers. `sources`, `options`: as `Hub.register` and `tensorhub.connect` take them.
 
@@ -217,7 +217,7 @@ class Trainer:
                 if not isinstance(error, TensorHubError) or error.memory != "intact":
                     error.add_note("generation stays paused: the engine's weights may be torn; the next update resumes it")
                     resumes = False
-                with suppress(Exception):  # the first error is the one to tell
+                with suppress(Exception):  # the first error is reported
                     engine.call("end_weight_update")
                 raise
             try:

@@ -1,11 +1,11 @@
-"""Weights that a framework hands over one tensor at a time, and takes the same way: what such interfaces share.
+"""Buffers for frameworks that hand weights over, and take them, one tensor at a time.
 
-A generator's tensors are gone when it goes on, and nobody says beforehand what will come. So such an interface forces two
-copies: one at the sender, into buffers that are allocated and registered at the first update, and stay; and one at each
-receiver, into buffers that are a replica of its own, from which others read. Each has the memory of one full copy of the
+A generator's tensors are gone when it goes on, and are not announced beforehand. So such an interface forces two copies:
+one at the sender, into buffers that are allocated and registered at the first update, and stay; and one at each receiver,
+into buffers that are a replica of its own and a source for further readers. Each has the memory of one full copy of the
 weights. An update is one version, and a tensor is handed over only when all of its version is verified.
 
-Responsible for these buffers. Not responsible for who is told what when, which each framework does in its own way.
+Responsible for these buffers. Not responsible for messages between processes, which each framework sends in its own way.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Sent:
 
 
 class Sender:
-    """Publishes what generators yield, as versions of one model. It blocks its caller, in whose thread generators run, as
-    they may queue work on a GPU or take part in collectives. What is left of a generator when an update fails is run
-    through: other ranks may wait in its collectives.
+    """Publishes generators' tensors as versions of one model. Generators run in the caller's thread, which blocks: they
+    may queue work on a GPU or take part in collectives. If an update fails, the generator is still run to its end: other
+    ranks may wait in its collectives.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Sender:
         return time.perf_counter()
 
     def close(self) -> None:
-        """Take back what is published, and free the buffers."""
+        """Unpublish the version, and free the buffers."""
         weights, self._weights = self._weights, None
         if weights is not None:
             weights.close()
@@ -181,7 +181,7 @@ class _Differences:
 
 
 class Receiver:
-    """Buffers that hold one version of a model, and serve it to others. Its hub may be used from several event loops."""
+    """Buffers that hold one version of a model, and serve it to readers. Its hub may be used from several event loops."""
 
     def __init__(self, hub: Hub, model: str, *, device: str | torch.device = "cpu") -> None:
         self._hub = hub

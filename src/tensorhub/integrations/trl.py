@@ -1,8 +1,8 @@
 """Weights for TRL's `AsyncGRPOTrainer`: `weight_transfer=WeightTransfer(...)`, and the rollouts' side of it.
 
 TRL hands its weights to rank 0 one tensor at a time. They are copied into buffers, and published as one version. A rollout
-worker that has the model in its own process fills that in place. TRL counts the policy's versions: 1 is the one before the
-first step. Here they are numbered likewise, from those on that were published under that name before.
+worker that has the model in its own process fills that in place. TRL counts the policy's versions, from 1 before the first
+step. Here they are numbered likewise, after the versions that were published under that name before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = {"address", "token", "model", "before"}  # of a rollout
 
 
 class WeightTransfer:
-    """The trainer's side: TRL's `WeightTransferProtocol`, of whose methods TRL calls all by itself.
+    """The trainer's side: TRL's `WeightTransferProtocol`. TRL itself calls all its methods.
 
     `settings`: see `Exchange`. Without an address it runs a coordinator of its own on `host`, which only this machine
     reaches by default. `pause`, `resume`: called before and after each update, to stop an inference server.
@@ -80,7 +80,7 @@ class WeightTransfer:
             self._resume()
 
     def destroy(self) -> None:
-        """Called when training ends: what was published is taken back, and a coordinator of its own ends."""
+        """Called when training ends: the version is unpublished, and a coordinator of its own ends."""
         self._exchange.close()
         self._meeting = None
 
@@ -117,10 +117,10 @@ class RolloutWeights:
         self._wanted = max(self._wanted, model_version)
 
     def refresh(self) -> int:
-        """The version that the policy has, once that is as new as the newest that was heard of, or as the first.
+        """The policy's version, once it is at least the newest announced version, or the first.
 
         Raises ManifestMismatch (other names, shapes or dtypes than the trainer's, all listed), VersionUnavailable (it was
-        not sent in time, or whoever had it has died, and nothing newer was sent), and as `tensorhub.connect`,
+        not sent in time, or its holders have died, and nothing newer was sent), and as `tensorhub.connect`,
         `Hub.register` and `Weights.update`. The policy's memory may be torn then, and the next call repairs it.
         """
         weights, wanted = self._weights or self._joined(), self._wanted

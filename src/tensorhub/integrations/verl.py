@@ -1,6 +1,6 @@
 """A checkpoint engine for verl: `backend: tensorhub`, `custom_backend_module: tensorhub.integrations.verl`.
 
-Each update is one version, whose number is verl's `global_steps`. The actors' rank 0 copies what it is given into buffers,
+Each update is one version; its number is verl's `global_steps`. The actors' rank 0 copies the given tensors into buffers,
 and publishes these. Every rollout worker fills buffers of its own, from the actor or from other rollout workers, and hands
 tensors on when all are verified. `engine_kwargs.tensorhub` has the settings: see `Exchange`.
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
 
 BACKEND = "tensorhub"
-SUPPORTED = ("0.32", "0.33")  # releases of vLLM whose hooks this was written for
+SUPPORTED = ("0.32", "0.33")  # releases of vLLM with the hooks that this module uses
 # In an error's text, over any client:
 INTACT, TORN, OPEN = "the engine's weights are intact", "the engine's weights are torn", "an update is open"
 TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
@@ -55,15 +55,15 @@ def register(release: str = VLLM_VERSION) -> None:
 
 @dataclass
 class TrainerInit(TrainerInitInfo):
-    """What `trainer_init` is given.
+    """The arguments of `trainer_init`.
 
-    `rank`, `world_size`: of this trainer's process; rank 0 talks to the engine. `pause`: what becomes of requests during an
+    `rank`, `world_size`: of this trainer's process; rank 0 talks to the engine. `pause`: the fate of requests during an
     update, "abort", "wait" (until they are done) or "keep" (they go on with the new weights); None: the engine is not paused
-    here. `clear_cache`: forget what was cached with the old weights. `resume_torn`: an engine whose weights are torn, or may
-    be, is resumed as well, under the weight version "torn"; False: it stays paused until an update succeeds.
+    here. `clear_cache`: drop the cache of the old weights. `resume_torn`: an engine with weights that are torn, or may be,
+    is resumed as well, under the weight version "torn"; False: it stays paused until an update succeeds.
     `host_memory_bytes`: of each of the engine's workers; with enough for its shard, the weights are fetched before the
-    engine is paused, and a failed update leaves the old ones whole. `digests`: workers keep digests of what they make of
-    published tensors, for `check_weights`. `sources`: as `Hub.register` takes it.
+    engine is paused, and a failed update leaves the old ones whole. `digests`: workers keep digests of tensors that they
+    compute from published tensors, for `check_weights`. `sources`: as `Hub.register` takes it.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -114,7 +114,7 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
     """One rank of a trainer. Made by `WeightTransferTrainerFactory.trainer_init`, on every rank.
 
     `source`: the module that is trained, or its tensors by name, which are published where they are (of a DTensor this
-    rank's part); or one of vLLM's `WeightSource`s, whose tensors rank 0 copies into buffers of its own at each update.
+    rank's part); or one of vLLM's `WeightSource`s: rank 0 copies its tensors into buffers of its own at each update.
     """
 
     init_info_cls = TrainerInit
@@ -214,12 +214,12 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
             raise RegistrationError(f"{text}; and {len(unknown)} others: {some(unknown)}")
 
     def check_weights(self) -> None:
-        """Have each of the engine's workers compare what it holds with the version that it serves; called on rank 0. What is
-        written in place has to have the published digests, and what was made of published tensors those that it had then
-        (`TrainerInit.digests`). Nothing is written, and generation need not be paused.
+        """Have each of the engine's workers compare its tensors with the version that it serves; called on rank 0. Tensors
+        that are written in place must have the published digests. Computed tensors must have the digests that they had when
+        they were made (`TrainerInit.digests`). Nothing is written, and generation need not be paused.
 
-        Raises what the engine raises, as the client passes it on: IntegrityError (what differs is named; the next update
-        writes all of it), StateError (nothing was updated yet, or there are no digests of what was made).
+        Raises the engine's errors, as the client passes them on: IntegrityError (it names the tensors that differ; the next
+        update writes all of them), StateError (nothing was updated yet, or there are no digests of computed tensors).
         """
         self.client.init_weight_transfer_engine(self._engine_init(check=True))
 

@@ -1,15 +1,15 @@
 """vLLM's workers: the engine's side of the weight-transfer backend `tensorhub`.
 
-What each parameter is made of is recorded from the model's own `load_weights`. Then there are three ways:
+The source of each parameter is recorded from the model's own `load_weights`. Then there are three ways:
 
 - *in place*: parameters that post-processing leaves as they are loaded are registered where they lie. All workers of a
   tensor-parallel engine are one group.
 - *by layer*: the tensors of any other layer are read in load format, as this worker has them, some layers at a time, while
-  the ones before are processed. Such memory is read into and goes: it is no source for others.
-- *by `load_weights`*: what the loader computes, of whole tensors.
+  earlier layers are processed. Such memory is filled and freed: it is no source for other workers.
+- *by `load_weights`*: parameters that the loader computes, of whole tensors.
 
 With host memory for a whole shard (`host_memory_bytes`) the first two are staged: the shard is filled in host memory, where
-it stays and serves others, while the engine generates. The engine's own tensors are written when all of it is there.
+it stays and serves other workers, while the engine generates. The engine's own tensors are written when all of it is there.
 
 All workers of an engine say together whether a call has failed: see `Engine._together`.
 
@@ -58,8 +58,8 @@ BATCH_BYTES = 256 * 2**20  # of layers that are read together
 
 @dataclass
 class Init(WeightTransferInitInfo):
-    """`replica`: the trainer's word for its engines. `version`: one that will come next, to get ready for. `check`: compare
-    what the engine holds with what was published. `digests`: keep those of what is not written in place, to compare it.
+    """`replica`: the trainer's word for its engines. `version`: the next version, to get ready for. `check`: compare the
+    engine's tensors with the published ones. `digests`: keep digests of tensors that are not written in place, to compare.
     """
 
     address: str | list[str]
@@ -80,7 +80,7 @@ class Update(WeightTransferUpdateInfo):
 
 @dataclass
 class _Layer:
-    """One module whose tensors are read: `names` by their attribute."""
+    """One module with tensors to read: `names` by their attribute."""
 
     name: str
     module: nn.Module
@@ -121,9 +121,9 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         self._plan: _Plan | None = None
         self._ready_for: int | None = None  # the version that `_plan` was compared with last
         self._weights: sync.Weights | None = None
-        self._live: dict[str, torch.Tensor] = {}  # what is written in place
+        self._live: dict[str, torch.Tensor] = {}  # the tensors that are written in place
         self._staged: dict[str, torch.Tensor] = {}  # all of the shard, in host memory
-        self._digests: dict[str, bytes] = {}  # of what was made of published tensors, when it was made
+        self._digests: dict[str, bytes] = {}  # of computed tensors, when they were made
         self._served: Update | None = None
         self._torn = False
         self._is_open = self._is_updated = self._is_abandoned = False
@@ -131,7 +131,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
     # --------------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        """Join the trainer's cluster, get ready for its next version, or check the one that is served."""
+        """Join the trainer's cluster, get ready for its next version, or check the served version."""
         if error := self._together(lambda: self._join(init_info))[0]:
             raise error
 
@@ -145,9 +145,9 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         if not are_torn:
             self._is_updated, self._is_abandoned = True, False
             return
-        # Who has succeeded has new weights, beside workers that have old ones.
+        # A worker that has succeeded has new weights, beside workers that have old ones.
         self._torn = any(are_torn) or len(are_torn) < self.parallel_config.world_size
-        self._is_abandoned = True  # what is left to do is to finish
+        self._is_abandoned = True  # only `finish` is left to do
         if error is not None:
             self._is_open = False  # so does vLLM
             says = TORN if self._torn else INTACT
@@ -173,7 +173,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     @property
     def _speaks(self) -> bool:
-        """Whether this worker is the one of its engine that raises."""
+        """Whether this worker raises for all workers of its engine."""
         return bool(self.parallel_config.rank == self.parallel_config.world_size - 1)
 
     def _together(self, call: Callable[[], None]) -> tuple[TensorHubError | None, list[bool]]:
@@ -215,7 +215,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     def _join(self, init: Init) -> None:
         self._is_abandoned = self._is_open  # by a trainer that is gone, or did not hear of its end
-        if self._is_open and (self.parallel_config.world_size == 1 or not self._speaks):  # the others' word is enough
+        if self._is_open and (self.parallel_config.world_size == 1 or not self._speaks):  # another worker raises
             raise StateError(f"finish_weight_update comes first [{OPEN}]")
         lasting = replace(init, version=None, check=False)
         if lasting != self._init or self._hub is None:
@@ -309,7 +309,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
                     yield layer, tensors
 
     def _check_places(self, plan: _Plan) -> None:
-        """What is written in place has to be where it was when it was registered."""
+        """Raise if a tensor that is written in place is no longer where it was registered."""
         moved = [
             repr(name)
             for layer in plan.in_place
@@ -325,7 +325,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
             )
 
     def _check(self) -> None:
-        """Compare what this worker holds with what was published. Nothing is written."""
+        """Compare this worker's tensors with the published ones. Nothing is written."""
         plan, served = self._plan, self._served
         if plan is None or served is None or self._torn:
             raise StateError("no update has succeeded: there is nothing to compare the engine's weights with")
@@ -345,7 +345,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     @staticmethod
     def _made(plan: _Plan) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is not written in place."""
+        """The tensors that are not written in place, by name."""
         for layer in (*plan.processed, *plan.computed):
             for attribute, tensor in layers.own_tensors(layer.module).items():
                 yield f"{layer.name}.{attribute}", tensor
@@ -369,7 +369,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         return self._init.timeout_s
 
     def _prepare(self, hub: sync.Hub, version: int) -> _Plan:
-        """The plan for this version's tensors: made once, and again when they are others than before."""
+        """The plan for this version's tensors: made once, and again when they change."""
         asked = published_tensors(hub._hub, self._name, version, self._timeout_s, self._published)
         self._published = finish_blocking(asked)
         specs = self._published.kinds
@@ -410,7 +410,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
             if is_deferred_attention_layer(modules[prefix]) or any(name in found.computed for name in names.values())
         }
         whole = {each for prefix in computed for name in by_module[prefix].values() for each in found.needs[name]}
-        while True:  # who shares a published tensor with a module that load_weights loads is loaded by it as well
+        while True:  # load_weights also loads modules that share a published tensor with its modules
             more = {
                 prefix
                 for prefix, names in by_module.items()

@@ -1,10 +1,10 @@
 """vLLM's layers: which parameters may be written where they lie, and how a layer is loaded and processed by itself.
 
-vLLM keeps, for each layer, what its tensors were before they were post-processed (its load format). A layer whose
-post-processing changes nothing can be written in place. Any other one gets tensors in load format, is processed, and the
-result is copied to where the live tensors are, so that captured graphs stay valid.
+vLLM keeps, for each layer, the form of its tensors before post-processing (its load format). A layer that post-processing
+does not change can be written in place. Any other layer gets tensors in load format, is processed, and the result is
+copied to where the live tensors are, so that captured graphs stay valid.
 
-What is used of vLLM here is `model_executor.model_loader.reload`, the same in 0.32 and 0.33, with three of its private
+This module uses vLLM's `model_executor.model_loader.reload`, which is equal in 0.32 and 0.33, with three of its private
 names.
 """
 
@@ -99,7 +99,7 @@ def acts_once(layer: nn.Module) -> bool:
 
 
 def _can_be_tried(method: object) -> bool:
-    """Whether post-processing a copy of a layer does nothing to the layer itself, as far as is known."""
+    """Whether post-processing a copy of a layer is known to leave the layer itself alone."""
     return type(method).__name__.startswith("Unquantized")
 
 
@@ -109,7 +109,7 @@ def _process_trial(tried: Any) -> None:
 
 
 def is_in_place(tensor: torch.Tensor | None, registered: torch.Tensor) -> bool:
-    """Whether this is the memory that was registered, of the same form."""
+    """Whether this is the registered memory, in the registered form."""
     return tensor is not None and _form(tensor) == _form(registered)
 
 
@@ -136,8 +136,8 @@ def allocate(layer: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
-    """Post-process a layer whose tensors in load format are these, and copy what comes out to its live tensors. Whatever
-    happens, the layer has its live tensors in the end.
+    """Post-process a layer with the tensors in load format `filled`, and copy the result to its live tensors. The layer
+    has its live tensors in the end, also after an error.
     """
     info = get_layerwise_info(layer)
     live = own_tensors(layer)
@@ -164,7 +164,7 @@ def process(layer: nn.Module, filled: Mapping[str, torch.Tensor]) -> None:
 
 
 def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """vLLM's own reload, of the layers that these are of; the others stay as they are."""
+    """vLLM's own reload, of the layers of `weights`; all other layers stay as they are."""
     initialize_layerwise_reload(model)
     try:
         model.load_weights(weights)  # type: ignore[operator]

@@ -30,7 +30,7 @@ from tensorhub.types import LATEST, Selector
 __all__ = ["adapter_tensors", "fetch_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-KEPT = 2  # versions of an adapter in a directory: requests may still be answered with the one before
+KEPT = 2  # versions of an adapter in a directory: requests may still be answered with the version before
 
 
 def adapter_tensors(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def fetch_adapter(
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new / WEIGHTS)
         (new / CONFIG).write_bytes(config.numpy().tobytes())
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(path)  # the same number, of another lineage perhaps
+            shutil.rmtree(path)  # this number, of another lineage perhaps
         new.rename(path)
     for old in sorted(each for each in path.parent.iterdir() if not each.name.startswith("."))[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
