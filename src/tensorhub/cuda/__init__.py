@@ -1,8 +1,9 @@
-"""GPUs: what the rest needs of one (`device`), CUDA's through cupy (`cupy_device`), the kernels, and memory of other
+"""GPUs: the interface of a device (`device`), CUDA's through cupy (`cupy_device`), the kernels, and memory of other
 processes (`ipc`).
 
 cupy is imported when a GPU's tensor is first registered, and never where there is none. Nothing above knows cupy: tests
-put a stand-in in the place of a device, whose copies end when the test lets them.
+put a stand-in in the place of a device, with copies that end when the test lets them.
 
-Not responsible for what is copied when, nor for who may read it: a GPU's memory is held to the same rules as any other.
+Not responsible for when bytes are copied, nor for the right to read them: the rules for a GPU's memory are those for host
+memory.
 """

@@ -33,7 +33,7 @@ def copy(queue: Queue, to: int, source: int, nbytes: int) -> None:
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same, with what is adjacent at both ends as one piece; none is empty."""
+    """`pieces`, with pieces that are adjacent at both ends joined; none is empty."""
     last: Piece | None = None
     for to, source, nbytes in pieces:
         if last is not None and (last[0] + last[2], last[1] + last[2]) == (to, source):

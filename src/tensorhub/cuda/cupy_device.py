@@ -1,9 +1,10 @@
 """CUDA devices, through cupy. See `device` for what each call means.
 
-The current device is a thread's own, so each call sets it: a fraction of a microsecond. (A thread in which nobody has is
-about device 0, and would make a context there, of half a GB.) The library's threads are in relaxed capture mode: while a
-caller captures a CUDA graph, the usual mode forbids all threads to look at events or to allocate, and breaks the capture
-where one does. What may run in a caller's thread leaves both as they were. The caller's streams are torch's.
+The current device is a thread's own, so each call sets it: a fraction of a microsecond. (In a thread without a current
+device it is device 0, and a call would make a context there, of half a GB.) The library's threads are in relaxed capture
+mode: while a caller captures a CUDA graph, the usual mode forbids all threads to look at events or to allocate, and breaks
+the capture where one does. Calls that may run in a caller's thread restore device and mode. The caller's streams are
+torch's.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _why_not(error: Exception) -> str:
 
 @lru_cache(maxsize=64)
 def cuda_device(index: int) -> CudaDevice:
-    """The one of that number, as torch and CUDA_VISIBLE_DEVICES number them. StateError: there is none."""
+    """The device of that number, as torch and CUDA_VISIBLE_DEVICES count. StateError: there is none."""
     if (fault := fault_here()) is not None:
         raise StateError(fault)
     return CudaDevice(index)
@@ -288,7 +289,7 @@ class CudaDevice:
         return self._cupy.asarray(numpy.fromiter(chain.from_iterable(rows), numpy.int64))
 
     def move(self, kernel: str, rows: Sequence[Spread], table: Any, room: int) -> None:
-        """Rows of runs, whose table this is, on the current stream."""
+        """Rows of runs, with their table, on the current stream."""
         if rows:
             parts = parts_of(rows)
             self.launch(kernel, len(rows) * parts, table, self._cupy.uint64(room), self._cupy.uint32(parts))
@@ -320,7 +321,7 @@ class CudaMark:
             if hasattr(self._event, "query"):
                 return bool(self._event.query())
             status: int = sys.modules["cupy"].cuda.runtime.eventQuery(self._event.ptr)
-            return status == 0  # else it is not reached, or `wait` says what is wrong
+            return status == 0  # else it is not reached, or `wait` names the fault
 
     def wait(self) -> None:
         self._device.use()

@@ -1,10 +1,10 @@
-"""What TensorHub needs of an accelerator: queues of copies, page-locked host memory, kernels. And a name for bytes that the
+"""TensorHub's interface of an accelerator: queues of copies, page-locked host memory, kernels. And a name for bytes that the
 CPU cannot address.
 
-Ordering. Each `Queue` is a stream of its own, that waits for no other one, the caller's included. So whoever may touch
-memory waits, on the host, for all that was queued on it before: a publish and the first byte of a fill for the caller's
-own work (`Device.stream_sync`), the end of an access or of a fill for our own copies. What the caller queues after his call
-has returned therefore finds its bytes in place, on whatever stream.
+Ordering. Each `Queue` is a stream of its own, that waits for no other stream, the caller's included. So the host waits for
+all earlier work on memory before it is touched: a publish and the first byte of a fill wait for the caller's own work
+(`Device.stream_sync`), the end of an access or of a fill for our own copies. Work that the caller queues after the call has
+returned therefore finds its bytes in place, on any stream.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Mark(Protocol):
         """Whether all that was queued before it is done. StateError: the device has failed."""
 
     def wait(self) -> None:
-        """Block until it is, without the GIL. What is waited for here is our own, and bounded by its size: a device that
-        does not get through it fails, which is a StateError.
+        """Block until it is, without the GIL. The wait is for our own copies, and bounded by their size: a device that
+        does not get through them fails, which is a StateError.
         """
 
 
@@ -110,7 +110,7 @@ class Device(Protocol):
         """Where another process' allocation is here, from now on. StateError: it cannot be opened, or has fewer bytes."""
 
     def close(self, address: int) -> None:
-        """Give up what was opened there."""
+        """Give up the memory that was opened at `address`."""
 
     def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
         """A descriptor of these bytes, to be closed, for other devices to reach them by; and the address at which what it

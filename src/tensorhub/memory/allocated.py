@@ -70,9 +70,9 @@ class AllocatedMemory(FilledMemory):
         return made
 
     def map(self, manifest: Manifest) -> MappedRegions:
-        """Allocate what is wanted of this manifest, anew each time.
+        """Allocate the wanted tensors of this manifest, anew each time.
 
-        Raises ManifestMismatch (a name that nothing has, a dtype that this torch lacks), StateError (no memory).
+        Raises ManifestMismatch (a name that no tensor has, a dtype that this torch lacks), StateError (no memory).
         """
         self._chosen = tuple(choose(self.patterns, manifest))
         for tensor in self._chosen:
@@ -128,9 +128,9 @@ class AllocatedMemory(FilledMemory):
             raise StateError(f"the tensors cannot be brought to {self._device}: {_first_line(error)}") from error
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What was mapped last, by name, in the order of the manifest."""
+        """The tensors that were mapped last, by name, in the order of the manifest."""
         with warnings.catch_warnings():
-            # Of dtypes that torch finds experimental, or means to give up: whoever published them knows.
+            # Warnings about experimental or deprecated dtypes: the publisher has seen them.
             warnings.simplefilter("ignore", UserWarning)
             return {tensor.name: self._tensor(tensor) for tensor in self._chosen}
 

@@ -84,7 +84,7 @@ class Checkpoint:
     index: Index | None = None
 
     def __post_init__(self) -> None:
-        """ValueError for what is not one model."""
+        """ValueError if this is not one model."""
         indexes = [(self.index.name, INDEX_SUFFIX)] if self.index else []
         for name, suffix in [*((name, SUFFIX) for name in self.headers), *indexes]:
             if fault := file_name_fault(name, suffix):
@@ -184,7 +184,7 @@ def _index_in(directory: Path) -> Path | None:
 
 
 def _indexed(path: Path) -> tuple[Sequence[Path], Index]:
-    descriptor = open_file(path)  # which never waits, as for the other end of a pipe
+    descriptor = open_file(path)  # which never waits, as it would for a writer of a pipe
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{path} is not an index of safetensors files: it is not a file at all")

@@ -69,7 +69,7 @@ class ChunkMemory:
         for index, (region, spec) in enumerate(zip(regions, manifest.regions, strict=True)):
             if region.nbytes != spec.nbytes and index not in unwanted:
                 raise ValueError(f"region {index} has {region.nbytes} bytes, not {spec.nbytes}")
-        self.manifest = manifest  # whose regions they are
+        self.manifest = manifest  # of the regions
         self._regions: tuple[Bytes, ...] = tuple([_flat(region) for region in regions])
         self._addresses = tuple([address_of(region) for region in self._regions])
         self.device = next((region.device for region in self._regions if isinstance(region, DeviceBytes)), None)
@@ -78,7 +78,7 @@ class ChunkMemory:
         else:
             self._lie(manifest.chunks)
         self.unwanted: tuple[int, ...] = tuple(self._chunks_in(unwanted)) if unwanted else ()
-        self.is_digested: bool = manifest.digest == "xxh3-64"  # what is fast enough to be made of each piece as it passes
+        self.is_digested: bool = manifest.digest == "xxh3-64"  # fast enough to digest each piece as it passes
         self.width: int = WIDTHS[manifest.digest]  # bytes of one digest; 0: chunks have none
         if self.device is not None and self.width and not self.is_digested:
             raise StateError(
@@ -104,7 +104,7 @@ class ChunkMemory:
         return (number for number, is_within in enumerate(within) if is_within)
 
     def _other(self, chunks: Sequence[Chunk], strips: Strips | None, sizes: Sequence[int] | None) -> ChunkMemory:
-        """The same regions with other chunks."""
+        """A memory of these regions with other chunks."""
         made = object.__new__(ChunkMemory)
         made._regions, made._addresses, made.device = self._regions, self._addresses, self.device
         made.manifest = self.manifest
@@ -113,11 +113,11 @@ class ChunkMemory:
         return made
 
     def selected(self, selection: Selection) -> ChunkMemory:
-        """The same memory with the chunks of a selection, which must be one of this memory (see `covers`)."""
+        """This memory with the chunks of `selection`, which must fit this memory (see `covers`)."""
         return self._other((), selection.chunks, selection.sizes)
 
     def part(self, chunks: Sequence[int]) -> ChunkMemory:
-        """The same memory with these chunks only, whose numbers are 0, 1, ... there."""
+        """This memory with these chunks only, numbered 0, 1, ..."""
         sizes = [self.sizes[chunk] for chunk in chunks]
         if self._strips is None:
             return self._other([self._chunks[chunk] for chunk in chunks], None, sizes)
@@ -125,7 +125,7 @@ class ChunkMemory:
 
     @property
     def parts_max(self) -> int:
-        """How many parts a selection of it may say (`Selection.parts_said`): nobody lays so few bytes out in more."""
+        """The most parts of a selection of this memory (`Selection.parts_said`): no real layout has more parts per byte."""
         return PARTS_MIN + sum([region.nbytes for region in self._regions]) // PART_BYTES
 
     def covers(self, selection: Selection) -> Covered | str:
@@ -196,7 +196,7 @@ class ChunkMemory:
         return _strided_of(self).incoming(self.strips(chunk), call_bytes)
 
     def gather(self, chunks: Sequence[int], to: int) -> None:
-        """Copy chunks of strided memory on a device to that address of it, one behind the other. Waits."""
+        """Copy chunks of strided memory on a device to that address of it, without gaps. Waits."""
         _device_of(self).relay(to, gathered=self._rows(chunks))
 
     def scatter(self, chunks: Sequence[int], source: int) -> None:
@@ -254,7 +254,7 @@ class ChunkMemory:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether any of it cannot be written: it is of a file, which somebody may truncate."""
+        """Whether any of it cannot be written: it is of a file, which another process may truncate."""
         return any(isinstance(region, memoryview) and region.readonly for region in self._regions)
 
     def digest(self, chunk: int) -> int:
@@ -289,7 +289,7 @@ class ChunkMemory:
         return int.from_bytes(made.digest(), "big")
 
     def _digests_on_device(self, device: Device, chunks: Sequence[int]) -> list[int]:
-        """They are gathered first: a device digests what is in one piece."""
+        """The chunks are gathered first: a device digests contiguous bytes."""
         room = device.allocate(strided_device.batch_bytes_max([self.sizes[chunk] for chunk in chunks]))
         found: list[int] = []
         for batch in strided_device.batches(chunks, self.sizes):
@@ -353,7 +353,7 @@ def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[
 
 
 def _move_strips_on_devices(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]) -> None:
-    """Each chunk is in one piece on a device in between. Both are of one content, so that they have the same chunks."""
+    """Each chunk is contiguous on a device in between. Both memories have one content, and so equal chunks."""
     sizes = [source.sizes[chunk] for chunk in chunks]
     room = _device_of(source if source.device is not None else destination).allocate(max(sizes, default=0))
     for chunk, nbytes in zip(chunks, sizes, strict=True):
@@ -384,7 +384,7 @@ def _copy_each(room: DeviceBytes, calls: Iterable[list[memoryview]], *, into_roo
 
 
 def _move_strips(source: ChunkMemory, destination: ChunkMemory, chunk: int) -> None:
-    """Both are of one content, so that they have the same strips, and the same calls."""
+    """Both memories have one content, so their strips are equal, and one list of calls serves both."""
     with closing(destination.incoming(chunk)) as incoming:
         for theirs, mine in zip(source.outgoing(chunk), incoming, strict=True):
             for view, other in zip(theirs, mine, strict=True):

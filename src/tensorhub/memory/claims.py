@@ -1,11 +1,12 @@
-"""Which registrations of this process share memory, also of several hubs: one of them must not be filled under another.
+"""Which registrations of this process share memory, also of several hubs: a fill of one must not change another.
 
 Memory may be registered more than once, as the trunk that two models share, and published under both. But a fill writes: it
-would change what another registration has promised, or is filling. So a fill is refused while another registration of the
-same bytes holds a version, and a publish while one is filled. (What the caller writes itself is found as ever, R15.)
+would change bytes that another registration has promised, or is filling. So a fill is refused while another registration
+of these bytes holds a version, and a publish while another registration is filled. (The caller's own writes are found as
+ever, R15.)
 
-Not responsible for tied tensors of one registration, for tensors with padded rows, whose padding may be of other tensors,
-nor for other processes, whose memory is not known here.
+Not responsible for tied tensors of one registration, for tensors with padded rows (their padding may be of other tensors),
+nor for other processes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Claim:
         return f"<Claim of {self._title}: {len(self._spans)} tensors, {len(self._sharing)} others share memory>"
 
     def _shared(self, other: Claim) -> tuple[str, str] | None:
-        """The names of a tensor here and of one there that share bytes. (No two of one claim do, but for the same ones.)"""
+        """The names of a tensor of each claim that share bytes. (Tensors of one claim are equal or apart.)"""
         if not self._spans or not other._spans:
             return None
         if self._spans[-1][0][1] <= other._starts[0] or other._spans[-1][0][1] <= self._starts[0]:

@@ -1,7 +1,7 @@
-"""Which of a memory's own chunks have bytes of strips that somebody names.
+"""Which of a memory's own chunks have bytes of given strips.
 
-Where chunks are strips themselves, they may lie between one another. So what is found may be more than has such bytes, and
-never less. Responsible for finding that in the time of a search for each cell, whoever has made the strips.
+Where chunks are strips themselves, they may lie between one another. So the answer may have more chunks than those with
+such bytes, and never fewer. Responsible for an answer in the time of a search for each cell, also for hostile strips.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Describes tensors, and says which cannot be registered. A DTensor is its local part, in place.
 
-Responsible for saying what is in the way, and what to do about it. Not responsible for which tensors there are
-(`resolving`), nor for their bytes (`tensors`).
+Responsible for naming the obstacle and the remedy. Not responsible for which tensors there are (`resolving`), nor for
+their bytes (`tensors`).
 
-torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
+torch and numpy are never imported here. A caller with a tensor has imported its library already.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def is_numpy(value: object) -> bool:
 def describe(tensors: Mapping[str, Any], *, also_wrong: Sequence[str] = ()) -> tuple[TensorDescription, ...]:
     """These, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in place.
 
-    One RegistrationError names every tensor that cannot be used, why, and what to do about it. `also_wrong`: what else is
-    wrong with what was given.
+    One RegistrationError names every tensor that cannot be used, why, and the remedy. `also_wrong`: further faults of the
+    caller's tensors.
     """
     found, faults = [], []
     places = dict[str, str]()  # each device, with the first tensor's name there

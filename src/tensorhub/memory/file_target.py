@@ -1,10 +1,10 @@
 """Safetensors files that a fetch fills: planned when the version is known, filled in place, renamed when whole.
 
-Everything is made in a temporary directory beside the output, on the same filesystem. All blocks of the files are allocated
-before the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping. After an
-interruption what has arrived stays there, and the next fetch to the same output goes on (`unfinished`).
+Everything is made in a temporary directory beside the output, on the output's filesystem. All blocks of the files are
+allocated before the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
+After an interruption the arrived bytes stay there, and the next fetch to that output goes on (`unfinished`).
 
-Responsible for what the files hold, for their place, and for leaving nothing else behind.
+Responsible for the contents of the files, for their place, and for leaving nothing else behind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file n
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be written: the header of each file, and (name, text) of the index if there is one."""
+    """The header of each file to write, and (name, text) of the index if there is one."""
 
     headers: Mapping[str, Header]
     index: tuple[str, bytes] | None = None
@@ -85,7 +85,7 @@ def _has(header: Header, chosen: Mapping[str, TensorSpec]) -> bool:
 
 
 def _part(header: Header, chosen: Mapping[str, TensorSpec]) -> Header:
-    """The header of what is chosen of a file: its own, to the byte, if that is everything."""
+    """The header for the chosen tensors of a file: the file's own, to the byte, if all are chosen."""
     entries = [entry for entry in header.entries if entry.name in chosen]
     return header if len(entries) == len(header.entries) else _header([chosen[e.name] for e in entries], header.metadata)
 
@@ -109,10 +109,10 @@ def _mismatch(text: str) -> ManifestMismatch:
 class FileTarget(FilledMemory):
     """The output of a fetch, as memory that is made when the version is known. See `Memory`; it is never published.
 
-    `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes them. `force`: replace
-    what is there. Use as a context manager: what was not committed in it is kept at its end for the next fetch to the same
-    output, or removed if nothing has arrived. Raises StateError, before anything is fetched, if the output exists or cannot
-    be made, or another fetch writes there.
+    `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes them. `force`: replace an
+    existing output. Use as a context manager: at its end uncommitted files are kept for the next fetch to that output, or
+    removed if nothing has arrived. Raises StateError, before anything is fetched, if the output exists or cannot be made,
+    or another fetch writes there.
     """
 
     def __init__(self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False) -> None:
@@ -161,7 +161,7 @@ class FileTarget(FilledMemory):
 
     def _is_kept(self) -> bool:
         """Whether the output is a directory that cannot be replaced as a whole: it has something in it, is of a filesystem
-        of its own, or somebody works in it.
+        of its own, or is a process' working directory.
         """
         if self._is_file or not self._out.is_dir():
             return False
@@ -196,7 +196,7 @@ class FileTarget(FilledMemory):
         return _mapped(manifest, views)
 
     def _allocate(self, path: Path, header: Header) -> mmap.mmap:
-        """The file, whose bytes stay where it was there: each is overwritten, or digested again."""
+        """The file, mapped. Bytes of an existing file stay: each is overwritten, or digested again."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags, 0o666)
@@ -250,7 +250,7 @@ class FileTarget(FilledMemory):
             for file in self.files:
                 _sync(self._temporary / file.name)
             sync_directory(self._temporary)
-            self._check_free()  # somebody else may have been faster
+            self._check_free()  # another process may have been faster
             if self._is_file or self._in_place:
                 for file in self.files:
                     os.replace(self._temporary / file.name, file)
@@ -262,7 +262,7 @@ class FileTarget(FilledMemory):
             self._unfinished.remove()
 
     def close(self) -> Path | None:
-        """Leave nothing behind but what was committed, or what has arrived: then its place is returned."""
+        """Leave nothing behind but committed files, or arrived bytes: then the place of these is returned."""
         self._mappings.clear()
         return self._temporary if self._unfinished.keep() else None
 
@@ -294,7 +294,7 @@ def _mapped(manifest: Manifest, views: Mapping[str, memoryview]) -> MappedRegion
 
 
 def _sync(path: Path) -> None:
-    """Bring a file to the disk; what was written through its mapping as well, which Linux keeps in the same pages."""
+    """Bring a file to the disk, also writes through its mapping: Linux keeps both in one set of pages."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

@@ -1,9 +1,9 @@
 """Safetensors files as published memory: mapped, and served where they are. Without torch, and without a copy.
 
-Nothing that serves this memory reads the mapping in user space, because that would end the process with SIGBUS if somebody
-has truncated the file. A send call from the mapping only fails, with EFAULT, and costs its reader a retry. Digests are made
-by reading the file, all of them before the publish. If a file is changed while it is served, its readers fail (a digest does
-not fit, or the source is lost), but nobody gets other bytes.
+Nothing that serves this memory reads the mapping in user space, because that would end the process with SIGBUS if the file
+was truncated. A send call from the mapping only fails, with EFAULT, and costs its reader a retry. Digests are made by
+reading the file, all of them before the publish. If a file is changed while it is served, its readers fail (a digest does
+not fit, or the source is lost), but no reader gets other bytes.
 
 Responsible for opening files, for their digests, and for noticing that they were written. Not responsible for their format.
 """
@@ -38,13 +38,13 @@ class _OpenFile:
     header: Header
     mapping: memoryview
     stamp: tuple[int, int]
-    base: int  # the bytes of the files before this one: what stands for an address
+    base: int  # the bytes of all files before: stands for an address
 
     @classmethod
     def open(cls, path: Path, base: int) -> _OpenFile:
         descriptor = open_file(path)
         try:
-            stamp = _stamp(descriptor)  # before the header is read: what is written from here on is noticed
+            stamp = _stamp(descriptor)  # before the header is read: later writes are noticed
             header = read_from(descriptor, path)
             mapping = memoryview(mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ))
         except BaseException:
@@ -65,8 +65,8 @@ def _stamp(descriptor: int) -> tuple[int, int]:
 class FileMemory:
     """The tensors of a safetensors file, a directory of them, or an index, as memory that can be published.
 
-    OSError for what cannot be read; ValueError, naming file and reason, for what is not one whole model. Close it after the
-    hub that serves it.
+    OSError for an unreadable file; ValueError, naming file and reason, for files that are not one whole model. Close it
+    after the hub that serves it.
     """
 
     digests_first = True
@@ -107,7 +107,7 @@ class FileMemory:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files. What is mapped stays readable for those who still read it."""
+        """Let go of the files. Mappings stay readable for running reads."""
         while self._files:
             os.close(self._files.pop().descriptor)
 

@@ -53,7 +53,7 @@ class HostMemory(FilledMemory):
         return MappedRegions(tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)), ())
 
     def free(self) -> None:
-        """Give it back to the system, at once or (where somebody still has a view) with the last view.
+        """Give it back to the system, at once or (while a view exists) with the last view.
 
         Blocks: for a fraction of a second per GB that was written to; other threads run meanwhile.
         """

@@ -1,7 +1,7 @@
-"""Reads JSON of others piece by piece, so that a hostile text costs no more than what it holds.
+"""Reads untrusted JSON piece by piece, so that the cost of a hostile text is bounded by its contents.
 
-`json.loads` makes objects of a whole text before anybody can look at it: `"":{},` costs 26 times its bytes. Here a caller
-takes one name and one value at a time, and stops at the first one that is wrong.
+`json.loads` makes objects of a whole text before a caller can look at it: `"":{},` costs 26 times its bytes. Here a caller
+takes one name and one value at a time, and stops at the first fault.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
-# Possessive: what is taken is never tried again, so that no text takes longer than its length.
+# Possessive: the matcher never backtracks, so the time for a text is linear in its length.
 _STRING: Final = re.compile(rb'[ \t\n\r]*+"([^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+)"')
 _SPACE: Final = re.compile(rb"[ \t\n\r]*+")
 

@@ -76,7 +76,7 @@ def within(block: Block, at: int, where: Runs) -> Iterator[tuple[int, Block]]:
 
 
 def _of_one(cell: int, run: int, at: int, where: Runs, number: int) -> Iterator[tuple[int, Block]]:
-    """The same of one run. `number`: no run before that one has any of it."""
+    """The parts of one run that lie in `where`. `number`: runs before this number have no part of it."""
     while number < len(where.starts) and where.starts[number] < cell + run:
         start, end = max(where.starts[number], cell), min(where.ends[number], cell + run)
         if start < end:

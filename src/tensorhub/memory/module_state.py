@@ -1,9 +1,9 @@
-"""What a module's state is besides its parameters and buffers: extra state, what its class saves itself, quantization.
+"""A module's state besides its parameters and buffers: extra state, state that its class saves itself, quantization.
 
-A tensor that a module saves from where it lies, the same one each time, is carried as a parameter is. Everything else stays
-behind, and can only be named. Not responsible for the walk through modules (`resolving`), nor for who is told (`hub`).
+A tensor that a module saves in place, one object each time, is carried as a parameter is. Everything else stays behind,
+and can only be named. Not responsible for the walk through modules (`resolving`), nor for warning the caller (`hub`).
 
-torch is never imported here. Whoever hands over a module has imported it already.
+torch is never imported here. A caller with a module has imported it already.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def kept_at_parameters(module: Any) -> Iterator[tuple[str, str]]:
 
 
 def plain_tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """Its tensors that are plain attributes, by name, as far as they look like state."""
+    """The module's plain attributes that are tensors and look like state, by name."""
     found = ((name, value) for name, value in vars(module).items() if is_torch(value))
     return ((name, tensor) for name, tensor in found if not _is_derived(module, name, tensor))
 
 
 def _is_derived(module: Any, name: str, tensor: Any) -> bool:
-    """Whether this attribute follows from others: of weight_norm and of pruning, of buffers, of a cache or of a graph."""
+    """Whether this attribute follows from other state: of weight_norm and pruning, of buffers, of a cache or a graph."""
     follows = any(f"{name}{ending}" in module._parameters for ending in ("_orig", "_g", "_v"))
     is_copy = name.removeprefix("original_") in module._buffers
     is_private = name.startswith("_") or "cache" in name.lower()
@@ -78,7 +78,7 @@ def _is_derived(module: Any, name: str, tensor: Any) -> bool:
 
 
 def _place(value: Any) -> object:
-    """Equal for the same bytes, seen alike; of what has none it is the object itself."""
+    """Equal for equal views of one memory; the id of a value without memory."""
     try:
         place: int = value.data_ptr() if is_torch(value) else 0
     except RuntimeError:

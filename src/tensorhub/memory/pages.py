@@ -1,7 +1,7 @@
-"""Whether host memory may be written, by what the kernel says of its pages.
+"""Whether host memory may be written, by the kernel's flags of its pages.
 
-A write to a read-only mapping fails as if the other end had failed (EFAULT), or ends the process (SIGSEGV): so it is asked
-before. Not responsible for what is told of it (`tensors`).
+A write to a read-only mapping fails as if the peer had failed (EFAULT), or ends the process (SIGSEGV): so the flags are
+read before. Not responsible for the error (`tensors`).
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class MappedRegions:
     """Where a manifest's regions are in this process.
 
     `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share bytes at
-    the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`: what else is to
-    be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors. `scattered`: packed
-    regions whose tensors are apart here; their views are empty until `packs` are made of them.
+    the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`: a last step
+    with the verified bytes; it runs in a thread, and raises TensorHubErrors. `scattered`: packed regions with tensors that
+    are apart here; their views are empty until `packs` are made of them.
     """
 
     regions: tuple[Bytes, ...]
@@ -71,20 +71,20 @@ class MappedRegions:
 
 
 class Memory(Protocol):
-    """The memory of one registration: the caller's tensors, a file's bytes, or what is allocated when it is filled."""
+    """The memory of one registration: the caller's tensors, a file's bytes, or memory that a fill allocates."""
 
     descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
     metadata: bytes  # see `Manifest.metadata`
     digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
-    device: Device | None  # whose memory it is; None: the CPU can address it
+    device: Device | None  # that has the memory; None: the CPU can address it
     claim: Claim  # on the caller's tensors, which may be registered more than once
 
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
 
     def check_writable(self, *, again: bool = False) -> None:
-        """RegistrationError, naming each tensor that is to be filled and cannot be written. What was found writable once is
-        looked at only `again`.
+        """RegistrationError, naming each tensor that is to be filled and cannot be written. Tensors that were writable
+        once are checked only `again`.
         """
 
     def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -93,8 +93,8 @@ class Memory(Protocol):
         """
 
     def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
-        """The numbers of tensors (of all, or of these) whose memory was replaced, freed or resized since it was registered:
-        it must not be touched. Any thread may ask.
+        """The numbers of tensors (of all, or of these) with memory that was replaced, freed or resized since it was
+        registered: it must not be touched. Any thread may ask.
         """
 
     def count_write(self) -> None:
@@ -104,7 +104,7 @@ class Memory(Protocol):
         """Every chunk's digest; None: each is made when it is first sent.
 
         Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its digests here is never
-        digested by its views, which may be of a file that somebody truncates.
+        digested by its views, which may be of a file that is truncated meanwhile.
         """
 
     def map(self, manifest: Manifest) -> MappedRegions:
@@ -112,7 +112,7 @@ class Memory(Protocol):
 
 
 class FilledMemory(Memory):
-    """Memory of the library's own, which nobody else has: it is filled, and not published from tensors. Inherit from it."""
+    """Memory of the library alone: it is filled, and not published from tensors. Inherit from it."""
 
     descriptions: tuple[TensorDescription, ...] = ()
     metadata = b""
@@ -122,7 +122,7 @@ class FilledMemory(Memory):
     patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
 
     def check_unreplaced(self) -> None:
-        """Nobody else could have replaced it."""
+        """Do nothing: only the library has this memory."""
 
     def check_writable(self, *, again: bool = False) -> None:
         """It was made to be written."""
@@ -134,10 +134,10 @@ class FilledMemory(Memory):
         return []
 
     def count_write(self) -> None:
-        """Nobody looks at a count."""
+        """Do nothing: the count is not used."""
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """What is filled from elsewhere has come with its digests."""
+        """None: a fill brings the digests."""
 
     def recall(self, content_id: str, manifest: Manifest) -> Sequence[int | None] | None:
         """The chunks of this content that may have arrived before, in an earlier process: their digests, to be compared with
@@ -155,7 +155,7 @@ class CallersMemory(Memory, Protocol):
         """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
 
     def watch(self) -> Callable[[], bool] | None:
-        """A function to call later: whether nobody has been seen to write since now. None: writes cannot be seen."""
+        """A function to call later: True if no write was seen since now. None: writes cannot be seen."""
 
 
 def is_packed(manifest: Manifest, region: int) -> bool:

@@ -1,11 +1,11 @@
 """Finds the tensors, by name, of the nn.Module or the (nested) mapping that a caller has registered. Looks anew each time.
 
-The tensors of a module are its named parameters, its persistent buffers and what else it saves in place (`module_state`),
-in the order of its `state_dict()`. Tied tensors appear under each of their names. `state_dict()` itself is never called: it
-runs hooks, and FSDP's hooks gather. The prefixes of torch's own wrappers are left out. Not responsible for whether a tensor
-can be registered (`describing`).
+The tensors of a module are its named parameters, its persistent buffers and further state that it saves in place
+(`module_state`), in the order of its `state_dict()`. Tied tensors appear under each of their names. `state_dict()` itself
+is never called: it runs hooks, and FSDP's hooks gather. The prefixes of torch's own wrappers are left out. Not responsible
+for whether a tensor can be registered (`describing`).
 
-torch is never imported here. Whoever hands over a module has imported it already.
+torch is never imported here. A caller with a module has imported it already.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Resolved:
 
 
 def resolve(given: object, carried: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The present tensors of a module or of a mapping; what is in a mapping within it gets a dotted name. `carried`: see
+    """The present tensors of a module or of a mapping; entries of a mapping within it get dotted names. `carried`: see
     `Resolved`.
 
     RegistrationError: it is neither, two entries have one name, or a module is flattened, or gathered now, by FSDP.
@@ -59,7 +59,7 @@ def resolve(given: object, carried: frozenset[str] = frozenset()) -> dict[str, A
 
 
 def resolve_all(given: object) -> Resolved:
-    """The same, at a first look, with what a module's state is besides. RegistrationError as of `resolve`."""
+    """The present tensors and a module's further state, at registration. RegistrationError as of `resolve`."""
     found = _resolve(given, _Found(None))
     found.look_at_all()
     return Resolved(found.tensors, frozenset(found.carried), found.left_out)
@@ -109,7 +109,7 @@ class _Found:
         self.gathered: list[str] = []  # names of parameters that stand in for those that FSDP keeps
         self._fsdp, self._fsdp2 = _defined(*_FSDP), _defined(*_FSDP2)
         self._stand_ins: set[int] = set()  # the ids of such parameters
-        self._inner: dict[type, str | None] = {}  # what a kind of module calls the one that it wraps, if it does
+        self._inner: dict[type, str | None] = {}  # by kind, the attribute of the wrapped module; None: no wrapper
 
     def enter_mapping(self, given: Mapping[Any, Any], prefix: str) -> None:
         for name, value in given.items():
@@ -147,7 +147,7 @@ class _Found:
                 self.enter_module(child, prefix if name == inner else f"{prefix}{name}.")
 
     def _enter_state(self, module: Any, prefix: str) -> None:
-        """What is state of this one module besides. (`state_dict()` would run hooks.)"""
+        """The further state of this one module. (`state_dict()` would run hooks.)"""
         kind = type(module)
         if kind not in self._saves_more:
             self._saves_more[kind] = saves_more(kind)

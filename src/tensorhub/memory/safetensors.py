@@ -27,7 +27,7 @@ METADATA_MAX = 2**16  # things that `__metadata__` says
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
 
-# The format's name of a dtype: torch's. In the order in which its library lays tensors out, the other way round.
+# The format's name of a dtype: torch's. In the reverse of the order in which its library lays tensors out.
 TORCH_NAMES: Mapping[str, str] = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -100,7 +100,7 @@ def read_header(path: Path) -> Header:
 
 
 def open_file(path: Path) -> int:
-    """A descriptor to read the file by. Never waits, as for the other end of a pipe. OSError."""
+    """A descriptor to read the file by. Never waits, as it would for a writer of a pipe. OSError."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
@@ -198,9 +198,9 @@ def _are_sizes(value: object) -> bool:
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-    """The header that the format's own library writes for (name, torch's dtype, shape): the same order, to the byte.
+    """The header that the format's own library writes for (name, torch's dtype, shape), equal to the byte.
 
-    ValueError, naming each tensor, for what the format cannot hold.
+    ValueError, naming each tensor that the format cannot hold.
     """
     wanted = sorted(tensors, key=lambda tensor: (-_PLACES.get(tensor[1], 0), tensor[0].encode()))
     faults = [f"{name!r} is {dtype}" for name, dtype, _ in wanted if dtype not in FILE_NAMES]

@@ -1,10 +1,10 @@
 """Samples some bytes of many torch tensors, cheaply, to see later whether any tensor has changed.
 
-Each sample has the same pieces, spread evenly over each tensor: about a MiB in all. A tensor that is no larger than its
+All samples have equal pieces, spread evenly over each tensor: about a MiB in all. A tensor that is no larger than its
 share is taken whole. torch gathers and compares the pieces where the tensors are, in the order of the caller's stream. So
-nobody waits for a GPU before there is something to compare.
+the caller does not wait for a GPU before there is something to compare.
 
-torch is never imported here. Whoever hands over a tensor has imported its library already.
+torch is never imported here. A caller with a tensor has imported its library already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIECES_OF_TENSOR_MAX = 16
 
 
 class Sample:
-    """`tensors`: strided ones, all on one device, whose memory is there whenever `take` is called."""
+    """`tensors`: strided, all on one device; their memory must exist whenever `take` is called."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._pieces = list(_pieces(tensors))
@@ -53,7 +53,7 @@ def _pieces(tensors: Sequence[Any]) -> Iterator[Any]:
 
 
 def _places(nbytes: int, share: int, count: int) -> Iterable[tuple[int, int]]:
-    """(start, size) of what is taken of so many bytes: from the first one to the last."""
+    """(start, size) of the sampled pieces of so many bytes: from the first byte to the last."""
     if nbytes <= share:
         return [(0, nbytes)] if nbytes else []
     size, gaps = share // count, max(count - 1, 1)

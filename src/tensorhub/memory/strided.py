@@ -1,15 +1,15 @@
-"""Bytes that follow strips, moved between where they lie and one contiguous buffer.
+"""Bytes that follow strips, moved between strided memory and one contiguous buffer.
 
     long runs      are moved from or to where they are: a view of each goes into the call that sends or receives
     short runs     go through a buffer that stays in the core's own cache: one call copies thousands of them
 
-What copies short runs is Python's own code for strided buffers, so nothing need be installed, and the price hardly depends
-on how short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which takes some 30 microseconds.
+Python's own code for strided buffers copies short runs, so nothing need be installed, and the price hardly depends on how
+short they are. It keeps the GIL, so it copies BLOCK_BYTES at a time, which takes some 30 microseconds.
 
-A file's mapping is not touched here: if somebody has truncated the file, that would end the process with SIGBUS. All of its
-runs go through a buffer that the kernel fills, for which a missing page is an error.
+A file's mapping is not touched here: if the file was truncated, that would end the process with SIGBUS. All of its runs go
+through a buffer that the kernel fills, for which a missing page is an error.
 
-Responsible for host memory. Not responsible for what is said of it, nor for digests.
+Responsible for host memory. Not responsible for errors about it, nor for digests.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ _from_contiguous.argtypes = (ctypes.POINTER(PyBuffer), ctypes.c_void_p, ctypes.c
 
 
 def gather(block: Block, to: int) -> None:
-    """Copy a block's bytes to that address, one behind the other."""
+    """Copy a block's bytes to that address, without gaps."""
     cells, loops, run, nbytes = block
     if not loops:
         for cell in cells:
@@ -182,7 +182,7 @@ def gather(block: Block, to: int) -> None:
 
 
 def scatter(block: Block, source: int) -> None:
-    """Copy bytes from that address, one behind the other, to where a block's are."""
+    """Copy contiguous bytes from that address to a block's places."""
     cells, loops, run, nbytes = block
     if not loops:
         for cell in cells:
@@ -235,7 +235,7 @@ class _KernelsBuffer(_Buffer):
 _pwritev = ctypes.CDLL(None).pwritev
 _pwritev.restype = ctypes.c_ssize_t
 
-_free: deque[_Buffer] = deque(maxlen=BUFFERS_KEPT_MAX)  # buffers that nobody uses; for all threads
+_free: deque[_Buffer] = deque(maxlen=BUFFERS_KEPT_MAX)  # unused buffers; for all threads
 
 
 @contextmanager

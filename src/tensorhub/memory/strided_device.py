@@ -1,7 +1,7 @@
-"""Bytes that follow strips, moved within a device between where they lie and contiguous memory of the same device.
+"""Bytes that follow strips, moved within a device between strided and contiguous memory.
 
-All of them go by one launch of a kernel, which knows loops: so neither a run nor a chunk costs a call, and what the CPU does
-is for each strip. Not responsible for getting bytes to or from the host.
+All of them go by one launch of a kernel, which knows loops: so neither a run nor a chunk costs a call, and the CPU's work
+is per strip. Not responsible for getting bytes to or from the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rows_of(strips: Iterable[Strip], addresses: Sequence[int]) -> list[Spread]:
 
 
 def rows_of_blocks(made: Iterable[Block]) -> list[Spread]:
-    """The same of blocks, none of which is larger than SPREAD_BYTES_MAX."""
+    """The kernel's rows for blocks; none of the blocks is larger than SPREAD_BYTES_MAX."""
     rows: list[Spread] = []
     offset = 0
     for cells, loops, run, nbytes in made:
@@ -33,7 +33,7 @@ def rows_of_blocks(made: Iterable[Block]) -> list[Spread]:
 
 
 def batches(chunks: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """The same chunks in their order, BATCH_BYTES at a time, or one that is larger."""
+    """These chunks in their order, BATCH_BYTES at a time, or a single larger chunk."""
     batch: list[int] = []
     room = BATCH_BYTES
     for chunk in chunks:
@@ -47,7 +47,7 @@ def batches(chunks: Iterable[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def together(chunks: Iterable[int], sizes: Sequence[int], at: int) -> list[tuple[int, int]]:
-    """The (address, bytes) of these chunks, where they are one behind the other from that address on."""
+    """The (address, bytes) of these chunks, which lie without gaps from that address on."""
     its = [sizes[chunk] for chunk in chunks]
     return list(zip(accumulate(its, initial=at), its, strict=False))
 

@@ -1,12 +1,12 @@
-"""The caller's tensors as bytes: viewed in place, and compared before each use with what the caller has now.
+"""The caller's tensors as bytes: viewed in place, and compared before each use with the caller's present tensors.
 
 A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). The tensors of one registration are all in
 the memory of one device, or all in host memory.
 
-Responsible for noticing that a tensor was replaced (R15), and that no tensor was written. Not responsible for what a tensor
-must be (`describing`), for what else may be registered (`regions`), nor for who may read or write when (`worker.owner`).
+Responsible for noticing that a tensor was replaced (R15), and that no tensor was written. Not responsible for the form of
+tensors (`describing`), for other memory (`regions`), nor for the right to read or write (`worker.owner`).
 
-torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
+torch and numpy are never imported here. A caller with a tensor has imported its library already.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RegisteredMemory:
         ]
         self._sample: Sample | None = None  # made when it is first needed
         self.claim = NO_CLAIM  # until it is registered
-        self._is_writable = False  # as far as it was looked at
+        self._is_writable = False  # found so by the last check
 
     def __repr__(self) -> str:
         nbytes = sum(description.nbytes for description in self.descriptions)
@@ -182,7 +182,7 @@ class RegisteredMemory:
             if self._is_module and name not in now:
                 yield f"{name!r}: the module has it no more"
                 continue
-            # Another object is no change if it is the same memory, as from a mapping that makes its tensors when asked.
+            # A new object with the registered memory is no change: a mapping may make its tensors when asked.
             for entry in (tensor, now.get(name, tensor)):
                 fault = None if entry is tensor else fault_of(entry)
                 local = entry if fault else local_of(entry)
@@ -241,7 +241,7 @@ class RegisteredMemory:
         return _count(self._counts[number]) if is_there else -1
 
     def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
-        """See `Memory.moved`. What torch frees and takes again at the same address is not noticed here."""
+        """See `Memory.moved`. Memory that torch frees and allocates again at its old address is not noticed here."""
         numbers = range(len(self._held)) if tensors is None else tensors
         return [number for number in numbers if _place(*self._held[number]) != self._places[number]]
 
@@ -330,7 +330,7 @@ class RegisteredMemory:
 
 
 def _place(tensor: Any, storage: Any) -> tuple[int, int, int]:
-    """Where the tensor's bytes are, and where what was registered has its own, and how many; `storage`: see `_storage`."""
+    """The address of the tensor's bytes, and the address and size of its storage; `storage`: see `_storage`."""
     local = local_of(tensor)
     if is_torch(local):
         return local.data_ptr(), storage.data_ptr(), storage.nbytes()

@@ -1,10 +1,10 @@
 """The unfinished output of a fetch: a temporary directory that one process at a time fills, and a record of the digests of
-what has arrived in it. After an interruption the next fetch to the same output goes on there.
+its arrived chunks. After an interruption the next fetch to that output goes on there.
 
 The record is a hint, and not trusted: the bytes are digested again, and the digests of all chunks together are compared with
-the publisher's. So a record, or files, that anybody has changed cost a second read of some chunks.
+the publisher's. So a changed record, or changed files, cost a second read of some chunks.
 
-Responsible for who may fill it, for the record, and for what is left of both. Not responsible for the files in it.
+Responsible for the lock, for the record, and for removing both. Not responsible for the files in it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Unfinished:
         return any((place / (stem_of(name) + end)).exists() for end in (".part", ".tmp"))
 
     def recall(self, key: bytes, chunks: int, width: int) -> Sequence[int | None]:
-        """The digests that were recorded under this key, one of `width` bytes for each chunk, as far as there are any. Under
-        another key nothing is: a new record begins.
+        """The digests that were recorded under this key, one of `width` bytes for each chunk; None: not recorded. With
+        a new key a new record begins.
         """
         self._width, self._recorded = width if self._descriptor >= 0 else 0, [None] * chunks
         if not self._width:
@@ -108,7 +108,7 @@ class Unfinished:
         """Leave nothing."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.directory)
-        if self._descriptor >= 0:  # while it is locked: so nobody else's is removed
+        if self._descriptor >= 0:  # while it is locked: so no other process' directory is removed
             with contextlib.suppress(FileNotFoundError):
                 self.record.unlink()
         self._unlock()
@@ -155,7 +155,7 @@ def _flock(descriptor: int, path: Path) -> bool:
 
 
 def _is_own(status: os.stat_result, place: Path) -> bool:
-    """Whether this user has made it, as far as the filesystem tells: some give whatever is made there to one user (NFS that
+    """Whether this user has made it, by the filesystem's word: some filesystems give all files to one user (NFS that
     squashes root, CIFS, FUSE).
     """
     if status.st_uid == os.geteuid():
