@@ -469,8 +469,11 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 tensorhub.leave_on_sigterm(1000)
 hub = connect()
 publish(hub)
+told, signalled = os.pipe()  # `signal.pause` would miss a signal that comes before it
+os.set_blocking(signalled, False)
+signal.set_wakeup_fd(signalled)
 print('ready', flush=True)
-signal.pause()
+os.read(told, 1)
 sys.exit(3)
 """,
         3,
