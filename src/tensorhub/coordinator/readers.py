@@ -131,7 +131,7 @@ class Readers:
         shard, on other readers' partial copies. They wait together for what all of them lack (R9).
         """
         for lease in list(part.leases.values()):
-            if supply.is_dry(lease) or lease.holding.leaving:
+            if supply.is_dry(lease) or (lease.holding.leaving and part.member.worker.read_only):
                 self._move(lease)
         version = part.operation.version
         if version is None or not supply.needs_source(part):
@@ -281,8 +281,13 @@ class Readers:
     # -- another source
 
     def move(self, lease: ReadLease) -> None:
-        """Have the reader given another source in its turn: there may be many of them, and each looks at all sources."""
-        self._cluster.wake(lease.part.operation)
+        """Give the reader another source, if there is one, and let it leave this one. A read-only reader is given it in its
+        turn: there may be many of them, and each looks at all sources.
+        """
+        if lease.part.member.worker.read_only:
+            self._cluster.wake(lease.part.operation)
+        else:
+            self._move(lease)
 
     def _move(self, lease: ReadLease) -> None:
         if lease.state is not LeaseState.ACTIVE or lease.dropping:

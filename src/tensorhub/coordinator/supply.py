@@ -78,7 +78,9 @@ def can_be_whole(part: RankPart) -> bool:
 
 
 def is_to_move(part: RankPart) -> bool:
-    """Whether it reads from a source that leaves: it gets another source when there is one."""
+    """Whether a read-only worker reads there from a source that leaves. It gets another source when there is one."""
+    if not part.member.worker.read_only:
+        return False
     return any(lease.holding.leaving and not lease.dropping for lease in part.leases.values())
 
 
