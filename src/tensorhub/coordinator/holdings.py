@@ -143,6 +143,8 @@ class Holdings:
                 self._readers.confirm_fenced(lease, "the owner's fence stands")
         if holding in holding.member.leaving:
             holding.member.leaving.remove(holding)
+        if (testimony := holding.version.testimonies.get(holding.shard)) is not None and testimony.publisher is holding:
+            self._cluster.wake_all(holding.version.starving)  # it cannot say its digests any more: the source's count
         replica = holding.replica
         self._cluster.note(holding.member, replica)
         if replica.holdings.get(holding.rank) is holding:
