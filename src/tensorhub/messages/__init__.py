@@ -1,9 +1,10 @@
-"""The one vocabulary: what workers and the coordinator, and readers and owners, say to each other.
+"""The vocabulary: the messages between workers and the coordinator, and between readers and owners.
 
-The coordinator and the worker's machines take and emit these values directly. `tensorhub.protocol` turns them into frames
-and back, and checks every bound. A message is a frozen dataclass whose annotations are its validation. There is a module for
-each speaker, and everything is imported from here. What only one transport says is in that transport's directory. Not
-responsible for bytes, sockets or order.
+The coordinator and the worker's machines take and emit these values directly. `tensorhub.protocol`
+turns them into frames and back, and checks every bound. A message is a frozen dataclass whose
+annotations are its validation. There is a module for each speaker, and everything is imported from
+here. The messages of a single transport are in its directory. Not responsible for bytes, sockets or
+order.
 
 Ids: the asking worker mints a `request`, which comes back on the answer. An `OpKey` names a group operation. A message about
 an operation that is decided is answered with its outcome, so that a retry is not a second call.

@@ -69,10 +69,11 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class RegisterAgain:
-    """Answer to a Register that names a manifest which was not known; or to one that said what is held when nobody knew the
-    group's layout yet. The rank says it again, as things are then.
+    """Answer to a Register with an unknown manifest, or with `held` while the group's layout was
+    unknown. The rank sends Register again, with its state of that time.
 
-    `whole`: with the manifests themselves, which are not known yet. `part_ids`: with these parts, for the same reason.
+    `whole`: with the manifests themselves, which are not known yet. `part_ids`: with these parts,
+    which are not known either.
     """
 
     request: U64
@@ -105,10 +106,11 @@ class EpochChanged:
 class Start:
     """The operation is bound. `write`: overwrite at once, because no rank holds it back. Otherwise wait for Write.
 
-    `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own root is the same. Empty:
-    wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will hold. `publication`: the rank's layout is not
-    the published one; the id of what describes that (GetPart). Then the rank says in ReadyToWrite what it needs, and where
-    that will lie.
+    `root`: for a fetch, the root of the publisher's digests. The fetch is over as soon as its own
+    root is equal. Empty: wait for the Outcome. `part_ids`: with `manifest_id`, what the memory will
+    hold. `publication`: the rank's layout is not the published one; the id of the description of
+    the published layout (GetPart). Then the rank says in ReadyToWrite which bytes it needs, and
+    where they will lie.
     """
 
     key: OpKey
@@ -136,9 +138,10 @@ class ReadyAgain:
 
 @dataclass(frozen=True, slots=True)
 class CheckCoverage:
-    """Do the ranks of this rank's group read every byte of what is published, together? `readers`: the id of what describes
-    them (GetPart), as Start names what describes the publishers. In a publish: do they publish every byte? Answered by
-    Covered, or by Abandon, with what is unread, or with what is wrong with what they publish.
+    """Do the ranks of this rank's group together read every byte of the publication? `readers`: the
+    id of their description (GetPart), as Start names that of the publishers. In a publish: do they
+    publish every byte? Answered by Covered, or by Abandon with the unread bytes, or with the fault
+    of the publication.
     """
 
     key: OpKey
@@ -176,10 +179,11 @@ class DropSource:
 class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already.
 
-    `retained`: what the rank holds now is retained (see SetRetained), under this number. None: it is not.
-    `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
-    and a rank may go on with its call under a new key. `again`: aborted for all ranks, since what they read is gone, and the
-    version can be read in another way: they make the same call again, under the next key.
+    `retained`: the rank's content is retained (see SetRetained), under this number. None: it is
+    not. `unknown`: this coordinator has no record of that operation, a former one's, and none can
+    come: no rank has committed it, and a rank may go on with its call under a new key. `again`:
+    aborted for all ranks, since their sources are gone, and the version can be read in another way:
+    the ranks repeat the call under the next key.
 
     `by_source`: no publisher has confirmed all that the rank holds now; the digests of those that it has read count.
     """
@@ -321,8 +325,8 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Answer to Describe. Each model is as it is now. `more`: further models follow after the last of these. `is_cut`: of
-    that one, further workers follow after its last one.
+    """Answer to Describe, with the current state of each model. `more`: further models follow after
+    the last of these. `is_cut`: of the last model, further workers follow after its last one.
     """
 
     request: U64

@@ -70,9 +70,10 @@ class Register:
     and has an id, the coordinator knows it by that, or asks for it (RegisterAgain), and the whole message comes again. So
     with that of `held`.
 
-    `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads its memory. It is a group of
-    its own, has no manifest, reads any `shard`, and is deregistered at its end. `medium` HOST: a copy in the library's own
-    memory, which is never published. With `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
+    `shard`: which shard of a version this memory holds. `serves` False: a fetch. No worker reads
+    its memory. It is a group of its own, has no manifest, reads any `shard`, and is deregistered at
+    its end. `medium` HOST: a copy in the library's own memory, which is never published. With
+    `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
 
     `layout_id`: which part of which tensors this rank has; those of all ranks together are the group's layout. `part_ids`
     name it in detail where the tensors are parts, and `parts` are those of them that RegisterAgain has asked for. `partial`:
@@ -124,9 +125,10 @@ class Publish:
 class Fill:
     """This rank's call of replicate, update, prefetch or fetch.
 
-    `generation`: under which the memory will be filled. `hold`: this rank has a `before_write`, and wants to hear of the
-    bound version before the first byte changes. `at_least`: wait for that number. `former`: the keys under which the same
-    call was made before. `resume`: what was begun under one of them.
+    `generation`: under which the memory will be filled. `hold`: this rank has a `before_write`, and
+    wants to hear of the bound version before the first byte changes. `at_least`: wait for that
+    number. `former`: the keys of earlier operations of this call. `resume`: the progress under one
+    of them.
     """
 
     key: OpKey
@@ -153,9 +155,10 @@ class BegunWith:
 
 @dataclass(frozen=True, slots=True)
 class ReadyToWrite:
-    """This rank's manifest fits and its before_write has returned. Where its layout is not the published one, `needs` says
-    what it reads of which shards; and `part_ids`, if others may read its memory, where that lies in its memory. `parts` are
-    those of them that ReadyAgain has asked for.
+    """This rank's manifest fits and its before_write has returned. Where its layout is not the
+    published one, `needs` says what it reads of which shards; and `part_ids`, if other ranks may
+    read its memory, where those bytes lie in it. `parts` are those of them that ReadyAgain has
+    asked for.
     """
 
     key: OpKey
@@ -223,10 +226,12 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class DigestedAgain:
-    """Answer to DigestAgain. `changed`: whether the bytes' digest differs now from the one that is sent with them (R8).
-    None: nobody can tell, since the memory is no longer held under that generation, or has no digests.
+    """Answer to DigestAgain. `changed`: whether the bytes' digest differs now from the one that is
+    sent with them (R8). None: unknown, since the memory is no longer held under that generation, or
+    has no digests.
 
-    `inquiry`: "": nobody has asked; its owner has found out that the memory of that `generation` has changed.
+    `inquiry`: "": without a question; the owner has found out that the memory of that `generation`
+    has changed.
     """
 
     inquiry: Id
@@ -239,7 +244,8 @@ class DigestedAgain:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Digests of chunks of this memory. A publisher sends them as it makes them; others, in answer to TellDigests.
+    """Digests of chunks of this memory. A publisher sends them as it makes them; a replica, in
+    answer to TellDigests.
 
     `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: of the whole content, or of this `selection`
     of it. `last`: there are no more.
@@ -252,7 +258,7 @@ class Digests:
     digests: DigestList
     last: bool
     selection: Id = ""
-    shard: Rank = 0  # as in TellDigests; whoever holds what was published need not know it
+    shard: Rank = 0  # as in TellDigests; a worker that holds the published layout need not know it
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +289,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """This rank wants its published memory back. It gets no new readers. LeaveGranted answers when the others are gone.
+    """This rank wants its published memory back. It gets no new readers. LeaveGranted answers when
+    its present readers are gone.
 
     While that would lose a retained version, nothing happens, until the deadline: Refused (RetentionError). `abandon`: lose
     the version. `closes`: the worker may close altogether, so that none of its registrations counts as another holder.
@@ -351,8 +358,8 @@ class GetPart:
 
 @dataclass(frozen=True, slots=True)
 class GetPublication:
-    """Ask which visible version a selector means, and for the description of what was published where. Answered by
-    PublicationReply or Refused.
+    """Ask which visible version a selector means, and for the description of its publication.
+    Answered by PublicationReply or Refused.
     """
 
     request: U64
@@ -387,9 +394,10 @@ class Check:
 class Describe:
     """Ask for one model, or for all (None), in pages ordered by name: the models after `after`.
 
-    Of one model a part may be asked for: what concerns `version`, and of its workers the next `workers_max` (None: all),
-    with what they hold and read. The next ones are those after the name `after`; or, of the workers with that name, those
-    after `incarnation`, and all whose names come after it. `workers_max` 0: counts only, of any number of models.
+    Of one model a part may be asked for: what concerns `version`, and of its workers the next
+    `workers_max` (None: all), with their holdings and reads. The next workers are those after the
+    name `after`; or, of the workers with that name, those after `incarnation`, and all with later
+    names. `workers_max` 0: counts only, of any number of models.
     """
 
     request: U64
@@ -424,8 +432,8 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. It is repeated, with the same `pin`, on
-    each new connection. Answered like Retain.
+    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. It is repeated,
+    with its `pin`, on each new connection. Answered like Retain.
     """
 
     request: U64

@@ -16,10 +16,11 @@ Nonce = Annotated[bytes, Length(32)]
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """First frame of whoever connects. `role`: "worker" (to a coordinator), "observer", "reader" (to a worker).
+    """First frame of a client. `role`: "worker" (to a coordinator), "observer", "reader" (to a
+    worker).
 
-    `newlines` say nothing to a TensorHub peer. A server of another protocol, HTTP for one, takes them for the end of a
-    request and answers at once, so that nobody waits for it in vain.
+    `newlines` say nothing to a TensorHub peer. A server of another protocol, HTTP for one, takes
+    them for the end of a request and answers at once, so that the client does not wait in vain.
     """
 
     protocol: U64

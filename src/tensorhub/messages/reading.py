@@ -30,8 +30,8 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Read(_Wanted):
-    """Ask an owner for chunks. It sends those that it has verified, in any order, and those that it verifies soon;
-    StillWaiting ends the request if others are left.
+    """Ask an owner for chunks. It sends the chunks that it has verified, in any order, and chunks
+    that it verifies soon; StillWaiting ends the request if chunks are left.
     """
 
     selection: Id = ""  # of which the chunks are; "": of the content's own grid
@@ -124,8 +124,8 @@ class TransportReply:
 
 @dataclass(frozen=True, slots=True)
 class ChunksLie:
-    """Where these chunks are in the owner's memory: (index, digest, address). What is read there counts only if the word at
-    the address `word`, looked at afterwards, is the generation that was asked for.
+    """Where these chunks are in the owner's memory: (index, digest, address). Bytes from there
+    count only if the word at the address `word`, looked at afterwards, is the requested generation.
     """
 
     request: U64

@@ -53,7 +53,9 @@ class ErrorInfo:
         return cls(type(error).__name__, text[:16_000], error.retryable, causes[:4096], differences[:1024])
 
     def brief(self, chars_max: int) -> ErrorInfo:
-        """The same with so many characters of text, and of whatever belongs to ranks or tensors the first few."""
+        """A copy with at most so many characters of text, and of the texts for ranks and tensors
+        the first few.
+        """
         causes = tuple((rank, text[: chars_max // 8]) for rank, text in self.causes[:8])
         differences = tuple(text[: chars_max // 8] for text in self.differences[:DIFFERENCES_TOLD_MAX])
         return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes, differences)
@@ -72,7 +74,7 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A read lease as its reader sees it: whom to read from, and under which generation (R3)."""
+    """A read lease as its reader sees it: the source, and the generation to read under (R3)."""
 
     lease: Id
     source: Name  # the source worker's name, for people
@@ -115,8 +117,9 @@ class Stray:
 class Held:
     """What a registration holds, as it is announced again after a lost connection.
 
-    `voted`: it has voted for that, and does not know the outcome: whoever does not know it either must not count on it.
-    `published`: by this very registration; else it was read from others. `root`: of its chunks' digests, where it was read.
+    `voted`: it has voted for that content, and does not know the outcome: a coordinator that does
+    not know it either must not count on it. `published`: by this very registration; else it was
+    read from others. `root`: of its chunks' digests, where it was read.
     """
 
     version: U64
@@ -135,7 +138,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a rank reads of the shards of one class, where it does not read what was published in its own layout.
+    """What a rank reads of the shards of one class, where its layout is not the published one.
 
     `shard`: the first shard of the class. `chunks`: of the selection, which have so many bytes together.
     """
@@ -157,8 +160,8 @@ class SelectionRoot:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The digest of what a publisher's rank has, and ranks of other shards have as well, under the same number. `what`: for
-    an error.
+    """The digest of bytes that ranks of several shards publish, under one number. `what`: for an
+    error.
     """
 
     number: U64
@@ -168,8 +171,8 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How far a rank came with a fill that goes on in another operation: its coordinator has no record of that which was
-    begun (it is a new one), or has ended it for another way.
+    """How far a rank came with a fill that goes on in another operation: its coordinator has no
+    record of the first operation (it is a new one), or has ended it for another way.
 
     `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
     serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
