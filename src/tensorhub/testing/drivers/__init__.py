@@ -1,1 +1,1 @@
-"""Who decides what happens when in a simulated world: a test, a seed, or somebody's own tasks."""
+"""Drivers decide what happens when in a simulated world: a test, a seed, or a caller's own tasks."""

@@ -20,7 +20,7 @@ from tensorhub.testing.sim.world import World
 
 
 class ControlNetwork:
-    """What is on its way between workers and the coordinator, in virtual time."""
+    """The messages between workers and the coordinator, in virtual time."""
 
     def __init__(
         self, world: World, timeline: Timeline, faults: Injector, keeper: Keeper, touch: Callable[[SimHandle], None]

@@ -231,7 +231,7 @@ class DataNetwork:
         self._timeline.after(self.latency(), lane.reader.worker, self._lost, lane)
 
     def lane_closed(self, lane: SimLane) -> None:
-        """The owner's thread finds out that nobody reads any more."""
+        """The owner's thread finds out that the reader is gone."""
         if lane.source is None:
             return
         blocked = self._blocked(lane)

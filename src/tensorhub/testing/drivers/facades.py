@@ -75,7 +75,7 @@ class CallersLoop:
             each.end()
 
     def dropped(self) -> None:
-        """When garbage is collected decides nothing here: a process that nobody holds goes on."""
+        """Garbage collection decides nothing here: a process without a reference goes on."""
 
     def tell_end(self, watching: Watching) -> None:
         self._watching.add(watching)

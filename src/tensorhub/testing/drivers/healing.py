@@ -1,4 +1,6 @@
-"""Faults are over: every call must end, and whoever still can must be able to publish, and everybody to fetch it (G7)."""
+"""Faults are over: every call must end, every user that still can must be able to publish, and all
+must fetch that version (G7).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tensorhub.types import HandleState
 TRIES = 12
 REST_S = 400.0
 WAITS_S = 5000.0  # a fill that waits for a version of after the faults
-LEAVES_S = 50.0  # for somebody else to take over what is retained
+LEAVES_S = 50.0  # for another worker to take over retained versions
 OUT_OF_REACH = 10_000  # so many numbers ahead: users that go on publishing do not come to it
 
 
@@ -113,7 +115,7 @@ class Healing:
         return not handle.todo and (handle.last_call in self._waiting or handle.last_call in self._reading)
 
     def _end_reading(self) -> None:
-        """Whoever fills a version that there is all of has it by now (G7)."""
+        """Every rank that fills a version with a complete copy has the version by now (G7)."""
         self._run_until(lambda: not any(map(self._could_end, self._reading)), REST_S)
         for record in self._reading:
             demand(
@@ -164,8 +166,9 @@ class Healing:
         return all(self._is_there(number, content_id) for number in numbers) or self._is_elsewhere(record, content_id)
 
     def _is_elsewhere(self, record: CallRecord, content_id: str) -> bool:
-        """Whether another group holds every byte of it, in a layout in which it was not published. Whoever has a layout
-        reads it there, also in the midst of a fill; a fetch of one published rank does not.
+        """Whether another group holds every byte of it, in a layout in which it was not published.
+        A rank with a layout reads it there, also in the midst of a fill; a fetch of one published
+        rank does not.
         """
         shard, judges = record.handle.shard, self._world.guarantees
         others = [group for group in self._users.groups if group.name != shard.group and group.publishes]
@@ -184,8 +187,8 @@ class Healing:
         return not content.spoiled and not has_left and is_of_other_layout(content.manifest)
 
     def _is_there(self, shard: int, content_id: str) -> bool:
-        """Whether those who serve that shard have every chunk of it, together. A replica of which a rank has left on purpose
-        serves no more, whatever the others hold.
+        """Whether the ranks that serve that shard have every chunk of it, together. A replica of
+        which a rank has left on purpose serves no more, whatever its remaining ranks hold.
         """
         there: set[int] = set()
         for handle in self._world.live_handles():
@@ -199,8 +202,8 @@ class Healing:
         return len(there) == len(self._world.guarantees.contents.truth[content_id][shard])
 
     def _leave_as_last(self, writer: UserGroup, whole: list[UserGroup]) -> None:
-        """Who alone holds a retained version may leave, if somebody has room for it (G5, R5). Its writer may leave at once,
-        if a group of another layout has all of it.
+        """The only holder of a retained version may leave, if another worker has room for the
+        version (G5, R5). Its writer may leave at once, if a group of another layout has all of it.
         """
         world = self._world
         workers = [worker for worker in world.workers.values() if worker.alive]
@@ -224,7 +227,9 @@ class Healing:
             demand(ok, f"retention: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
 
     def _that_wait_whole(self) -> list[CallRecord]:
-        """Calls that all ranks of their group still wait with; where one rank's has ended, the others' are cancelled."""
+        """Calls that all ranks of their group still wait with; where one rank's call has ended, the
+        calls of its group are cancelled.
+        """
         waiting = [record for record in self._waiting if not record.done and record.handle.worker.alive]
         whole: list[CallRecord] = []
         for record in waiting:
@@ -236,7 +241,7 @@ class Healing:
         return whole
 
     def _meet_the_waiting(self) -> None:
-        """What is waited for is published: each call that still waits ends well (G7)."""
+        """Publish the awaited versions: each call that still waits ends well (G7)."""
         waiting = self._that_wait_whole()
         names = {record.handle.shard.group for record in waiting}
         readers = [group for group in self._users.groups if group.name in names]

@@ -1,10 +1,12 @@
-"""A simulated cluster whose users are somebody else's tasks: the driver that shares their clock, and what each has.
+"""A simulated cluster whose users are a caller's tasks: the driver that shares their clock, and the
+state of each user.
 
 Theory of operation. The simulation's queue of events is driven by a task of the caller's own loop, in that loop's virtual
 time: when every other task waits, the next event happens; if it is due later, the loop's clock moves on, to a timer of the
 caller's code if that comes first. So caller and simulation take turns, in one order, and a seed is a trace.
 
-Not responsible for what a caller sees (`running`), nor for what the public classes stand on (`facades`).
+Not responsible for the caller's view (`running`), nor for the base of the public classes
+(`facades`).
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ class HostedUser:
         self.let_go()
 
     def let_go(self) -> None:
-        """Its process is no more: nobody waits for an answer any longer."""
+        """Its process is no more: no task waits for an answer any longer."""
         worker = self.worker
         self.tasks.cancel()
         asked: list[CallRecord | CopyRequest] = [*worker.copies.wanted.values()]
@@ -135,7 +137,7 @@ class HostedUser:
 
 
 class HostedCluster(StruckUsers):
-    """A cluster whose users are a caller's tasks: it stands for them, as far as they are users."""
+    """A cluster whose users are a caller's tasks; it acts as those users towards the faults."""
 
     def __init__(
         self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
@@ -144,7 +146,7 @@ class HostedCluster(StruckUsers):
         self.world = timed.world
         timed.populate(self)
         timed.timeline.scheduled = self._scheduled
-        self._sleeps_until = float("-inf")  # nobody is to be woken for what is earlier
+        self._sleeps_until = float("-inf")  # no task is to be woken for an earlier event
         self._sooner = anyio.Event()
         self.spared = frozenset(spared)
         self.seconds_max = seconds_max

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation: each kind of `Fault`, done to somebody that a seed picks.
+"""What goes wrong in a simulation: each kind of `Fault`, done to a victim that a seed picks.
 
 A new kind gets its case in `Injector._inject`. Counts only what really happened.
 """
@@ -34,7 +34,7 @@ BROADER_EACH = 200  # events, until there were kinds enough
 
 
 class StruckUsers(WorkerUsers):
-    """Users whom faults strike. These make no mistakes, and are neither restarted nor preempted."""
+    """Users that faults strike. These make no mistakes, and are neither restarted nor preempted."""
 
     hasty_until = 0.0  # calls have hardly any time
 
@@ -58,7 +58,9 @@ class StruckCoordinator(Protocol):
     """The coordinator's process."""
 
     def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
-        """It dies, and is back after so long; `kept`: what was being written is durable; `lost`: nothing ever was."""
+        """The coordinator dies, and is back after so long; `kept`: running writes become durable;
+        `lost`: all its state is gone.
+        """
 
     def hurry_store(self) -> None:
         """Its store is fast again: what waits for it is written now."""
@@ -126,7 +128,7 @@ class Injector:
         self.happened[kind] += 1
 
     def end(self) -> None:
-        """Nothing goes wrong any more; what is broken is mended."""
+        """No fault strikes any more; broken parts are mended."""
         self.is_over = True
         self.slow_store_until = self.failing_store_until = self.late_tails_until = 0.0
         self.doubles_left = 0
@@ -217,7 +219,9 @@ class Injector:
                 self.happens(kind)
 
     def rolls_back(self) -> None:
-        """The coordinator is about to hear of a rollback: somebody who holds what it retires may be away."""
+        """The coordinator is about to hear of a rollback: a holder of the versions that it retires
+        may be away.
+        """
         if not self._absences:
             return
         holders = [handle.worker for handle in self._world.live_handles() if handle.member.state is HandleState.READY]
@@ -272,7 +276,7 @@ class Injector:
     # -- striking
 
     def _worker(self) -> SimWorker | None:
-        """Somebody; often one that reads or is read."""
+        """A random live worker; often one that reads or is read."""
         lane = self._lane() if self._random.random() < 0.5 else None
         alive = [worker for worker in self._world.workers.values() if worker.alive]
         if lane is not None and lane.source is not None:
@@ -292,7 +296,7 @@ class Injector:
         return self._random.choice(lanes) if lanes else None
 
     def _inject(self, kind: Fault) -> bool:
-        """Do it, to somebody; False: there was nothing to do it to (or it is counted when it strikes)."""
+        """Inject the fault. False: there was no victim (or the fault is counted when it strikes)."""
         random, now = self._random, self._timeline.now
         worker = self._worker()
         if worker is None and kind is not Fault.RESTART:
@@ -349,8 +353,9 @@ class Injector:
         return True
 
     def _fall_behind(self, worker: SimWorker) -> bool:
-        """The coordinator reads nothing of what comes from that worker, or from anybody: it is starved, so that its timers
-        run, or stopped, so that they do not. Workers go on saying things, and give up connections that bring no answer.
+        """The coordinator reads no message of that worker, or of any worker: it is starved, so that
+        its timers run, or stopped, so that they do not. Workers go on saying things, and give up
+        connections that bring no answer.
         """
         random, now, lease_s = self._random, self._timeline.now, self._world.options.lease_s
         if any(now < until + reading_s + lease_s for until, reading_s in self._unread.values()):
@@ -398,7 +403,7 @@ class Injector:
         return True
 
     def _part_sites(self, until: float) -> None:
-        """Nothing passes between the coordinator's site and the other one."""
+        """No message passes between the coordinator's site and the second site."""
         workers, partitions = self._world.workers.values(), self._timeline.partitions
         here = [COORDINATOR, *(each.name for each in workers if each.location.site == HERE)]
         there = [each.name for each in workers if each.location.site != HERE]

@@ -1,7 +1,7 @@
 """When the shells of simulated handles and workers go on, in virtual time, and what a trace shows of it.
 
-A shell carries out what it can, one action after the other. Between two of them its process may do something else first.
-Not responsible for what an action does (`sim.handle`).
+A shell carries out what it can, one action after the other. Between two of them its process may do
+something else first. Not responsible for the effect of an action (`sim.handle`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shells:
         self._touched[handle] = None
 
     def take_touched(self) -> Iterable[HandlePort]:
-        """What is to be checked now."""
+        """The handles to check now."""
         if not self._touched:
             return ()
         touched, self._touched = self._touched, {}

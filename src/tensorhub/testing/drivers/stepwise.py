@@ -83,7 +83,7 @@ class StepwiseCluster:
 
     @property
     def unstored(self) -> dict[int, Persist]:
-        """What is being written."""
+        """Running writes of the store."""
         return self.world.unstored
 
     def live_handles(self) -> Iterator[SimHandle]:
@@ -94,13 +94,15 @@ class StepwiseCluster:
         self.world.step(event)
 
     def check_agreement(self) -> None:
-        """At rest, the coordinator knows exactly what is held."""
+        """At rest, the coordinator knows exactly the holdings of the workers."""
         self.world.check_agreement()
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
-        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
+        """The coordinator dies and comes back on what is durable; `kept`: running writes have
+        become durable, too.
 
-        `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
+        `lost`: without its state, as a new cluster. Then earlier publications must not come back
+        (R2, G3).
         """
         self.note("the coordinator restarts")
         self.world.coordinator_died(kept=kept)
@@ -120,7 +122,7 @@ class StepwiseCluster:
         self.log.append(f"{self.now:7.2f}  {line}")
 
     def took(self, path: str) -> None:
-        """Nobody counts."""
+        """Nothing is counted."""
 
     def handle_moved(self, handle: HandlePort) -> None:
         """It goes on when its turn comes."""
@@ -369,7 +371,7 @@ class StepwiseCluster:
             self.run()
 
     def time_passes(self) -> None:
-        """What is due happens; owners wait no longer for what they lack."""
+        """Let the due events happen; owners no longer wait for chunks that they lack."""
         if self.now >= self.heartbeat_at:
             self.heartbeat_at = self.now + self.options.lease_s / 4
             for worker in self.workers.values():
@@ -390,7 +392,9 @@ class StepwiseCluster:
         self.world.check()
 
     def heal(self, seconds: float = 200.0) -> None:
-        """Faults are over: everybody connects, everything is delivered, deadlines pass; every call must have ended."""
+        """Faults are over: every worker connects, all messages arrive, deadlines pass; every call
+        must have ended.
+        """
         start, end = self.now, self.now + seconds
         for handle in self.live_handles():
             handle.end_access()

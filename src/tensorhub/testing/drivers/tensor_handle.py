@@ -1,4 +1,6 @@
-"""A registration of somebody's own tensors in a simulated cluster: the simulated handle, whose cells are real bytes."""
+"""A registration of a caller's own tensors in a simulated cluster: the simulated handle, whose
+cells are real bytes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from tensorhub.worker.registration_session import Shard
 
 
 class TensorHandle(SimHandle):
-    """`memory` None: it is host memory, of which nobody sees the bytes. The `on_` functions are its caller's."""
+    """`memory` None: it is host memory, whose bytes no caller sees. The `on_` functions are its
+    caller's.
+    """
 
     def __init__(self, cluster: WorkerWorld, worker: SimWorker, shard: Shard, memory: Memory | None) -> None:
         super().__init__(cluster, worker, shard)
@@ -57,7 +61,7 @@ class TensorHandle(SimHandle):
             self.unwanted = self._cells_of_tensors.unwanted
 
     def half_fill(self, kept: Collection[int]) -> None:
-        """The bytes stay as they are until others arrive."""
+        """The bytes stay as they are until new bytes arrive."""
         if self._cells_of_tensors is None:
             super().half_fill(kept)
 

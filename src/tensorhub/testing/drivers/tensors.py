@@ -1,6 +1,7 @@
 """Real tensors as the cells of a simulated memory: what arrives in a cell arrives in the tensors' bytes.
 
-A cell's value names its bytes (their digest) and carries them. Not responsible for who may read or write when.
+A cell's value names its bytes (their digest) and carries them. Not responsible for permission to
+read or write.
 """
 
 from __future__ import annotations
@@ -78,6 +79,6 @@ class TensorCells:
 
 
 def noise(tag: str, nbytes: int) -> bytes:
-    """Bytes that nobody ever published: what a damaged or foreign cell is."""
+    """Bytes that were never published: those of a damaged or foreign cell."""
     pattern = tag.encode() + b"\xa5"
     return (pattern * (nbytes // len(pattern) + 1))[:nbytes]

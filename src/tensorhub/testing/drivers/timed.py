@@ -4,8 +4,9 @@ Theory of operation. One queue of events by time; a step takes the earliest, let
 All chance comes from one `Random(seed)`, and nothing iterates over what has no order, so a seed is a trace: `end_hash`
 tells one from another.
 
-Responsible for putting the parts together: the world, its shells, the coordinator's process, what goes wrong (`injecting`),
-and what is on its way between processes (`control_network`, `data_network`). Not responsible for who calls.
+Responsible for putting the parts together: the world, its shells, the coordinator's process, the
+faults (`injecting`), and the messages between processes (`control_network`, `data_network`). Not
+responsible for the calls of users.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class TimedCluster:
     """One seed's cluster, which is still to be populated."""
 
     def __init__(self, seed: int, faults: Collection[Fault] | None, options: Options | None, events: int = 1000) -> None:
-        """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less goes wrong.
-        `options`: the coordinator's, and times of everybody's connections; None: drawn.
+        """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
+        goes wrong. `options`: the coordinator's, and times of all connections; None: drawn.
         """
         self.seed = seed
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
@@ -126,7 +127,7 @@ class TimedCluster:
             self.world.guarantees.check_in_time(handle)
 
     def check_agreement(self) -> None:
-        """At rest, the coordinator and workers know the same."""
+        """At rest, the coordinator and workers agree."""
         world = self.world
         world.check_agreement()
         for worker in world.workers.values():

@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, in one order that a seed decides, and what is told of it."""
+"""Virtual time: events in one order that a seed decides, and the trace of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Timeline:
         self.scheduled(when)
 
     def after(self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
-        """The same, from now on."""
+        """As `at`, so many seconds from now."""
         self.at(self.now + seconds, party, act, *args)
 
     def wake(self) -> float:

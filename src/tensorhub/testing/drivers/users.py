@@ -1,7 +1,7 @@
 """What users of a simulated cluster do: groups that publish, fetch, leave and come back; orders for the whole model.
 
-Responsible for who calls what and when. Not responsible for what goes wrong (`injecting`), though a user's own mistakes
-(differing calls, hardly any time) are made here once a fault asks for them.
+Responsible for the calls and their times. Not responsible for faults (`injecting`), though a user's
+own mistakes (differing calls, hardly any time) are made here once a fault asks for them.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class UserGroup:
         return self.cut is not None and self.cut.is_refused
 
     def fits(self, other: UserGroup) -> bool:
-        """Whether each of the two can read what the other one publishes."""
+        """Whether each of the two can read its peer's publications."""
         if self.is_refused or other.is_refused:
             return False
         return self.world_size == other.world_size or (self.cut is not None and other.cut is not None)
 
 
 class Users(StruckUsers):
-    """Everybody who calls."""
+    """All users of the cluster."""
 
     def __init__(self, world: World, timeline: Timeline, layouts: list[Layout], seeders: int) -> None:
         """`layouts`: of the groups, where these differ; none: they have one layout. `seeders`: how many workers seed."""
@@ -80,7 +80,7 @@ class Users(StruckUsers):
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
         self._newest = 0  # the largest number that was ever meant to be published
-        self.is_over = False  # nobody calls by himself any more
+        self.is_over = False  # no user calls any more
         self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one group, on average
         self._fetch_rate = random.choice((0.0, 0.1, 0.3))
         self._order_rate = random.choice((0.05, 0.05, 0.2))
@@ -95,8 +95,9 @@ class Users(StruckUsers):
         return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
 
     def _habits(self, usual: dict[str, int]) -> tuple[str, ...]:
-        """What is done in this seed, as often as it stands there: some things never, so that others come thick and fast
-        (a swarm, as for faults: Groce and others, "Swarm testing", 2012).
+        """What is done in this seed, as often as it stands there: some calls never come, so that
+        the rest come thick and fast (a swarm, as for faults: Groce and others, "Swarm testing",
+        2012).
         """
         habits: list[str] = []
         for what, often in usual.items():
@@ -104,7 +105,7 @@ class Users(StruckUsers):
         return tuple(habits) or tuple(usual)
 
     def begin(self) -> None:
-        """Start everybody's processes."""
+        """Start the processes of all users."""
         random = self._random
         world_size = random.choice((1, 1, 1, 2, 2, 3, LARGE_GROUP))
         if self._layouts:
@@ -173,7 +174,7 @@ class Users(StruckUsers):
         return True
 
     def end(self) -> None:
-        """Nobody calls by himself any more."""
+        """No user begins a call any more."""
         self.is_over = True
         self.hasty_until = 0.0
         self.next_version = max(self.next_version, self._newest + 1)
@@ -198,7 +199,7 @@ class Users(StruckUsers):
         self._call(group, ranks)
 
     def enrol(self, group: UserGroup) -> None:
-        """Register again whoever was refused, or has closed."""
+        """Register again every rank that was refused, or has closed."""
         for rank, handle in enumerate(group.ranks):
             state, worker = handle.member.state, handle.worker
             gone = handle.registration_error is not None or state is HandleState.CLOSED
@@ -215,7 +216,9 @@ class Users(StruckUsers):
         group.ranks[rank] = group.register(self.new_process(), rank)
 
     def _revive(self) -> None:
-        """Where hardly any group is whole, somebody starts processes again: a seed has to go somewhere."""
+        """Where hardly any group is whole, the driver starts processes again: a seed has to go
+        somewhere.
+        """
         if self.is_over:
             return
         self._timeline.after(REVIVE_S, None, self._revive)
@@ -330,14 +333,14 @@ class Users(StruckUsers):
     # -- what becomes of calls
 
     def welcomed(self, worker: SimWorker) -> None:
-        """Whoever still waits for a rollback asks for it again, by its name."""
+        """Repeat each rollback that a user still waits for, by its name."""
         undone = list(worker.asks.rollbacks.values())
         worker.asks.rollbacks.clear()
         for each in undone:
             worker.asks.rollback(each.to, each.model, each.ident)
 
     def answered(self, worker: SimWorker, message: Answer) -> None:
-        """Whoever has restarted from an older checkpoint publishes the next number once more."""
+        """A user that has restarted from an older checkpoint publishes the next number once more."""
         rollback = worker.asks.rollbacks.get(message.request)
         if rollback is not None and isinstance(message, Done) and not self._counts_on and not self.is_over:
             self.next_version = min(self.next_version, rollback.to + 1)

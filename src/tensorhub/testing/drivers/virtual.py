@@ -92,7 +92,7 @@ async def idle() -> None:
 def ordered_tasks(seed: int) -> Iterator[None]:
     """Have tasks that become ready together run in an order that the seed decides; asyncio's order is a fixed one.
 
-    trio means its order to be random. What fixes it is what its Hypothesis plugin sets, under the same names.
+    trio's order is random on purpose. This sets the variables with which its Hypothesis plugin fixes the order.
     """
     if running_backend() == "asyncio":
         yield
