@@ -427,8 +427,10 @@ async def test_a_rank_that_closes_ends_its_groups_prefetch() -> None:
             tasks.start_soon(prefetch)
             tasks.start_soon(other)
             await until(lambda: all(copies_of(hub) for hub in c.hubs[1:]))
-            (copy,) = copies_of(c.hubs[2])
-            await until(lambda: copy.member.running is not None and copy.member.running.key is not None)
+            calls = [copy.member for hub in c.hubs[1:] for copy in copies_of(hub)]
+            await until(lambda: all(each.running is not None and each.running.key is not None for each in calls))
+            for hub in c.hubs[1:]:
+                await hub.describe("m")  # on the same connection, so the coordinator has both calls when this returns
             await ranks[1].close()
 
 
