@@ -1,6 +1,6 @@
 """The `tensorhub` command.
 
-Responsible for arguments, for what is printed, and for exit codes. The command line starts without torch; a
+Responsible for arguments, for output, and for exit codes. The command line starts without torch; a
 command that handles tensors imports it when it runs.
 
 Not responsible for any work of its own: each command is a thin layer over the public API.

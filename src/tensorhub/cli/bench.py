@@ -1,4 +1,4 @@
-"""`tensorhub bench`: its options. What is compared, and how, is in benches/comparison, a part of an installed TensorHub."""
+"""`tensorhub bench`: its options. The comparison itself is in benches/comparison, a part of an installed TensorHub."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def bench(
     list_backends: Annotated[bool, typer.Option("--list", help="Name the backends, and end.")] = False,
     quiet: common.QuietOption = False,
 ) -> None:
-    """Compare TensorHub with the ceilings of this machine and with its peers: the same bytes, one source to some receivers.
+    """Compare TensorHub with this machine's ceilings and with its peers: equal bytes, one source to some receivers.
 
     The backends take turns, each in processes of its own, and every copy is verified. Run by root, all of them share a new
-    network namespace, and so the same congestion control. Peers that are not installed are listed at the end
+    network namespace, and so one congestion control. Peers that are not installed are listed at the end
     (docs/benchmarks.md).
     """
     comparison = common.import_shipped("benches.comparison.command")

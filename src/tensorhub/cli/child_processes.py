@@ -104,7 +104,7 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None until somebody has waited for its end."""
+        """The exit status; None until a caller has waited for the process' end."""
         return self._popen.returncode
 
     def _read(self) -> None:
@@ -114,7 +114,7 @@ class ChildProcess:
                 self._heard(json.loads(line))
         except ValueError:  # no JSON
             line = b"?"
-        if line:  # it died in the midst of a line, or writes what is no line: it is of no use any more
+        if line:  # it died in the midst of a line, or writes no lines: it is of no use any more
             self._popen.kill()
         self._heard(None)
 
@@ -229,7 +229,7 @@ class Parent:
 
     def _listen(self, heard: Callable[[Line], object], at_end: Callable[[], object]) -> None:
         rest = b""
-        while part := os.read(0, 2**16):  # not by sys.stdin, whose lock this thread would hold at exit
+        while part := os.read(0, 2**16):  # not by sys.stdin: this thread would hold its lock at exit
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 heard(json.loads(line))

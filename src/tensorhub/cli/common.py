@@ -42,7 +42,7 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-WIDE = 1000  # of a line that nobody's terminal wraps
+WIDE = 1000  # of a line that no terminal wraps
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a file takes no more
 _PREFIXES = "kMGTP"
 _SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
@@ -146,8 +146,8 @@ def check_address(address: str | None) -> str:
 
 @contextlib.contextmanager
 def checking(option: str = "", *, instead: str = "", kind: str = "usage") -> Iterator[None]:
-    """The user gave what is refused in this block: a usage error about `option`, which says what to give instead. `kind`:
-    what the error is called, if not that.
+    """Turn a refusal in this block into a usage error about `option`, which advises to give `instead`. `kind`: the error's
+    name.
     """
     try:
         yield
@@ -217,7 +217,7 @@ def logs_to_stderr(level: int) -> None:
 
 
 def reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, whose expected errors are reported."""
+    """The command, with reports of its expected errors."""
 
     @functools.wraps(command)
     def reported(*arguments: Any, **options: Any) -> None:
@@ -307,7 +307,7 @@ def print_table(table: Table) -> None:
 
 
 def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
-    """Bars on stderr; disabled if that is no terminal or nobody wants them."""
+    """Bars on stderr; disabled if stderr is no terminal, or by `quiet`."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,8 +1,8 @@
 """`tensorhub demo`: a real run on this machine.
 
 This process runs the coordinator. The trainer and the rollouts are child processes (`demo_worker`). They talk to the
-coordinator and to each other over TCP, under a random secret. Each process digests its own memory, and this one compares the
-digests.
+coordinator and to each other over TCP, under a random secret. Each child digests its own memory, and this process compares
+the digests.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def _started(settings: Settings, address: str, token: str) -> AsyncIterato
 
 @dataclass
 class Run:
-    """One run: the children, what they have said, and who waits for more."""
+    """One run: the children, their messages, and the tasks that wait for more messages."""
 
     settings: Settings
     children: Mapping[str, AsyncChildProcess]

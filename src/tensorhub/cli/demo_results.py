@@ -1,4 +1,4 @@
-"""The demo's results: who held which version, how it got there, and whether the bytes are the trainer's.
+"""The demo's results: which rollout held which version, how it got there, and whether the bytes are the trainer's.
 
 Pure: events go in, news, tables and JSON come out.
 """
@@ -224,7 +224,7 @@ class Results:
         )
 
     def read_table(self) -> Table:
-        """Who read from whom: MB over all versions, a row for each reader, a column for each source."""
+        """MB read over all versions: a row for each reader, a column for each source."""
         reads = self.reads()
         sources = [name for name in (TRAINER, *self.rollouts) if any(name == source for _, source in reads)]
         table = _table("who read from whom, MB")

@@ -1,7 +1,7 @@
 """How many workers a coordinator of `tensorhub serve` can have here: each session is a descriptor (`ulimit -n`).
 
-A process may raise its own soft limit as far as the hard one, and `serve` does. Responsible for that, and for saying what
-the hard limit leaves room for, and what would help.
+A process may raise its own soft limit to the hard limit, and `serve` does. Responsible for that, and for the number of
+workers that the hard limit allows, with advice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Descriptors:
 
 
 def raise_descriptors() -> Descriptors:
-    """Raise this process' soft limit as far as a coordinator needs, and may. Says what there is room for then."""
+    """Raise this process' soft limit to a coordinator's need, within the hard limit. Returns the limits then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = descriptors()
     wanted = min(found.needed, found.hard)

@@ -1,4 +1,4 @@
-"""`tensorhub doctor`: which transports work on this machine, why the others do not, and how many workers may connect."""
+"""`tensorhub doctor`: which transports work on this machine, why a transport does not, and how many workers may connect."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tensorhub.types import Incarnation, Options
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """List the transports that work on this machine, best first; of the others, why they do not and what to do.
+    """List the transports that work on this machine, best first; then those that do not, each with its reason and advice.
 
-    Two workers use the best one that both have and that reaches from one to the other; a fetch's report names it
+    Two workers use the best transport that both have and that connects them; a fetch's report names it
     (`report.sources`). See docs/transports.md. The last line says for how many workers `tensorhub serve` has room here.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))

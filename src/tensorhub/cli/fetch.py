@@ -52,8 +52,8 @@ def fetch(
     """Fetch a version into safetensors files, byte-equal to the published ones if it was published from files.
 
     The output appears when all of it is on the disk. Until then, and after an error, there is nothing at --out. After
-    Ctrl-C, a kill or an error, the same command goes on where it stopped: what has arrived is verified, and not read again.
-    One fetch at a time writes to an --out. A coordinator that does not run yet is waited for, --timeout long. A
+    Ctrl-C, a kill or an error, repeat the command to go on: bytes that have arrived are verified, and not read again. One
+    fetch at a time writes to an --out. The command waits, --timeout long, for a coordinator that does not run yet. A
     directory gets the publisher's files and index, else model.safetensors. An output that exists is refused with exit
     code 2 before anything is fetched; --force replaces it, file by file. The result is one line on stdout ({"model",
     "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).

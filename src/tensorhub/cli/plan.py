@@ -1,4 +1,4 @@
-"""`tensorhub plan`: what a reader would read from whom, before it does."""
+"""`tensorhub plan`: a reader's transfer plan, before it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tensorhub.tools import plan_group
 from tensorhub.types import check_name, check_selector
 
 WORKERS_SHOWN_MAX = 3  # of one source
-RANKS_SHOWN_MAX = 4  # the same
+RANKS_SHOWN_MAX = 4  # of one source
 RANKS_MAX = 2**20
 
 
@@ -47,15 +47,15 @@ def plan(
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,
 ) -> None:
-    """Show what a reader would read from whom, and read nothing.
+    """Show a reader's transfer plan, and read nothing.
 
-    Without --reader: what `fetch` would read. FUNCTION is called with a rank and the world size, and returns that rank's
+    Without --reader: the plan of `fetch`. FUNCTION is called with a rank and the world size, and returns that rank's
     tensors (on torch's meta device they take no memory), or a pair of these and their sources=, as Hub.register takes
     them. FILE.py may be the name of a module, too. It is run here, with your rights.
 
-    It is checked whether all ranks together read everything. For each rank a table: which published shard, who
-    holds it, how many chunks, cells and runs, how many bytes, and what part of the shard that is. With --json: a list of
-    plans, one for each rank, on one line.
+    The command checks whether all ranks together read everything. For each rank a table: each published shard that it
+    reads, the shard's holders, the number of chunks, cells, runs and bytes, and the part of the shard. With --json: a list
+    of plans, one for each rank, on one line.
     """
     with common.checking():
         check_name("model", model)

@@ -38,9 +38,9 @@ def seed(
 ) -> None:
     """Hold the newest version of a model in host memory, until Ctrl-C or SIGTERM: a source for the workers of its site.
 
-    Each new version replaces the one before as soon as it is published. Workers read the part that has arrived while the
-    rest is on its way. One line goes to stdout for each version that is there in full ({"model", "version", "ranks",
-    "bytes_read", "seconds"} with --json). After the first one, SIGTERM is the ordinary way to stop it: exit code 0. Too
+    Each new version replaces the version before as soon as it is published. Workers read the part that has arrived while
+    the rest is on its way. One line goes to stdout for each complete version ({"model", "version", "ranks", "bytes_read",
+    "seconds"} with --json). After the first line, SIGTERM is the ordinary way to stop it: exit code 0. Too
     little --host-memory, or a rank that the model does not have, ends it with exit code 1.
     """
     with common.checking():

@@ -65,14 +65,14 @@ def _shown(cell: str) -> str:
 
 
 def sheets(models: Sequence[ModelInfo], *, counted: bool = False) -> list[Sheet]:
-    """Everything that is known about these models, or what is counted of them; what is empty is left out."""
+    """Everything that is known about these models, or only the counts; empty sheets are left out."""
     if not models:
         return [Sheet("no model is registered", ())]
     return [sheet for model in models for sheet in (_counts(model) if counted else _of(model))]
 
 
 def tables(models: Sequence[ModelInfo], *, counted: bool = False) -> RenderableType:
-    """The same, for a terminal."""
+    """`sheets`, for a terminal."""
     rows = sum(model.summary.rows for model in models if counted and model.summary is not None)
     hint = [Text(f"{rows:,} rows: --details shows them", "dim")] if rows else []
     return Group(*(sheet.table() for sheet in sheets(models, counted=counted)), *hint)
@@ -104,7 +104,7 @@ def _versions(versions: tuple[VersionView, ...]) -> Sheet:
 
 
 def _missing(view: VersionView) -> str:
-    """The published ranks whose shards nobody has."""
+    """The published ranks with shards that no worker has."""
     if not view.missing:
         return "-"
     if len(view.missing) == view.world_size:
@@ -113,7 +113,7 @@ def _missing(view: VersionView) -> str:
 
 
 def _replicas(model: ModelInfo) -> Sheet:
-    """With the layouts, if there are others than the published ones. A torn one without shards has a row, too."""
+    """With the layouts, if any replica's is not the published one. A torn replica without shards has a row, too."""
     published = {view.version: view.layout_id for view in model.versions}
     others = {id(view) for view in model.replicas if published.get(view.version, view.layout_id) != view.layout_id}
     rows = tuple(
@@ -142,7 +142,7 @@ def _layout(layout_id: str, *, is_published: bool) -> str:
 
 
 def _kind(view: ReplicaView) -> str:
-    """What is particular: spot, a copy in host memory and what for, or that it is filled from another layout now."""
+    """The replica's particulars: spot, a copy in host memory and its purpose, or filled from another layout now."""
     words = [view.medium if view.medium != "device" else "", view.purpose if view.purpose != "use" else ""]
     last = ["spot" if view.spot else "", "bridging" if view.bridging else ""]
     return " ".join(word for word in (*words, *last) if word) or "-"

@@ -1,4 +1,4 @@
-"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; what was covered, what was broken.
+"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; coverage, and broken guarantees.
 
 With a scenario it is the flow model instead (`simulate_flow`).
 """
@@ -37,7 +37,7 @@ TWICE_EACH = 50  # one of so many seeds is run again, in another process
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run."""
+    """The seeds to run, and how."""
 
     seeds: Sequence[int]
     events: int
@@ -51,7 +51,7 @@ class Plan:
         return self.faults is None and self.events >= LEAST["events"]
 
     def reproduce(self, seed: int) -> str:
-        """The one line that runs this seed again."""
+        """The command line that runs this seed again."""
         faults = "" if self.faults is None else f" --faults {','.join(self.faults)}"
         return f"tensorhub simulate --seed {seed}{faults} --events {self.events}"
 
@@ -83,9 +83,9 @@ def simulate(
 ) -> None:
     """Search for broken guarantees: real coordinators and workers in a simulated cluster, where everything fails.
 
-    A seed decides everything that happens. The verdict comes first. Each seed that failed follows, with what was broken,
-    the end of its trace and the command that runs it again (stderr gets that command at once). From 1,000 seeds on, every
-    fault, transition and recovery path must have occurred.
+    A seed decides everything that happens. The verdict comes first. Each seed that failed follows, with the broken
+    guarantee, the end of its trace and the command that runs it again (stderr gets that command at once). From 1,000 seeds
+    on, every fault, transition and recovery path must have occurred.
 
     With SCENARIO, measure instead: the real coordinator over a model of a network, beside other ways to move weights. Built
     in are standalone, elastic, cross-datacenter, churn and update.
@@ -109,7 +109,7 @@ _OF_SEARCH = ("seeds", "start", "jobs", "faults", "events", "failures_max", "ver
 
 
 def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
-    """Options belong to a scenario, or to the search; a usage error if one is given with the other."""
+    """A usage error if an option of scenarios is given to the search, or an option of the search to a scenario."""
     for name in _OF_SEARCH if of_flow else _OF_FLOW:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -157,7 +157,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
 
 
 async def _run(plan: Plan, results: Results, show: Callable[[Results], None], as_json: bool) -> None:
-    """All seeds; then some of them again, in new processes: the same seed must come to the same end."""
+    """All seeds; then some of them again, in new processes: a repeated seed must come to its first end."""
     begun, hash_seeds = time.monotonic(), count(1)
 
     def hear(result: SeedResult) -> bool:
@@ -202,7 +202,7 @@ async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], 
     command = [sys.executable, "-m", "tensorhub.cli.simulate_worker", SEARCH]
 
     async def work() -> None:
-        """Give one child a seed after the other. One that has ended, or is too slow, is replaced."""
+        """Give one child seed after seed. A child that has ended, or is too slow, is replaced."""
         for first in left:
             async with closing_all() as children:
                 environment = os.environ | {"PYTHONHASHSEED": str(next(hash_seeds))}
@@ -281,7 +281,7 @@ def _print_failure(plan: Plan, result: SeedResult) -> None:
 
 
 def _print(plan: Plan, results: Results, never: list[str], verbose: bool) -> None:
-    """The verdict first; then what is amiss; what was covered, if anybody wants to read it; and which seeds failed."""
+    """The verdict first; then faults; the coverage, if `verbose`; and which seeds failed."""
     verdict = "FAILED" if results.failures or never else "passed"
     each = f"{results.speed / min(plan.jobs, len(plan.seeds)):,.0f} per process"
     words = [

@@ -20,7 +20,7 @@ from tensorhub.testing.flow.scenario import Scenario, at_scale, in_groups, left_
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for. None: as the scenario says."""
+    """The user's settings. None: the scenario's."""
 
     scenario: str
     gpus: int | None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-COMPLETE_FROM = 1000  # seeds; from here on, what was never reached is a failure
+COMPLETE_FROM = 1000  # seeds; from here on, a fault, transition or path that was never reached is a failure
 
 LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what makes a full seed
 
@@ -47,7 +47,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class SeedResult:
-    """How one seed ended: with the fields of its report, or with what was broken."""
+    """How one seed ended: with the fields of its report, or with the broken guarantee."""
 
     seed: int
     report: dict[str, Any] | None
@@ -90,7 +90,7 @@ class Results:
         return [f"{kind} {name}" for kind, tally in kinds for name in tally.never()]
 
     def render(self) -> str:
-        """What was covered, as text."""
+        """The coverage, as text."""
         tallies = (("faults", self.faults), ("transitions", self.transitions), ("recovery paths", self.paths))
         return "\n\n".join("\n".join(tally.lines(title)) for title, tally in tallies)
 

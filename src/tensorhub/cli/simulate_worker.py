@@ -1,4 +1,4 @@
-"""One child process of `tensorhub simulate`: runs the seeds that its parent names, one after the other."""
+"""One child process of `tensorhub simulate`: runs the seeds that its parent names, in turn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(module: str) -> None:
 
 
 def run(search: ModuleType, seed: int, events: int, faults: list[str] | None) -> dict[str, Any]:
-    """The seed's report, or `failure`: what was broken, and what had happened before."""
+    """The seed's report, or `failure`: the broken guarantee, and the end of the trace."""
     kinds = None if faults is None else [search.Fault(fault) for fault in faults]
     try:
         report = search.run_seed(seed, faults=kinds, events=events)

@@ -45,7 +45,7 @@ def read_only(
         Path | None, typer.Option(metavar="FILE", help="A token file to make, which must not exist, instead of stdout.")
     ] = None,
 ) -> None:
-    """Print the read-only token that belongs to the cluster's token: whoever has it may fetch and look, and change nothing.
+    """Print the read-only token that belongs to the cluster's token: it lets a process fetch and look, but not change.
 
     The cluster accepts it without being told, as long as it accepts the cluster token. The cluster
     token cannot be derived from it.

@@ -4,7 +4,7 @@ The copies are assignments of slices that were cut once: 0.2 to 0.5 microseconds
 `torch._foreach_copy_`, and than `ctypes.memmove` in a loop (1.1 to 10 times, most for the smallest; see benches/README.md),
 and needs no torch. Another thread gets the GIL between any two tensors.
 
-Responsible for the bytes of one region. Not responsible for when they are copied, nor for who may read them meanwhile.
+Responsible for the bytes of one region. Not responsible for when they are copied, nor for readers meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Packed:
     """One region's bytes, beside the tensors that they are copied from and to.
 
     `pieces`: (offset in the region, bytes of a tensor), contiguous; writable where `unpack` is called. The region (`buffer`)
-    is made here, of `nbytes` zeros; what is between tensors stays zero unless somebody writes it there.
+    is made here, of `nbytes` zeros; gaps between tensors stay zero unless a caller writes them.
     """
 
     __slots__ = ("_parts", "_tensors", "buffer")

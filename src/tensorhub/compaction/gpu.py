@@ -1,6 +1,6 @@
-"""Packing and unpacking on a GPU: one kernel launch for all tensors of a region, whose table stays on the device.
+"""Packing and unpacking on a GPU: one kernel launch for all tensors of a region. Its table stays on the device.
 
-Responsible for the bytes of one region, as `cpu` is for those in host memory.
+Responsible for the bytes of one region, as `cpu` is for bytes in host memory.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A layout depends on the tensors' names and sizes and on nothing else: not on the order in which they were registered, nor
 on dtypes or devices. It is fixed by the publisher, in its manifest (R8). Each tensor begins at a multiple of `ALIGNMENT`, so
-that it can be viewed in place under any dtype, and copied by 16-byte loads on a GPU. What is between two tensors is zero, so
-that equal tensors make equal regions, and equal digests.
+that it can be viewed in place under any dtype, and copied by 16-byte loads on a GPU. Gaps between tensors are zero, so that
+equal tensors make equal regions, and equal digests.
 
 Responsible for choosing and placing. Not responsible for bytes: see `cpu`.
 """
@@ -28,9 +28,9 @@ class Layout:
 
 
 def lay_out(sizes: Mapping[str, int]) -> Layout:
-    """Place tensors of these sizes (bytes by name) one behind the other, by name.
+    """Place tensors of these sizes (bytes by name) in a row, by name.
 
-    They take less than ALIGNMENT bytes each more than they have. Raises ValueError for a size below 0.
+    The padding of each is less than ALIGNMENT bytes. Raises ValueError for a size below 0.
     """
     offsets, end = {}, 0
     for name in sorted(sizes):
@@ -42,7 +42,7 @@ def lay_out(sizes: Mapping[str, int]) -> Layout:
 
 
 def pack_tiny(manifest: Manifest, bytes_max: int) -> Manifest:
-    """The manifest of the same tensors, of which those of `bytes_max` at most share one region, the first.
+    """The manifest of these tensors, where tensors of `bytes_max` at most share one region, the first.
 
     `manifest`: with a region for each alias class, as it is built. Tied tensors stay tied. It is returned as it is if fewer
     than two would be packed.

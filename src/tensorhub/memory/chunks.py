@@ -151,8 +151,8 @@ class ChunkMemory:
         return self._covering
 
     def within(self, other: ChunkMemory, chunks: AbstractSet[int]) -> list[int]:
-        """Those of its chunks whose bytes are all in these of `other`, which are of another grid over the same memory. None,
-        if that has other bytes, or it cannot be told.
+        """The chunks of this memory that lie wholly in these chunks of `other`, another grid over this memory. Empty if
+        `other` has other bytes, or the answer would cost too much.
         """
         places = [self.manifest.places(chunk) for chunk in range(len(self.sizes))]
         covers = other._own_covering().covered(places, COVERS_MAX)

@@ -65,7 +65,7 @@ class BlockingConnection:
 
     @property
     def descriptor(self) -> int:
-        """The socket's, to wait for together with others."""
+        """The socket's, to wait for several sockets together."""
         return self._socket.fileno()
 
     def is_readable(self) -> bool:
@@ -229,8 +229,8 @@ class BlockingConnection:
             raise self._failed(error, "took nothing") from error
 
     def receive_descriptors(self, count: int) -> list[int]:
-        """So many descriptors, with the one byte that they come with; close them. ConnectionLost, OperationTimeout,
-        ProtocolError (others came), StateError (this process has no room for them).
+        """`count` descriptors, with the byte that carries them; close them. ConnectionLost, OperationTimeout,
+        ProtocolError (another number came), StateError (this process has no room for them).
         """
         try:
             data, descriptors, flags, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
@@ -248,7 +248,7 @@ class BlockingConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `shutdown` was called, or the peer is gone, as far as can be seen without reading. Does not block."""
+        """Whether `shutdown` was called, or the peer is seen to be gone, without reading. Does not block."""
         poll = select.poll()
         with self._ending:
             if self._socket.fileno() < 0:
@@ -313,7 +313,7 @@ class _Left:
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         # Empty ones are dropped: a call with nothing to move looks like the end of the stream.
         self._buffers = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        self._index = 0  # the first buffer that is not moved whole; it is cut to what is left of it
+        self._index = 0  # the first buffer that is not moved whole; it is cut to its rest
 
     def __bool__(self) -> bool:
         return self._index < len(self._buffers)

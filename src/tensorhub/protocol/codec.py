@@ -1,7 +1,8 @@
 """Turns messages into the bodies of frames and back, and checks every bound in both directions.
 
 Responsible for the wire form of a message, the MessagePack array `[tag, field, field, ...]`, for refusing anything else, and
-for who may say what (`Vocabulary`). The forms of the fields are made once, on import; a call inspects no types.
+for the messages that each role may send (`Vocabulary`). The forms of the fields are made once, on import; a call inspects
+no types.
 
 Every refusal is a `ProtocolError` that names the message, the field and the bound, and repeats little of the input.
 """

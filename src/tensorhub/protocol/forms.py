@@ -1,7 +1,7 @@
 """How an annotated type is written and read: one `Form` per type, made once, when the codec is imported.
 
 Responsible for turning annotations into checks: `Length`, `Range` and `Printable` where they are given, 64 bits for a plain
-int, finite floats, and the exact shape of tuples and records. Writing checks the same as reading. So a mistake shows where
+int, finite floats, and the exact shape of tuples and records. Writing checks as much as reading. So a mistake shows where
 it was made, and not as a connection that the peer closed.
 
 Annotations drive the reading, not the bytes: a form asks the unpacker for the array or the scalar that must come next. So
@@ -41,7 +41,7 @@ class Violation(Exception):
         self.where = where
 
     def inside(self, name: str) -> Violation:
-        """The same, seen from the record that holds this one as its field `name`."""
+        """This violation, seen from the record that holds the faulty value in its field `name`."""
         return Violation(self.what, name, *self.where)
 
 
@@ -337,7 +337,7 @@ def _record_form(kind: type, *, optional: bool) -> Form:
 
 @functools.cache
 def record_of(kind: type) -> Record:
-    """The one `Record` of a dataclass; TypeError if the wire cannot carry one of its fields."""
+    """The `Record` of a dataclass; TypeError if the wire cannot carry one of its fields."""
     return Record(kind)
 
 

@@ -1,16 +1,16 @@
 """The preface of a connection, and the frames that follow it; no I/O.
 
 Responsible for cutting a stream of bytes into bodies, whichever way the stream arrives in pieces, and for
-refusing what is not a TensorHub peer, another version, an oversized frame, a truncated one, and one that is not
+refusing another protocol, another version, an oversized frame, a truncated frame, and a frame that is not
 the peer's next: always `ProtocolError`, and before anything is allocated for the length that a peer claims. Not
-responsible for what a body says, nor for what follows a frame as payload.
+responsible for the contents of a body, nor for payload that follows a frame.
 
     preface   "TENSRHUB"  u16 version                           once, from each side, before anything else
     frame     u32 length  body of so many bytes                 in the handshake; numbers are big-endian
     frame     u32 length  body of so many bytes  mac (16)       after it
 
 A mac is keyed BLAKE2b over the frame's number (u64, from 0; it is not sent), its length and its body, under a key
-that one direction of one connection has. So nothing but the peer's next frame is taken: nothing that somebody else
+that one direction of one connection has. So only the peer's next frame is accepted, and no frame that an attacker
 made, changed, kept back, sent twice, in another order, back to its sender, or on another connection.
 """
 
@@ -40,7 +40,7 @@ class WrongVersion(ProtocolError):
 
 
 class NotAuthentic(ProtocolError):
-    """What has come is not the peer's next frame: somebody is in the way, or the way is defective."""
+    """The received bytes are not the peer's next frame: there is an attacker, or a defect, between the peers."""
 
 
 def check_preface(data: bytes) -> None:
@@ -62,7 +62,7 @@ def check_preface(data: bytes) -> None:
 
 
 class FrameMac:
-    """The macs of one direction's frames, one after the other."""
+    """The macs of one direction's frames, in order."""
 
     __slots__ = ("_keyed", "_number")
 
@@ -74,7 +74,7 @@ class FrameMac:
         return f"<FrameMac of frame {self._number}>"
 
     def next(self, *parts: bytes | memoryview) -> bytes:
-        """The mac of the next frame, if its header and body are these, one after the other."""
+        """The mac of the next frame, with these parts as its header and body."""
         mac = self._keyed.copy()
         mac.update(self._number.to_bytes(8, "big"))
         for part in parts:
@@ -84,7 +84,7 @@ class FrameMac:
 
 
 class FrameEncoder:
-    """Makes frames of bodies, one after the other. ProtocolError for a body that the peer would refuse."""
+    """Makes frames of bodies, in order. ProtocolError for a body that the peer would refuse."""
 
     __slots__ = ("_frame_bytes_max", "_mac")
 
@@ -128,7 +128,7 @@ class FrameDecoder:
 
     Feed it with `receive_data`, then take frames with `next_frame` until it gives None. It never holds more
     than one frame of the largest size and the bytes of one `receive_data`. After it raised, every further
-    call raises the same.
+    call raises that error again.
     """
 
     __slots__ = ("_around", "_buffer", "_error", "_mac", "frame_bytes_max")
@@ -137,7 +137,7 @@ class FrameDecoder:
         self.frame_bytes_max = frame_bytes_max
         self._mac: FrameMac | None = None
         self._around = HEADER_BYTES  # bytes of a frame that are not its body
-        self._buffer = bytearray()  # what was received and not taken yet; begins at a frame's header
+        self._buffer = bytearray()  # received bytes that are not taken yet; begins at a frame's header
         self._error: ProtocolError | None = None
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class FrameDecoder:
         self._mac, self._around = FrameMac(key), HEADER_BYTES + MAC_BYTES
 
     def receive_data(self, data: bytes) -> None:
-        """Take what arrived. Raises ProtocolError if frames pile up that nobody takes."""
+        """Take received bytes. Raises ProtocolError if frames pile up because `next_frame` is not called."""
         if len(self._buffer) > self._around + self.frame_bytes_max:
             self._fail(ProtocolError("more bytes than one frame are waiting to be taken"))
         self._raise_again()

@@ -8,7 +8,7 @@
 
 A mac is HMAC-SHA256 under the secret, over the side that makes it and both hellos: versions, roles, incarnations, nonces. So
 a proof fits one handshake and one side, and can be neither replayed nor reflected. The client proves itself first: a server
-says nothing under the secret to a client that does not know it. Open access is the same with an empty secret.
+says nothing under the secret to a client that does not know it. Open access uses an empty secret.
 
 Each direction has a key for the frames that follow (`frames.FrameMac`). The keys are made like the macs, under the secret
 that the client has proved. A server also accepts the read-only secret that belongs to each of its secrets, and can tell the
@@ -16,7 +16,7 @@ two apart.
 
 Responsible for that exchange, for the roles that may meet, and for its bounds. Not responsible for its deadline (the
 drivers). Raises ProtocolError (not a peer, another version, roles or an incarnation that do not fit) and
-AuthenticationFailed. After an error, send `data_to_send()` before closing: it may tell the peer what was wrong.
+AuthenticationFailed. After an error, send `data_to_send()` before closing: it may tell the peer the reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _derived(secret: bytes, what: str, client: ClientHello, server: ServerHello)
     return hmac.digest(secret, _fields(f"tensorhub/1 {what}".encode()) + _transcript(client, server), hashlib.sha256)
 
 
-@functools.lru_cache(16)  # two proofs and two keys are made after the same hellos
+@functools.lru_cache(16)  # two proofs and two keys are made after each pair of hellos
 def _transcript(client: ClientHello, server: ServerHello) -> bytes:
     return b"".join(
         _fields(hello.protocol.to_bytes(8, "big"), hello.role.encode(), hello.incarnation.encode(), hello.nonce)
@@ -85,7 +85,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         self.done = False  # True once each side has proved itself to the other
         self._nonce = nonce
         self._peer: PeerHello | None = None  # the peer's hello, from its arrival on; nothing vouches for it until `done`
-        self._preface = bytearray()  # the peer's preface, as far as it has arrived
+        self._preface = bytearray()  # the arrived part of the peer's preface
         self._decoder = FrameDecoder(FRAME_BYTES_MAX)
         self._outgoing = bytearray()  # what `data_to_send` gives next
         self._error: TensorHubError | None = None  # what the handshake failed with
@@ -132,7 +132,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         return self._decoder.take_rest()
 
     def receive_data(self, data: bytes) -> None:
-        """Take what arrived. Raises ProtocolError or AuthenticationFailed; further calls raise the same."""
+        """Take received bytes. Raises ProtocolError or AuthenticationFailed; further calls raise it again."""
         self._raise_again()
         try:
             self._advance(data)
@@ -183,7 +183,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
 
 class ClientHandshake(Handshake[ServerHello]):
-    """The connecting side. `expected_incarnation`: refuse a server that is another life than this one.
+    """The connecting side. `expected_incarnation`: refuse a server of another incarnation.
 
     ValueError for a role other than "worker", "observer" and "reader", or a nonce of another length.
     """
@@ -236,7 +236,7 @@ class ClientHandshake(Handshake[ServerHello]):
             )
 
     def _closed(self) -> TensorHubError:
-        # Whoever does not accept this side's secret says so. (If that was lost, the next attempt finds out.)
+        # A server that does not accept this side's secret says so. (If its answer was lost, the next attempt finds out.)
         text = (
             f"the {SERVER_OF[self.role]} closed the connection during the handshake: it has no room just now, or is ending"
         )
@@ -255,7 +255,8 @@ class ServerHandshake(Handshake[ClientHello]):
     """The listening side. `secrets`: each is accepted, for a change of secrets without a stop, and so is the read-only
     secret that belongs to it; b"" is open access, and has none.
 
-    Once `done`: `secret`, the one of them that the client knows, or to which its read-only one belongs; `read_only`.
+    Once `done`: `secret`, the accepted secret that the client knows, or to which its read-only secret belongs;
+    `read_only`.
 
     ValueError for a role other than "coordinator" and "owner", no secret at all, or a nonce of another
     length.
@@ -274,8 +275,8 @@ class ServerHandshake(Handshake[ClientHello]):
 
     @property
     def client_incarnation(self) -> str:
-        """The client's incarnation. A read-only client gets one that is made of the one that it claims. So it is never taken
-        for a worker that may do more. RuntimeError before `done`.
+        """The client's incarnation. A read-only client's is derived from its claim. So it is never taken for a worker with
+        more rights. RuntimeError before `done`.
         """
         claimed = self.peer.incarnation
         return f"{READ_ONLY}{hashlib.blake2b(claimed.encode(), digest_size=16).hexdigest()}" if self.read_only else claimed
@@ -305,7 +306,7 @@ class ServerHandshake(Handshake[ClientHello]):
         for secret in self._secrets:  # all of them, so that time does not tell which one it was
             for known in (secret, read_only_secret(secret)) if secret else (secret,):
                 fits, lesser = hmac.compare_digest(mac, proof(known, "client", self._peer, self._hello)), known is not secret
-                if fits and (found is None or lesser):  # what is both, by mistake, is read-only
+                if fits and (found is None or lesser):  # a secret that is both, by mistake, is read-only
                     found, self.secret, self.read_only = known, secret, lesser
         if found is None:
             self._send(Proof(b""))

@@ -6,5 +6,5 @@ from __future__ import annotations
 class ConnectionLost(Exception):
     """The connection broke, was shut down, or was left in the middle of a message; it is of no more use.
 
-    Never reaches a user of the library: whoever drives the connection decides what the loss means.
+    Never reaches a user of the library: the connection's driver decides the consequence of the loss.
     """

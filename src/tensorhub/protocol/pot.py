@@ -12,7 +12,7 @@ import anyio
 
 
 class Pot:
-    """At most `nbytes` are taken at a time; nobody may ask for more."""
+    """At most `nbytes` are taken at a time; no caller may ask for more."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -23,7 +23,7 @@ class Pot:
         return f"<Pot: {self.free} of {self.nbytes} bytes free, {len(self._waiting)} waiting>"
 
     async def take(self, nbytes: int) -> None:
-        """Wait until so many are free for this one, and take them. Cancelled: nothing is taken."""
+        """Wait until so many are free for this caller, and take them. Cancelled: nothing is taken."""
         if not self._waiting and nbytes <= self.free:
             self.free -= nbytes
             return

@@ -45,10 +45,10 @@ class Secret(bytes):
 
 def resolve_token(token: Token | None) -> Secret | Path:
     """The secret to use, or the token file that has it: `token`, else the environment's token, else the token file that
-    the environment names, else the usual one, else no secret (open access).
+    the environment names, else the usual token file, else no secret (open access).
 
     Text is stripped of white space at its ends, wherever it comes from; bytes are taken as they are. An empty `token` asks
-    for open access; an empty environment variable counts as unset. Raises StateError for what is none of these.
+    for open access; an empty environment variable counts as unset. Raises StateError for any other value.
     """
     if isinstance(token, bytes):
         return Secret(token)
@@ -75,10 +75,10 @@ def resolve_token(token: Token | None) -> Secret | Path:
 def read_token_file(path: Path) -> tuple[Secret, ...]:
     """The tokens of a token file, one a line, 1 to `TOKENS_MAX`: the first is presented, each is accepted.
 
-    Blank lines, and those that begin with "#", do not count. Raises AuthenticationFailed for a file that cannot be read,
-    has no token or too much in it, or that others than its owner may read, or that belongs to another user than this one
-    or root. Its group may read it, and not write it, if this process is of that group: so a Secret of Kubernetes comes to
-    a pod that does not run as root.
+    Blank lines, and lines that begin with "#", do not count. Raises AuthenticationFailed for a file that cannot be read,
+    has no token or too much in it, or that users besides its owner may read, or that belongs to a user other than this
+    process' or root. Its group may read it, and not write it, if this process is of that group: so a Secret of Kubernetes
+    comes to a pod that does not run as root.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -131,11 +131,12 @@ def read_only_secret(secret: bytes) -> Secret:
 
 
 def read_only_token(token: str | bytes) -> str:
-    """The read-only token that belongs to a cluster's `token`: who connects with it may fetch and look, and change nothing.
+    """The read-only token that belongs to a cluster's `token`: it lets a process fetch and look, but not change.
 
-    Every worker and coordinator that accepts `token` accepts this one, too, for as long as it accepts `token`. Nobody need
-    be told of it, and it does not reveal `token`. It has 64 hexadecimal digits, the same ones each time. Text is stripped of
-    white space at its ends, as by `connect`. Raises AuthenticationFailed for an empty token (open access has none).
+    Every worker and coordinator that accepts `token` also accepts the read-only token, for as long as it accepts `token`,
+    without configuration. The read-only token does not reveal `token`. It has 64 hexadecimal digits, equal each time. Text
+    is stripped of white space at its ends, as by `connect`. Raises AuthenticationFailed for an empty token (open access has
+    none).
     """
     secret = resolve_token(token)
     if isinstance(secret, Path):

@@ -130,7 +130,7 @@ class MessageStream(Generic[M]):
         await self.send_encoded(*[codec.encode(message) for message in messages])
 
     async def send_encoded(self, *bodies: bytes) -> None:
-        """The same of messages that are encoded already."""
+        """Send messages that are encoded already; see `send`."""
         async with self._sending:
             if not isinstance(self._stream, DirectStream):
                 await self._send_bytes(self._encoder.frames(*bodies))
@@ -140,8 +140,8 @@ class MessageStream(Generic[M]):
                 await self._stream.wait_room()
 
     def send_nowait(self, *bodies: bytes) -> bool:
-        """Send these at once, if `is_direct` and while nobody else is sending. False: the peer has not taken all of
-        them, and the rest goes with what is sent next.
+        """Send these at once, if `is_direct` and no other task is sending. False: the peer has not taken all of them, and
+        the rest goes with the next message.
         """
         assert isinstance(self._stream, DirectStream)
         if bodies:
@@ -154,7 +154,7 @@ class MessageStream(Generic[M]):
         return not self._rest
 
     def limit_received(self, frame_bytes_max: int, pot: Pot | None = None) -> None:
-        """From now on, refuse a larger frame unread. The limit of what is sent stays. `pot`: a frame that is larger than one
+        """From now on, refuse a larger frame unread. The limit for sent frames stays. `pot`: a frame that is larger than one
         read (`READ_BYTES_MAX`) takes its bytes from there when its header has come, and gives them back when the next
         message is asked for, or at the end.
         """
@@ -177,7 +177,7 @@ class MessageStream(Generic[M]):
 
     def receive_nowait(self) -> M | None:
         """The next message, if `is_direct` and it is there. None while it is not (`awaits_bytes`), or if `receive` has to go
-        on: there has to be room for it, or it is the end. Raises the same errors.
+        on: there has to be room for it, or it is the end. Raises as `receive`.
         """
         assert isinstance(self._stream, DirectStream)
         self.awaits_bytes = False
