@@ -85,7 +85,7 @@ class AvailabilityJudge:
         return self._world.coordinator.cluster.is_recovering
 
     def _published(self, model: str, least: int) -> Iterator[tuple[int, str]]:
-        """The numbers from `least` on, and what was published under them."""
+        """The numbers from `least` on, each with its published content."""
         numbers = self._contents.numbers.get(model, {})
         return ((n, c) for n, c in numbers.items() if n >= least and c not in self._contents.retired)
 
@@ -97,13 +97,14 @@ class AvailabilityJudge:
         return None if content.version.content_id in self._contents.retired else content.version.version
 
     def _can_be_read(self, content_id: str) -> bool:
-        """Whether every shard of it is held by somebody of whom the coordinator hears."""
+        """Whether every shard of the content has a holder that the coordinator hears."""
         shards = self._contents.truth.get(content_id, {})
         return bool(shards) and all(any(self._offers(h, content_id) for h in self._holders(shard)) for shard in shards)
 
     def is_described_for(self, handle: JudgedHandle, number: int) -> bool:
-        """Whether who reads the whole model, or into another layout, can be told what is held where. After a restart those
-        who know that may not be back, though host copies of all shards are.
+        """Whether a reader of the whole model, or of another layout, can be told the holdings.
+        After a restart the holders that know them may not be back, though host copies of all shards
+        are.
         """
         model, shard = self._world.coordinator.cluster.models[handle.shard.model], handle.shard
         version = model.versions.get(number)

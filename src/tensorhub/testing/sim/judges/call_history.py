@@ -122,12 +122,12 @@ class CallHistory:
                 pass
 
     def cut_off(self, worker: JudgedWorker) -> None:
-        """Its pins count for a lease; nobody can rely on them until they are said again."""
+        """Its pins count for a lease; no caller can rely on them until they are sent again."""
         for pin in [pin for pin, (_, call) in self._pins.items() if call.who.rpartition(".")[0] == worker.name]:
             self.unpinned(pin)
 
     def unpinned(self, pin: str) -> None:
-        """Nobody can count on that pin any more, until it is said again."""
+        """No caller can count on that pin any more, until it is sent again."""
         if pin in self._pins:
             model, call = self._pins.pop(pin)
             self.models[model].unpinned(call)
@@ -182,6 +182,8 @@ class CallHistory:
 
 
 def _says_there_is_none(error: Exception | None) -> bool:
-    """Whether a number is not published, or not any more; not: nobody holds it."""
+    """Whether the error says that a number is not published, or not any more; not: it has no
+    holder.
+    """
     texts = ("does not exist", "is not published")
     return isinstance(error, VersionUnavailable) and any(text in str(error) for text in texts)

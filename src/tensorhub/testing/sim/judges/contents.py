@@ -55,8 +55,8 @@ class Contents:
         self.minted_as.setdefault((entry.model, entry.number), set()).add(entry.content_id)
 
     def spoil(self, handle: JudgedHandle, content_id: str, chunk: int, cell: str) -> None:
-        """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
-        of which no digest has been made yet is what it is then.
+        """A user writes published memory. No reader may get those bytes, unless the publisher's chunk
+        had no digest yet: then the chunk counts as it is when its digest is made.
         """
         self.written.add(cell)
         held, other = handle.worker.owner._memories.get(handle.id), is_of_other_layout(handle.grid)
@@ -139,7 +139,7 @@ class Contents:
 
 
 def _box_of(shard: Shard) -> Box:
-    """Which part of the tensor it has: who publishes has one."""
+    """The part of the tensor that a publisher's shard has."""
     assert shard.manifest is not None
     declared = shard.declared or Declaration(shard.rank, shard.world_size)
     return next(iter(boxes_of(shard.coordinates or coordinates_of(shard.manifest, declared))), (0, 0, 0, 0))

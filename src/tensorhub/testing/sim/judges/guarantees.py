@@ -1,9 +1,11 @@
-"""The guarantees of the design, checked from outside: by what memory holds, and by how calls end.
+"""The guarantees of the design, checked from outside: by the bytes in memory, and by the ends of
+calls.
 
-Responsible for G1, G2, G4 to G6 and G8 to G10, each named in what `GuaranteeBroken` says. Which versions callers may see
-(G3, R1, R12) is the affair of the reference model, which `history` feeds; G7 (liveness) is demanded by who drives the
-cluster, once faults are over. What the coordinator's own books say is used as little as may be: its invariants are
-its own affair. `check_*` costs what it looks at.
+Responsible for G1, G2, G4 to G6 and G8 to G10, each named in what `GuaranteeBroken` says. Which
+versions callers may see (G3, R1, R12) is the affair of the reference model, which `history` feeds;
+the driver of the cluster demands G7 (liveness), once faults are over. The judges use the
+coordinator's own books as little as may be: its invariants are its own affair. `check_*` costs what
+it looks at.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ RECORD = -1  # stands for a rank: what the store says of an operation
 
 
 class Guarantees:
-    """What was promised in one cluster, and whether it is kept."""
+    """The promises in one cluster, and whether they are kept."""
 
     def __init__(self, world: JudgedWorld) -> None:
         self._world = world
@@ -75,7 +77,9 @@ class Guarantees:
         self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
 
     def state_lost(self, store: Iterable[Entry]) -> None:
-        """Whatever was published before must not come back; what was wanted of the former cluster counts no more."""
+        """Whatever was published before must not come back; retention in the former cluster counts
+        no more.
+        """
         self.contents.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
         self.contents.state_lost()
         self.history.state_lost()
@@ -101,7 +105,9 @@ class Guarantees:
                     self.commits(handle, entry.content_id, by_source=part is not None and part.by_source)
 
     def commits(self, handle: JudgedHandle, content_id: str, *, by_source: bool) -> None:
-        """The coordinator lets it commit that: with its sources' digests only where no publisher has told others (R8)."""
+        """The coordinator lets the rank commit that content: with its sources' digests only if no
+        publisher has sent digests (R8).
+        """
         if by_source:
             tellers = self._tellers.get(handle.id, [])
             told = bool(tellers) and all(_publishes(each, content_id) for each in tellers) and self._world.is_unharmed()
@@ -109,7 +115,9 @@ class Guarantees:
             self.contents.believes(handle, content_id)
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
-        """It is durable now. After a rollback nobody may see what it retires any more."""
+        """The entry is durable now. After a rollback no caller may see the versions that it
+        retires.
+        """
         self.retained.stored(entry)
         match entry:
             case Decision() | Publication():
@@ -194,7 +202,7 @@ class Guarantees:
             self._given_up[content_id] = self._world.now
 
     def _publisher_tells(self, message: Digests) -> None:
-        """From now on nobody may commit other bytes than these."""
+        """From now on no rank may commit other bytes than these."""
         handle = self._world.handle_of(message.registration)
         content = handle.member.content if handle is not None else None
         if handle is None or content is None or not content.published or content.generation != message.generation:
@@ -253,7 +261,7 @@ class Guarantees:
             self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
 
     def _learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
-        """G4, R6: no two ranks hear different outcomes, nor another one than what is recorded."""
+        """G4, R6: no two ranks hear different outcomes, nor another outcome than the recorded one."""
         if key in self.rolled_back:
             return  # after a restart nobody remembers that it was published
         heard = self.outcomes.setdefault(key, {})
@@ -263,7 +271,9 @@ class Guarantees:
         demand(len({outcome for outcome, _ in heard.values()}) == 1, f"group atomicity: {key}: {heard}")
 
     def _is_forgotten(self, key: OpKey) -> bool:
-        """Whether it was a publication, of what nobody has held for so long that the coordinator knows nothing of it."""
+        """Whether it was a publication that has had no holder for so long that the coordinator has
+        forgotten it.
+        """
         model = self._world.coordinator.cluster.models.get(key.model)
         known = model is not None and any(version.publisher == key for version in model.versions.values())
         return key in self.contents.promised and not known
@@ -281,7 +291,7 @@ class Guarantees:
     # -- memory
 
     def served(self, handle: JudgedHandle, grant: Grant, chunks: Iterable[int], version: VersionInfo) -> None:
-        """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+        """A lane begins to read these chunks there, as that version's (G6: only verified chunks)."""
         generation = grant.generation
         demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
         if self.contents.is_spoilt(handle, version.content_id):
@@ -332,7 +342,7 @@ class Guarantees:
         return any(c is not None and c.version.content_id == content.version.content_id for c in held)
 
     def fenced(self, handle: JudgedHandle, generation: int) -> None:
-        """Nobody reads that memory any more."""
+        """No reader reads that memory any more."""
         self._given_up[handle.last_held] = self._world.now
         self._fenced[handle.id] = handle.last_held
         self.retained.fenced(handle, generation)
@@ -417,7 +427,7 @@ class Guarantees:
         demand(late_s <= LATE_S_MAX, f"bounds: {handle}: {record.what} should have ended {late_s:.1f} s ago: {running}")
 
     def check_content(self, handle: JudgedHandle) -> None:
-        """G1: who holds a version holds its publisher's bytes."""
+        """G1: the holder of a version holds its publisher's bytes."""
         content = handle.member.content
         if content is not None and handle.member.state in HOLDING:
             handle.last_held = content.version.content_id

@@ -1,4 +1,6 @@
-"""Who is declared LOST, and whether it was really silent for a lease (R11): words that lie unread are no silence."""
+"""Whether a worker that is declared LOST was really silent for a lease (R11): unread messages are
+no silence.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from tensorhub.testing.sim.judges.ports import JudgedWorld
 
 
 class Losses:
-    """Whether one coordinator loses nobody without a reason."""
+    """Whether one coordinator loses no worker without a reason."""
 
     def __init__(self, world: JudgedWorld) -> None:
         self._world = world

@@ -100,7 +100,7 @@ class JudgedHandle(Protocol):
         """Chunks that its fetch leaves out."""
 
     def was_written(self, chunk: int) -> bool:
-        """Whether its own user has put there what is there now."""
+        """Whether the handle's own user has written the chunk's present bytes."""
 
     def check_invariants(self) -> None:
         """Those of its own machines."""
@@ -117,7 +117,7 @@ class JudgedWorld(Protocol):
     user_errors: tuple[type[Exception], ...]  # that a user's own code raises
 
     def handle_of(self, registration: str) -> JudgedHandle | None:
-        """Whose registration that is, unless it is no more."""
+        """The handle of that registration, unless it is gone."""
 
     def all_handles(self) -> Iterator[JudgedHandle]:
         """Those of dead workers, too."""
@@ -126,7 +126,7 @@ class JudgedWorld(Protocol):
         """Those of workers that are alive."""
 
     def mates(self, handle: JudgedHandle) -> Sequence[JudgedHandle]:
-        """The other ranks of its group."""
+        """The remaining ranks of its group."""
 
     def session_of(self, incarnation: str) -> int | None:
         """The newest connection over which the present coordinator has welcomed it."""

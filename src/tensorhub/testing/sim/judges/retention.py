@@ -1,7 +1,7 @@
-"""Who has been let go, and whether what must stay is held by others then (R4, R5, G5).
+"""Which ranks were let go, and whether retained versions had other holders then (R4, R5, G5).
 
-Responsible for each rank that leaves. What must stay, as far as callers know, is the reference model's affair. What the
-coordinator's own books say is used as little as may be.
+Responsible for each rank that leaves. The reference model knows which versions callers have
+retained. The coordinator's own books are used as little as may be.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class RetentionJudge:
         self._given_up.pop((handle.shard.group, version.content_id), None)
 
     def stays(self, handle: JudgedHandle, content_id: str) -> None:
-        """The coordinator is told again that it holds that, and keeps it: who was let go may not have been fenced in time.
-        It serves again, with its whole replica if that does, or alone in a new one (the former has ended).
+        """The coordinator is told again that the handle holds that content, and keeps it: a rank
+        that was let go may not have been fenced in time. It serves again, with its whole replica if
+        that does, or alone in a new one (the former has ended).
         """
         key, known = (handle.shard.group, content_id), self._world.coordinator.cluster.members.get(handle.id)
         holding = known.holding if known is not None else None
@@ -159,7 +160,9 @@ class RetentionJudge:
         return holds and _asks_to_leave(handle) and record is not None and not self._must_stay(handle, content_id)
 
     def fenced(self, handle: JudgedHandle, generation: int) -> None:
-        """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
+        """No reader reads that memory any more: other holders must have a version that must stay
+        (G5).
+        """
         content, record, model = handle.member.content, handle.last_call, handle.shard.model
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
         unasked = record is None or (isinstance(record.what, CloseCall) and record.what.abandon) or not record.granted
@@ -196,7 +199,7 @@ class RetentionJudge:
         return mate is not handle and mate.worker.is_online and when >= handle.worker.known_since
 
     def lost(self, handle: JudgedHandle) -> None:
-        """What it held is lost, without anybody's leave."""
+        """The handle's content is lost, without leave."""
         content = handle.member.content
         for content_id in (handle.last_held, content.version.content_id if content is not None else ""):
             self._lost[handle.id, content_id] = self._world.now
