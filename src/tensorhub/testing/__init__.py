@@ -1,8 +1,8 @@
 """Public test tools: the simulated cluster, its faults, and the transport conformance suite.
 
-Responsible for running the real coordinator, workers and scheduler over a simulated network and clock, and for proving that
-a transport keeps its promises. The same seed gives the same trace, always. `sim` is the simulated world with its judges;
-`drivers` decide what happens in it when.
+Responsible for running the real coordinator, workers and scheduler over a simulated network and
+clock, and for proving that a transport keeps its promises. A seed always gives one trace. `sim` is
+the simulated world with its judges; `drivers` decide what happens in it when.
 
 Not responsible for anything that happens outside tests: no other package imports this one.
 """

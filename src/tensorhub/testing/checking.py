@@ -15,7 +15,7 @@ HELD_UP_S: Final = 0.2  # for what is taken back there: an owner that copies by 
 
 
 class ConformanceBroken(AssertionError):
-    """The transport does not keep a rule. The text says which one, and what was seen."""
+    """The transport does not keep a rule. The text names the rule, and what happened."""
 
 
 class Source(Protocol):
@@ -37,7 +37,9 @@ class Source(Protocol):
         """Fence all of it as `unpublish` does; when this returns, every byte of it is overwritten with other ones."""
 
     def freeze(self) -> bool:
-        """Have the source answer nothing any more, its connections open. False: there is nobody who could be silent."""
+        """Have the source answer nothing any more, its connections open. False: this source has no
+        process that could be silent.
+        """
 
     def die(self) -> None:
         """End the source, with its connections, as the end of its process does."""

@@ -1,7 +1,8 @@
 """A transport within one process: it reads the owner's memory where that is, under the owner's own accesses.
 
-For tests of what uses transports, and for simulations. Responsible for a channel that keeps every rule of `transport.base`
-with no connection at all. Not responsible for who owns what: it is given the owners, by incarnation.
+For tests of what uses transports, and for simulations. Responsible for a channel that keeps every
+rule of `transport.base` with no connection at all. Not responsible for finding owners: it is given
+them, by incarnation.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Loopback(Transport):
         self._owners = owners
 
     def reaches(self, here: Location, there: Location) -> bool:
-        """Between equal hosts: who is not in this process is not among the owners."""
+        """Between equal hosts: a source outside this process is not among the owners."""
         return here.host == there.host
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:

@@ -1,4 +1,5 @@
-"""A simulated cluster under somebody's own orchestrator: connect, start processes, break things, heal.
+"""A simulated cluster under a caller's own orchestrator: connect, start processes, break things,
+heal.
 
 `RunningCluster` is what a caller sees. See docs/operating.md.
 """
@@ -68,8 +69,9 @@ class _Opening(Opening[Hub]):
 class RunningCluster:
     """A simulated cluster, and its faults by order. Made by `SimulatedCluster.running`.
 
-    Parties are called by their worker's name; the coordinator by "coordinator". Seconds are virtual ones, which pass when
-    every task waits. A fault by order happens at once, and raises StateError where there is nobody of that name.
+    Parties are called by their worker's name; the coordinator by "coordinator". Seconds are virtual
+    ones, which pass when every task waits. A fault by order happens at once, and raises StateError
+    for an unknown name.
     """
 
     def __init__(self, simulation: HostedCluster, tasks: anyio.abc.TaskGroup) -> None:
@@ -224,7 +226,9 @@ class RunningCluster:
             process.ended.set()
 
     async def wait(self, name: str) -> None:
-        """Wait until what was started under that name has ended of itself, through crashes and restarts."""
+        """Wait until the code that was started under that name has ended of itself, through crashes
+        and restarts.
+        """
         while True:
             process = self._process(name)
             await process.ended.wait()
@@ -266,7 +270,7 @@ class RunningCluster:
         self._simulation.timed.timeline.after(notice_s, user.worker, user.worker.crash)
 
     def restart(self, name: str) -> None:
-        """Run again what was started under that name and has died."""
+        """Run again the code that was started under that name and has died."""
         self._now()
         process = self._process(name)
         if not process.has_died or process.is_restarting:
@@ -299,7 +303,9 @@ class RunningCluster:
     # -- the coordinator
 
     def restart_coordinator(self, down_s: float = 1.0, *, lose_state: bool = False) -> None:
-        """It dies, and is back after `down_s` on what is durable. `lose_state`: as a new cluster, without a state_dir."""
+        """The coordinator dies, and is back after `down_s` with its durable state. `lose_state`: as
+        a new cluster, without a state_dir.
+        """
         self._now()
         if not self._simulation.timed.timeline.coordinator.alive:
             raise StateError("the coordinator is down already")
@@ -331,13 +337,15 @@ class RunningCluster:
         self._worker(name).disconnect()
 
     def delay(self, name: str, seconds: float) -> None:
-        """What is on its way between this worker and the coordinator is held up."""
+        """Messages on their way between this worker and the coordinator are held up."""
         link = self._worker(name).link
         if link is not None:
             link.held_until = self._now() + seconds
 
     def drop(self, name: str) -> None:
-        """The worker's connection to the coordinator loses everything from now on, until somebody notices."""
+        """The worker's connection to the coordinator loses everything from now on, until one end
+        notices.
+        """
         link = self._worker(name).link
         if link is not None:
             link.is_lossy = True

@@ -111,7 +111,7 @@ class ServedSource(Source):
             self._write(chunk, b"\xee" * size)
 
     def freeze(self) -> bool:
-        """See `Source.freeze`: whoever asks the owner for anything waits."""
+        """See `Source.freeze`: every request to the owner waits."""
         holds = threading.Event()
 
         def hold() -> None:

@@ -1,7 +1,8 @@
 """One seed's run: simulated users call while things go wrong; then all faults end, every call must, and all must converge.
 
-`run` has two phases: users call and faults happen, until there were enough events; then all faults end, every call must,
-and everybody must be able to publish and to fetch (G7). What users do is in `drivers.users`.
+`run` has two phases: users call and faults happen, until there were enough events; then all faults
+end, every call must, and every user must be able to publish and to fetch (G7). The calls of users
+are in `drivers.users`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class SimulatedCluster:
     def __init__(
         self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, options: Options | None = None
     ) -> None:
-        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults.
-        `options`: the coordinator's, and times of everybody's connections; None: drawn.
+        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at
+        least under faults. `options`: the coordinator's, and times of all connections; None: drawn.
         """
         self.timed = timed = TimedCluster(seed, faults, options, events)
         self.world = timed.world
@@ -81,12 +82,12 @@ class SimulatedCluster:
         self.timed.injector.begin()
 
     def end_faults(self) -> None:
-        """Nothing goes wrong any more, and nobody calls by himself."""
+        """No fault happens any more, and no user begins a call."""
         self.timed.injector.end()
         self.users.end()
 
     def healing(self) -> Healing:
-        """What demands that every call ends, and that everybody can publish and fetch (G7)."""
+        """The demand that every call ends, and that every user can publish and fetch (G7)."""
         return Healing(self.timed, self.users)
 
     def _is_enough(self) -> bool:
@@ -112,7 +113,8 @@ class SimulatedCluster:
     def running(
         self, *, spared: Collection[str] = (), seconds_max: float = 3600.0
     ) -> contextlib.AbstractAsyncContextManager[RunningCluster]:
-        """Run as an async context manager, under somebody's own code instead of simulated users: see `RunningCluster`.
+        """Run as an async context manager, under a caller's own code instead of simulated users:
+        see `RunningCluster`.
 
         Faults of this cluster's kinds happen, as the seed draws them (those that only a user can commit are left out).
         `spared`: names of workers that never crash, nor are preempted, by chance. `seconds_max`: virtual seconds after which
@@ -177,6 +179,6 @@ def _run(function: Callable[[], Any], backend: str) -> Any:
 
 
 def _command() -> str:
-    """What is running: a test, or a program."""
+    """The running program: a test, or another."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     return f"python -m pytest '{test}'" if test else f"python {' '.join(sys.argv)}"

@@ -128,7 +128,7 @@ def _check_torn(transport: Transport, make_source: MakeSource, selection: Select
 
 
 def check_strided_rights(transport: Transport, make_source: MakeSource) -> None:
-    """4: what is not within the source's memory is refused."""
+    """4: bytes outside the source's memory are refused."""
     with made(make_source) as source:
         if not _strides(transport, source):
             return

@@ -125,7 +125,7 @@ class StridedTarget:
         return b"".join([held[at : at + run] for run, at in places])
 
     def is_untouched_beside(self, named: Iterable[int]) -> bool:
-        """Whether what is in none of these chunks is as it was."""
+        """Whether all bytes outside these chunks are unchanged."""
         left = bytearray(bytes_of(self._bytes))
         for chunk in named:
             for strip in self.memory.strips(chunk):

@@ -1,4 +1,5 @@
-"""The other ways to move weights, over the same network: what an RL framework would pick instead.
+"""Further ways to move weights over the simulated network, which an RL framework could pick
+instead.
 
 Each is as good as it can be. A sender keeps a version that is still being read, so that the trainer need not wait for
 readers, and a pull goes on with that version. A pipelined broadcast passes pieces on that are far smaller than our chunks.
@@ -214,7 +215,9 @@ class Broadcast:
             memories += self._spread(list(places), full)
 
     def _spread(self, places: list[Place], full: Ended) -> Iterator[Memory]:
-        """One rank's bytes from the first place to all others. The memories that fill."""
+        """Spread one rank's bytes from the first place to all further places. The memories that
+        fill.
+        """
         here = [self._wires.memory(places[0], whole=True)]
         if self._pipelined:
             for number, place in enumerate(places[1:], 1):

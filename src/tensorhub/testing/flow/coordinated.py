@@ -1,10 +1,11 @@
 """The real coordinator in simulated time, and the processes that talk to it.
 
-What is said arrives half a round trip later. The coordinator takes one message at a time, and as long for each as was
-measured (docs/benchmarks.md), so that a thousand calls at once wait for one another. Every worker is heard of in time:
-heartbeats are said at once, and cost nothing.
+A message arrives half a round trip later. The coordinator takes one message at a time, and as long
+for each as was measured (docs/benchmarks.md), so that a thousand calls at once wait for one
+another. Every worker is heard of in time: heartbeats are said at once, and cost nothing.
 
-Responsible for delivering. Not responsible for what is said (`thin`), nor for who wants what when (`tensorhub_system`).
+Responsible for delivering. Not responsible for the messages (`thin`), nor for the calls of workers
+(`hub_system`).
 """
 
 from __future__ import annotations

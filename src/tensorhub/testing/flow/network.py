@@ -4,7 +4,7 @@
 when it has what bounds it: the rate at which that fills whose bytes it passes on. `Network` keeps the shares of flows that
 come and go, and looks again only at flows that share a link with what has changed, and at what follows them.
 
-Pure. Not responsible for how far a flow is, nor for whom it must follow (`transfers`).
+Pure. Not responsible for a flow's progress, nor for the flow that it must follow (`transfers`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Network(Generic[F]):
             self._changed[flow] = None
 
     def settle(self) -> dict[F, None]:
-        """Give everybody its share. The flows whose rates are others than before."""
+        """Give every flow its share. Returns the flows whose rates have changed."""
         moved: dict[F, None] = {}
         looks: dict[F, int] = {}
         while self._changed:
@@ -157,7 +157,7 @@ class Network(Generic[F]):
         return moved
 
     def _sharing(self, flows: Iterable[F]) -> dict[F, None]:
-        """They, and all that share a link with them, directly or through others."""
+        """The flows, and all flows that share a link with them, directly or through further flows."""
         found, links = dict.fromkeys(flows), set[int]()
         todo = list(found)
         while todo:

@@ -1,4 +1,5 @@
-"""A run as an SVG, written by hand: stall per rollout, what goes over the links, and who gave the last version to whom.
+"""A run as an SVG, written by hand: stall per rollout, the load of the links, and the source of
+each worker's last version.
 
 Pure: runs in, text out. Colours are those of Okabe and Ito, which colour-blind people tell apart, then
 three darker ones.
