@@ -1,4 +1,4 @@
-"""Layouts: which rank holds which part of a version, and what a reader of another layout takes from whom. PURE.
+"""Layouts: which rank holds which part of a version, and the transfer plans of readers of another layout. PURE.
 
     boxes         indices of a dimension, equally far apart; a box has them for each dimension
     views         `source(...)` and `at[...]`: what a caller writes
@@ -9,12 +9,12 @@
     columns       how all three are encoded
     publication   what the ranks of a group hold together, and the checks of it
     cells         bytes that a source has and a reader wants, and families of them
-    plan          what a reader takes from whom
-    reading       the same in chunks: what a source is told (selections), and where it goes
-    published     what a publication is made of, by the ids of its parts
-    resharded     a manifest whose chunks are those of a reading
+    plan          the bytes that a reader takes from each source
+    reading       the plan in chunks: requests to sources (selections), and places at the reader
+    published     the parts of a publication, by their ids
+    resharded     a manifest with the chunks of a reading
     identity      names the layout of a rank
-    joining       from what travels to what is read
+    joining       from received parts to a reading
 
 docs/layouts.md has the picture. Not responsible for moving a byte, nor for when: values in, values out.
 """

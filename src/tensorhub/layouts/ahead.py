@@ -1,6 +1,6 @@
 """A plan that is shown before anything is read: the reader's own one, counted by source.
 
-Responsible for counting. What is read from whom is what `reading_for` says: a fill makes the same plan.
+Responsible for counting. `reading_for` makes the plan, as it does for a fill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorhub.types import ModelInfo, ReplicaView, VersionInfo
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Of a version. `layout_id`: in which it was published. `parts`: what `published` names. `info`: who holds what."""
+    """Of a version. `layout_id`: in which it was published. `parts`: of `published`, by id. `info`: its holders."""
 
     version: VersionInfo
     layout_id: str

@@ -7,11 +7,11 @@ travels once:
     Arrangement   per piece: tensor, which box, where   tensor 0: box 0, region 0, offset 0     usually equal on all ranks
     Coordinates   the boxes                             box 0 is [512:1024, 0:4096]             a short list for each rank
 
-The coordinates name their arrangement, and that names its catalogue. So ranks whose coordinates have one id hold the
-same bytes in the same places: they are one shard class. Boxes are few, because tensors of one kind are cut alike.
+The coordinates name their arrangement, and the arrangement names its catalogue. So ranks with one coordinates id hold
+equal bytes in equal places: they are one shard class. Boxes are few, because tensors of one kind are cut alike.
 
-Two pieces are of one *form* if their kind, their box and their strides are the same. What is true of a form is worked
-out once, on whatever many tensors: checks and plans go by forms.
+Two pieces are of one *form* if their kind, their box and their strides are equal. Checks and plans go by forms: each
+form is worked out once, for any number of tensors.
 
 Responsible for these values and their one encoding. Not responsible for what several ranks hold together (`publication`).
 """
@@ -80,7 +80,7 @@ class Arrangement:
 
     @cached_property
     def tied(self) -> frozenset[int]:
-        """The pieces that lie where an earlier piece of the same form lies: the same bytes of another tensor."""
+        """The pieces that lie where an earlier piece of their form lies: equal bytes of another tensor."""
         if len(set(self.regions)) == len(self.regions):
             return frozenset()
         seen: set[tuple[int, int, int]] = set()
@@ -117,7 +117,7 @@ class Arrangement:
 
     @classmethod
     def decode(cls, blob: bytes, catalogue: Catalogue) -> Arrangement:
-        """The arrangement of this catalogue that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+        """The arrangement of this catalogue that `blob` encodes; ProtocolError, naming the fault, for anything else."""
         what = "arrangement"
         (of,), found = unpack_all(what, FORM, 1, _ARRANGEMENT, blob, bytes_max=ENCODED_BYTES_MAX, count_max=PIECES_MAX)
         expect(of == catalogue.catalogue_id, what, "it is of another catalogue")
@@ -136,7 +136,7 @@ class Arrangement:
         for kind, _, its in made.forms:
             fits = not its or len(made.stride_sets[its - 1]) == len(catalogue.kinds[kind].shape)
             expect(fits, what, "strides have other dimensions than their tensor")
-        made.__dict__["_encoded"] = blob  # the columns are the one encoding of what they say
+        made.__dict__["_encoded"] = blob  # columns have one encoding only
         return made
 
 
@@ -167,9 +167,7 @@ class Coordinates:
 
     @classmethod
     def decode(cls, blob: bytes, arrangement: Arrangement) -> Coordinates:
-        """The coordinates for this arrangement that `blob` encodes; ProtocolError, saying what is wrong, for anything
-        else.
-        """
+        """The coordinates for this arrangement that `blob` encodes; ProtocolError, naming the fault, for anything else."""
         what = "coordinates"
         count_max = min(BOXES_MAX * DIMENSIONS_MAX, TENSORS_MAX)
         (of,), found = unpack_all(what, FORM, 1, _COORDINATES, blob, bytes_max=ENCODED_BYTES_MAX, count_max=count_max)
@@ -189,7 +187,7 @@ class Coordinates:
     @cached_property
     def turn(self) -> int:
         """The number of its part of the first tensor that is cut, among parts of that size: like ranks have other numbers,
-        and ranks of equal coordinates have the same one.
+        and ranks of equal coordinates have equal numbers.
         """
         return next((each.start // each.size for box in self.boxes for each in box if each.start and each.size), 0)
 
@@ -286,7 +284,7 @@ def arrange(pieces: Iterable[Piece], catalogue: Catalogue | None = None) -> Coor
 
 
 def _strides(piece: Piece) -> tuple[int, ...]:
-    """Empty if they are those of contiguous memory, as far as they matter; 0 where there is one index only."""
+    """Empty for contiguous memory, dimensions with one index aside; else the strides, 0 for such dimensions."""
     sizes = [each.size for each in piece.box]
     matter = [
         (stride, dense)

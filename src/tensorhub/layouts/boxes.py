@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tensorhub.errors import ManifestMismatch
 
-FRAGMENTS_MAX = 2**16  # boxes that may be left of one box, when others are taken out of it
+FRAGMENTS_MAX = 2**16  # fragments of one box, after boxes were taken out of it
 MEETINGS_MAX = 2**23  # of two boxes, in one check or plan: some ten seconds
 
 
@@ -104,7 +104,7 @@ def _meet(a: Span, b: Span) -> Span | None:
 
 
 def without(box: Box, inner: Box) -> Iterator[Box]:
-    """What is left of `box` without `inner`, a part of it; no element is in two of these boxes."""
+    """The rest of `box` without `inner`, a part of it, as boxes that do not overlap."""
     for dimension, (outer_span, inner_span) in enumerate(zip(box, inner, strict=True)):
         for rest in _without(outer_span, inner_span):
             yield (*inner[:dimension], rest, *box[dimension + 1 :])
@@ -129,8 +129,8 @@ def _without(outer: Span, inner: Span) -> Iterator[Span]:
 
 
 class Meetings:
-    """How many boxes one check or plan may meet with others. Whoever has published them decides how they are cut, and a
-    reader's thread that meets each with each of 2**16 others would do that for hours.
+    """How many pairs of boxes one check or plan may compare. A publisher decides how boxes are cut, and a reader's
+    thread would compare all pairs of 2**16 boxes for hours.
     """
 
     def __init__(self) -> None:
@@ -144,8 +144,8 @@ class Meetings:
 
 
 def taken_out(left: Sequence[Box], box: Box, meetings: Meetings) -> tuple[list[Box], list[Box]]:
-    """Of what is left, what `box` takes, and what is left then. ManifestMismatch: that would be too many fragments, or too
-    many meetings.
+    """The parts of `left` within `box`, and the rest of `left`. ManifestMismatch: too many fragments, or too many
+    meetings.
     """
     meetings.spend(len(left))
     taken: list[Box] = []
@@ -163,7 +163,7 @@ def taken_out(left: Sequence[Box], box: Box, meetings: Meetings) -> tuple[list[B
 
 
 def left_over(box: Box, taken: Iterable[Box], meetings: Meetings | None = None) -> list[Box]:
-    """What is left of `box` without all these, which may overlap. ManifestMismatch: as `taken_out`."""
+    """The rest of `box` without `taken`, which may overlap. ManifestMismatch: as `taken_out`."""
     meetings = meetings or Meetings()
     left = [box] if volume(box) else []
     for each in taken:
@@ -187,7 +187,7 @@ def overlapping(boxes: Sequence[Box], meetings: Meetings | None = None) -> tuple
     by = max(range(len(boxes[0])), key=lambda d: len({box[d].start for box in boxes}), default=None)
     if by is None:
         return 0, 1
-    open_boxes: list[int] = []  # whose indices of dimension `by` may go on
+    open_boxes: list[int] = []  # with indices of dimension `by` that may go on
     for number in sorted((n for n, box in enumerate(boxes) if volume(box)), key=lambda n: boxes[n][by].start):
         start = boxes[number][by].start
         meetings.spend(len(open_boxes))

@@ -4,12 +4,12 @@ ranks.
 Many tensors are alike: the experts of a mixture have few shapes. So a catalogue is a list of names, a short list of
 kinds, and for each name the number of its kind.
 
-A rank's plain tensor that nobody has described is *rank-local*: it is known to be one rank's, and not what part of
-which whole it is. Its kind says how many ranks there are (`ranks`), and its shape has one more dimension in front: the
+A rank's plain tensor without a description is *rank-local*: it is known to be one rank's, but its place in a whole
+tensor is unknown. Its kind says how many ranks there are (`ranks`), and its shape has one more dimension in front: the
 rank. So what rank 3 holds is the box [3:4, ...] of it, which only rank 3 of an equal layout reads. Rank-local tensors
 of one name and different shapes are different tensors.
 
-Responsible for the value and its one encoding. Not responsible for who holds what (`arrangement`).
+Responsible for the value and its canonical encoding. Not responsible for the ranks' parts (`arrangement`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Catalogue:
         return _encode(self)
 
     def encode(self) -> bytes:
-        """The one encoding of this catalogue: equal catalogues have equal bytes."""
+        """The canonical encoding of this catalogue: equal catalogues have equal bytes."""
         return self._encoded
 
     @cached_property
@@ -93,7 +93,7 @@ class Catalogue:
 
     @classmethod
     def decode(cls, blob: bytes) -> Catalogue:
-        """The catalogue that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+        """The catalogue that `blob` encodes; ProtocolError, naming the fault, for anything else."""
         catalogue = _decode(blob)
         if fault := _fault(catalogue):
             raise ProtocolError(f"bad catalogue: {fault}")

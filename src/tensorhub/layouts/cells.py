@@ -59,8 +59,8 @@ class Cell(NamedTuple):
         return iter(places)
 
     def cut(self, nbytes_max: int) -> Iterator[Cell]:
-        """The same bytes in the same order, in cells of at most so many: of whole runs where those fit, else of parts
-        of one.
+        """The cell's bytes in order, in cells of at most `nbytes_max`: of whole runs where those fit, else of parts of a
+        run.
         """
         if self.nbytes <= nbytes_max:
             yield self
@@ -90,7 +90,7 @@ Row: TypeAlias = tuple[int, int, int, int, int, Step, Loops, int]
 
 
 class Family(NamedTuple):
-    """`length` cells: the first one begins here at either end, and each of the others a `step` further."""
+    """`length` cells: the first begins here at either end, and each next cell a `step` further."""
 
     reader_region: int
     reader_offset: int
@@ -120,8 +120,8 @@ def _along(first: int, step: int, length: int) -> Iterable[int]:
 
 
 def folded(loops: Iterable[Loop], run: int) -> tuple[Loops, int]:
-    """The same bytes with as few loops as can be, and the longest runs: loops in the order of the reader's memory, and those
-    that go on where the next inner one ends made one with it.
+    """Equivalent loops, as few as possible, with the longest runs: in the order of the reader's memory, each joined with
+    the next inner loop where that ends at its next start.
     """
     found: list[Loop] = []  # the innermost first
     for loop in sorted((each for each in loops if each.times > 1), key=lambda each: each.reader):
@@ -138,8 +138,8 @@ def folded(loops: Iterable[Loop], run: int) -> tuple[Loops, int]:
 
 
 def neat(row: Row) -> Row:
-    """The same cells, forward in the reader's memory. As one cell, where all lie in one region at either end, each behind
-    the one before: neighbours coalesce.
+    """The row's cells, forward in the reader's memory. Neighbours coalesce: they become one cell, where all lie in one
+    region at either end, without gaps.
     """
     region, offset, its, at, length, (its_step, source_step, my_step, reader_step), loops, run = row
     if length > 1 and its_step == my_step == 0 and source_step > 0 < reader_step:

@@ -62,7 +62,7 @@ def stretches(steps: Iterable[object], count: int) -> Iterator[tuple[int, int]]:
 
 
 def pack(numbers: Iterable[int]) -> bytes:
-    """The one encoding of these numbers."""
+    """The canonical encoding of these numbers."""
     found = column(numbers)
     width = found.itemsize
     if runs := _runs(found, (1 + width * len(found)) // _RUN.size):
@@ -129,7 +129,7 @@ def _unpack_runs(what: str, data: bytes, count_max: int) -> Column:
 
 
 def _are_longest(runs: Sequence[tuple[int, int, int]]) -> bool:
-    """Whether `_runs` would find the same."""
+    """Whether `_runs` would find these runs."""
     _, step, count = runs[-1]
     goes_on = (after[0] == first + step * count or count == 1 for (first, step, count), after in pairwise(runs))
     return (count > 1 or not step) and not any(goes_on)
@@ -161,7 +161,7 @@ def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int]]
 
 
 def put_together(form: int, scalars: Sequence[str], packed: Iterable[bytes]) -> bytes:
-    """The same of columns that are packed."""
+    """As `pack_all`, of packed columns."""
     blob: bytes = msgpack.packb([form, *scalars, *packed])
     return blob
 
@@ -169,8 +169,8 @@ def put_together(form: int, scalars: Sequence[str], packed: Iterable[bytes]) -> 
 def unpack_all(
     what: str, form: int, strings: int, columns: Sequence[str], blob: bytes, *, bytes_max: int, count_max: int
 ) -> tuple[list[str], list[Column]]:
-    """What `pack_all` has packed: the strings and the columns, of at most `count_max` numbers each. ProtocolError, saying
-    what is wrong, for anything else, other encodings of the same included.
+    """The strings and the columns that `pack_all` has packed, of at most `count_max` numbers each. ProtocolError, naming
+    the fault, for anything else, also for another encoding of equal numbers.
     """
     texts, packed = split_all(what, form, strings, columns, blob, bytes_max=bytes_max)
     return texts, [unpack(f"{what}: column {name!r}", data, count_max) for name, data in zip(columns, packed, strict=True)]
@@ -179,7 +179,7 @@ def unpack_all(
 def split_all(
     what: str, form: int, strings: int, columns: Sequence[str], blob: bytes, *, bytes_max: int
 ) -> tuple[list[str], list[bytes]]:
-    """The same with each column as it was packed."""
+    """As `unpack_all`, with each column as it was packed."""
     expect(len(blob) <= bytes_max, what, f"it is longer than {bytes_max} bytes")
     try:
         parts = unpacker(blob)

@@ -18,8 +18,8 @@ Sources: TypeAlias = Mapping[str, object] | Callable[[str], object]
 
 
 def entries_of(names: Iterable[str], sources: Sources | None) -> tuple[dict[str, Entry], list[str]]:
-    """What is said of the tensors of these names, as it is now, and everything that is wrong with it. A callable is called
-    once for each name: it may be the caller's code.
+    """The present entries of the tensors of these names, and all their faults. A callable is called once for each name:
+    it may be the caller's code.
     """
     found: dict[str, Entry] = {}
     faults: list[str] = []
@@ -41,7 +41,7 @@ def entries_of(names: Iterable[str], sources: Sources | None) -> tuple[dict[str,
 
 
 def without_shape(entries: Mapping[str, object]) -> dict[str, str]:
-    """The tensors of whose views one does not say how large its tensor is as a whole, each with the name of that one."""
+    """The tensors that have a view without a global shape, each with the name of the viewed tensor."""
     found = dict[str, str]()
     for name, entry in entries.items():
         pairs, views = parts(name, entry)

@@ -1,10 +1,10 @@
 """The layout id of a rank: says which part of which tensors it has, and not in which region or order.
 
-Plain tensors are "world/N": the same rank of any group of N ranks has the like. Where the caller says more (DTensors,
-`sources=`) or less (`partial=`), the id is a hash of what was said, in one form: "own/" and 32 hex digits. It needs no
-publication, so views count as they were written.
+Plain tensors are "world/N": equal ranks of all groups of N ranks have like tensors. Where the caller describes more
+(DTensors, `sources=`) or less (`partial=`), the id is a hash of the description, in one form: "own/" and 32 hex digits. It
+needs no publication, so views count as they were written.
 
-Responsible for that form, which is the same in every process.
+Responsible for that form, which does not depend on the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what travels to what is read: the publication out of its parts, and a rank's reading of it.
+"""From received parts to a reading: the publication out of its parts, and a rank's reading of it.
 
     worker of a publisher    manifest of its tensors + shardings + sources   ──►  coordinates_of  ──►  its parts
     worker of a reader       Start.publication ──► Published ──► its parts   ──►  publication_of  ──►  Publication, kept
@@ -30,10 +30,10 @@ from tensorhub.manifest import Manifest, id_of
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a rank has registered: which of its group it is, and what its caller says that its tensors are.
+    """A rank's registration: its rank in its group, and its caller's description of the tensors.
 
-    `shardings`: what `sharding_of` says of its DTensors. `sources`: as the caller gave it. `partial`: the group may leave
-    published bytes unread. `strides`: in bytes, of the tensors whose rows are padded; each has a region of its own.
+    `shardings`: of its DTensors, from `sharding_of`. `sources`: as the caller gave it. `partial`: the group may leave
+    published bytes unread. `strides`: in bytes, of the tensors with padded rows; each has a region of its own.
     """
 
     rank: int = 0
@@ -61,7 +61,7 @@ def local_tensors(manifest: Manifest, strides: Mapping[str, tuple[int, ...]]) ->
 
 
 def coordinates_of(manifest: Manifest, declared: Declaration) -> Coordinates:
-    """What the tensors of this manifest hold, whose `sources=` say all shapes. RegistrationError, with every fault."""
+    """The coordinates of this manifest's tensors; `sources=` must state all shapes. RegistrationError, with every fault."""
     return arrange(
         pieces_of(
             local_tensors(manifest, declared.strides),
@@ -84,7 +84,7 @@ def parts_of(coordinates: Coordinates) -> dict[str, bytes]:
 
 
 def said_parts(manifest: Manifest) -> dict[str, bytes]:
-    """The same, of what was read from another layout; empty where it was not."""
+    """The parts of a resharded manifest, by id; empty for any other manifest."""
     lies = manifest.lies if isinstance(manifest, ReshardedManifest) else None
     return {} if lies is None else parts_of(lies)
 
@@ -92,7 +92,7 @@ def said_parts(manifest: Manifest) -> dict[str, bytes]:
 def publication_of(published: Published, parts: Mapping[str, bytes]) -> Publication:
     """What the ranks hold, of which `parts` has every part by its id; checked. Takes up to seconds: its caller keeps it.
 
-    ProtocolError: a part is not what its id names, or does not belong to the one above it. ManifestMismatch: the ranks do
+    ProtocolError: a part differs from its id, or does not belong to the part above it. ManifestMismatch: the ranks do
     not make one version.
     """
     return Publication(readers_of(published, parts)).check(may_repeat=published.is_copy)
@@ -108,7 +108,7 @@ def readers_of(published: Published, parts: Mapping[str, bytes]) -> tuple[Coordi
     found: dict[tuple[int, tuple[str, ...]], Coordinates] = {}
     ranks = []
     for rank, shard in enumerate(published.shards):
-        key = (rank if len(shard) == 1 else 0), shard  # a rank-local tensor says whose it is
+        key = (rank if len(shard) == 1 else 0), shard  # a rank-local tensor names its rank
         if key not in found and len(shard) == 1:
             declared = Declaration(rank, len(published.shards))
             found[key] = coordinates_of(Manifest.decode(parts[shard[0]]), declared)
@@ -128,11 +128,11 @@ def readers_of(published: Published, parts: Mapping[str, bytes]) -> tuple[Coordi
 def reading_for(
     published: Published, publication: Publication, manifest: Manifest, declared: Declaration
 ) -> ReshardedManifest:
-    """What this rank reads of that publication, which is `publication_of(published, ...)`.
+    """This rank's reading of that publication, which is `publication_of(published, ...)`.
 
     `manifest`: the rank's own, or that of the first group of its layout, which then fits the rank's own
-    (`check_compatible`). ManifestMismatch, with everything that is wrong: its tensors are not in the publication, or are
-    others there; it ties what is not tied there; it is alone, and leaves unread what it may not. RegistrationError: it is
+    (`check_compatible`). ManifestMismatch, with every fault: its tensors are not in the publication, or differ there; it
+    ties tensors that are not tied there; it is alone, and leaves bytes unread without `partial`. RegistrationError: it is
     cut into too many chunks.
     """
     return _resharded(published, publication, manifest, reader_of(publication, manifest, declared), declared.rank)
@@ -183,7 +183,7 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
         publication.check_readers([reader], partial=leaves)
         return reader
     wanted = {*(piece.name for piece in pieces), *names_in(declared.sources, faults)}
-    if not leaves:  # what is wrong is named, and is not unread as well
+    if not leaves:  # a faulty tensor is named once, and not as unread as well
         differences += publication.unread(wanted | faults.keys())
     published = [(catalogue.find(piece.name, piece.kind), piece.kind.dtype) for piece in pieces]
     advice = dtype_advice((catalogue.kind(number).dtype, dtype) for number, dtype in published if number is not None)

@@ -1,7 +1,7 @@
 """Pieces: which part of which global tensor lies where in a rank's memory.
 
     global tensor "w" (4, 6)         a rank's region 3, from byte 64 on
-    . . . . . .                      row pitch 16: 2 bytes for each element, and 10 that belong to nobody
+    . . . . . .                      row pitch 16: 2 bytes for each element, and 10 of padding
     . a b c . .                      a b c - - - - -
     . d e f . .          ◄────►      d e f - - - - -
     . . . . . .
@@ -12,8 +12,8 @@ A piece has a span of indices and a stride in bytes for each dimension of the *g
 lie in place: parts, fused and stacked tensors, interleaved rows, padding, row pitch, transposed memory. What a rank holds is
 a list of pieces, and so is what a reader wants.
 
-Responsible for making pieces of a rank's tensors: whole ones, rank-local ones, sharded ones, and those whose `sources=` the
-caller has given. Not responsible for where DTensors keep their parts (`sharding`), nor for encoding (`arrangement`).
+Responsible for making pieces of a rank's tensors: whole ones, rank-local ones, sharded ones, and tensors with an entry in
+`sources=`. Not responsible for where DTensors keep their parts (`sharding`), nor for encoding (`arrangement`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Piece(NamedTuple):
 
     @property
     def is_of_none(self) -> bool:
-        """Whether the global tensor has no elements: nobody holds a byte of it, and a fetch of the whole model has it."""
+        """Whether the global tensor has no elements: no rank holds a byte of it, but a fetch of the whole model
+        includes it.
+        """
         return 0 in self.kind.shape
 
 
@@ -101,14 +103,14 @@ def pieces_of(
     sources: Mapping[str, object] | Callable[[str], object] | None = None,
     shape_of: ShapeOf | None = None,
 ) -> list[Piece]:
-    """What these tensors hold, or are to be filled with.
+    """The pieces that these tensors hold, or are to be filled with.
 
-    A tensor with an entry in `sources` is what that says; one with an entry in `shardings` is its part of a DTensor.
+    A tensor with an entry in `sources` follows the entry; a tensor with an entry in `shardings` is its part of a DTensor.
     Any other is the whole tensor of its name if the rank is alone, and rank-local if not. A callable `sources` returns
-    None for a tensor that it has no entry for. `shape_of`: what the publication says; None for a publisher, whose views
-    say it themselves.
+    None for a tensor without an entry. `shape_of`: shapes by the publication; None for a publisher, whose views state
+    them.
 
-    `shardings`: what `sharding_of` says. RegistrationError, with every fault.
+    `shardings`: from `sharding_of`. RegistrationError, with every fault.
     """
     found, faults = pieces_and_faults(
         tensors, rank=rank, world_size=world_size, shardings=shardings, sources=sources, shape_of=shape_of
@@ -128,7 +130,7 @@ def pieces_and_faults(
     sources: Mapping[str, object] | Callable[[str], object] | None,
     shape_of: ShapeOf | None,
 ) -> tuple[list[Piece], dict[str, str]]:
-    """As `pieces_of`; what is wrong with the other tensors, by their names."""
+    """As `pieces_of`, of the faultless tensors; and the faults of all other tensors, by name."""
     found: list[Piece] = []
     faults: dict[str, str] = {}
     resolved, tensors, begins = _Resolved(shape_of), list(tensors), list[int]()
@@ -156,8 +158,8 @@ def pieces_and_faults(
 
 
 def _overwritten(tensors: Sequence[LocalTensor], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
-    """Tensors that share memory with another one, and are to be filled in other places of it. (What is to be there, if they
-    are filled in the same places, `Publication.check_readers` looks at.)
+    """Tensors that share memory with another tensor, and are to be filled in other places of it. (If both are filled in
+    equal places, `Publication.check_readers` compares the contents.)
     """
     first: dict[tuple[int, int], int] = {}
     faults = {}
@@ -211,8 +213,8 @@ def _from_sharding(tensor: LocalTensor, sharding: Sharding) -> Iterator[Piece]:
 
 
 class _Resolved:
-    """Entries of `sources=`. Of 100,000 tensors most are alike, and so is what is said of them: it is worked out for the
-    first of them only.
+    """Entries of `sources=`. Of 100,000 tensors most are alike, and so are their entries: each is worked out for the first
+    of like tensors only.
     """
 
     def __init__(self, shape_of: ShapeOf | None) -> None:
@@ -298,7 +300,7 @@ def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of
 
 
 def _fitting(view: tuple[int, ...], place: tuple[int, ...], whole: tuple[int, ...]) -> str:
-    """What to write, for a view and a place of these shapes, of a tensor of that one."""
+    """Advice for a view and a place of these shapes, of a tensor of shape `whole`."""
     if view == place[::-1]:
         transposed = "write `.T` behind the view, if that lies transposed in this memory"
         if len(place) == len(whole) and all(map(le, place, whole)):  # most often the wrong dimension was cut
@@ -313,7 +315,7 @@ def _fitting(view: tuple[int, ...], place: tuple[int, ...], whole: tuple[int, ..
 
 
 def _select(tensor: LocalTensor, part: Place | View, shape: tuple[int, ...]) -> Taken:
-    """What a part of an entry takes of a tensor of this shape; an error names the tensor whose entry it is."""
+    """The box that a part of an entry takes of a tensor of this shape; an error names the entry's tensor."""
     try:
         return part.select(shape)
     except RegistrationError as error:

@@ -1,8 +1,8 @@
 """The plan: which bytes a reader takes from which source, as families of cells.
 
-    1. likeness      pieces of the reader are alike if they have the same form, and if the sources hold the same forms of
-                     their tensors: what is read of one of them is read of all
-    2. stretches     of like pieces, those whose memory is an equal distance apart, at the reader and at each source
+    1. likeness      pieces of the reader are alike if they have equal forms, and if the sources hold equal forms of
+                     their tensors: the reads of one of them are the reads of all
+    2. stretches     of like pieces, those with memory an equal distance apart, at the reader and at each source
     3. templates     for one of them: the reader's box is met with the sources' boxes, each byte taken once
     4. families      a template's cell, at the first piece of a stretch, and how far apart the rest are
 
@@ -11,10 +11,10 @@ operations for each tensor. No cell is made before it is asked for.
 
 Where several sources hold a byte (replicated tensors, key-value heads), those that are read anyway come first, then
 those that give the least so far. `turn` decides between equals, so that like ranks of a reading group do not all choose
-the same one, while ranks of equal coordinates do: so these make the same selections.
+one source, while ranks of equal coordinates do: so their selections are equal.
 
-Responsible for what is read from whom. Not responsible for whether the sources are a whole version (`publication`), nor
-for when cells are asked for.
+Responsible for the bytes that are read from each source. Not responsible for whether the sources are a whole version
+(`publication`), nor for when cells are asked for.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Plan:
 
     def rows(self, source: int) -> list[Row]:
         """The families that it gives, in the order of the reader's memory. They are made when they are asked for: of like
-        tensors many sources give the same, which would be very many tuples.
+        tensors many sources give equal families, which would be very many tuples.
         """
         return sorted([row for taken in self._taken.get(source, ()) for row in taken.rows()], key=itemgetter(0, 1))
 
@@ -274,7 +274,7 @@ class _Planning:
         ]
         groups: list[list[int]] = [[] for _ in numbers]  # like pieces
         for piece, number in enumerate(number_of):
-            if piece not in shared:  # else the same bytes in the same memory: they are read once
+            if piece not in shared:  # else a tied piece: its bytes are read once
                 groups[number].append(piece)
         for pieces in filter(None, groups):
             likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
@@ -324,7 +324,7 @@ class _Planning:
                     yield _Candidate(source, column, common)
 
     def _only_parts(self, likeness: _Likeness, candidates: list[_Candidate]) -> list[_Part] | None:
-        """What is taken, where it does not matter in which order the sources are asked; None where it does."""
+        """The parts to take, where the order of the sources does not matter; None where it does."""
         _, box, _ = self._reader.geometry[likeness.form]
         left = [box]
         for candidate in candidates:

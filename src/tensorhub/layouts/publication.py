@@ -1,8 +1,8 @@
-"""What several ranks hold together: a publication and its shard classes, and whether a reading group reads all of it.
+"""The tensors of several ranks together: a publication and its shard classes, and whether a reading group reads all of it.
 
-Responsible for the checks that no rank can make alone: each byte of the version is held by somebody; no rank holds a
-byte twice; ranks that describe one tensor say the same of it; readers' ties are ties at the source (R13); readers leave
-nothing unread. Every fault is named, in one error. Not responsible for who reads what from whom (`plan`).
+Responsible for the checks that no rank can make alone: a rank holds each byte of the version; no rank holds a byte
+twice; ranks that describe one tensor agree; readers' ties are ties at the source (R13); readers leave nothing unread.
+Every fault is named, in one error. Not responsible for transfer plans (`plan`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Publication:
         refuse(faults, f"difference(s) between the published and the registered tensors{hint}")
 
     def unread(self, names: Container[str]) -> Iterator[str]:
-        """Of the tensors with none of these names, a sentence each: nobody reads them."""
+        """A sentence for each tensor that no reader reads: its name is not in `names`."""
         for name, number in zip(self.catalogue.names, self.catalogue.kind_of, strict=True):
             kind = self.catalogue.kinds[number]
             if name not in names and not kind.ranks and volume(whole(kind.shape)):
@@ -161,8 +161,8 @@ _Likeness: TypeAlias = "tuple[object, ...]"  # the kind's number, and (arrangeme
 
 
 class _Likenesses:
-    """Tensors are alike if they are of one kind and the holders have the same forms of them: one answer goes for all, as
-    when plans are made. `of_tensor[i]`: that of tensor i.
+    """Tensors are alike if they are of one kind and the holders have equal forms of them: one answer goes for all, as when
+    plans are made. `of_tensor[i]`: the likeness of tensor i.
     """
 
     def __init__(self, catalogue: Catalogue, holders: Sequence[Coordinates]) -> None:
@@ -182,7 +182,7 @@ class _Likenesses:
         self._forms = dict(zip(self.of_tensor, held, strict=True))
 
     def boxes(self, likeness: _Likeness) -> Iterator[tuple[int, Box]]:
-        """Who holds which box of them."""
+        """The holders of these tensors, each with its boxes."""
         for key, form in self._forms[likeness]:
             for number, each in self._of_arrangement[key]:
                 yield number, each.geometry[form][1]
@@ -206,7 +206,7 @@ def _unheld(
 
 
 def _shared(held: Iterable[tuple[int, Box]], meetings: Meetings) -> list[tuple[Box, frozenset[int]]]:
-    """Parts that several have, and who has each: its first holder, and all others whose part with that is the same."""
+    """Parts with several holders, each with its first holder and all holders that share this part with the first."""
     by_holder = sorted(held, key=lambda each: each[0])
     if overlapping([box for _, box in by_holder], meetings) is None:
         return []

@@ -21,7 +21,7 @@ from tensorhub.layouts.columns import expect, pack_all, unpack_all
 from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
 
 FORM = 1
-GRID = 4  # grows with each change of what a reading is, so that whoever makes it otherwise has another grid
+GRID = 4  # grows with each change of readings, so that workers with other readings have another grid
 SHARDS_MAX = 2**20
 PUBLISHED_BYTES_MAX = 2**24
 ID_MAX = 64  # characters
@@ -31,8 +31,8 @@ _COLUMNS = ("chunk_bytes", "id lengths", "ids of a shard", "ids")
 @dataclass(frozen=True)
 class Published:
     """`shards[i]`: of rank i, the ids of its catalogue, arrangement and coordinates; or only that of its manifest, if its
-    tensors are plain: whole ones of one rank, rank-local ones of several. `is_copy`: they have read it from others, each
-    byte with its digest; so what a rank has twice is equal.
+    tensors are plain: whole ones of one rank, rank-local ones of several. `is_copy`: the ranks have read it, each byte
+    with its digest; so bytes that a rank has twice are equal.
     """
 
     digest: Digest
@@ -57,7 +57,7 @@ class Published:
         return pack_all(FORM, [self.digest, "".join(self.part_ids)], columns)
 
     def encode(self) -> bytes:
-        """The one encoding of this value."""
+        """The canonical encoding of this value."""
         return self._encoded
 
     @cached_property
@@ -66,7 +66,9 @@ class Published:
 
     @classmethod
     def decode(cls, blob: bytes, shards_max: int = SHARDS_MAX) -> Published:
-        """What `blob` encodes; ProtocolError, saying what is wrong, for anything else. Few bytes may say many shards."""
+        """The value that `blob` encodes; ProtocolError, naming the fault, for anything else. Few bytes may hold many
+        shards.
+        """
         what = "publication"
         (digest, text), (sizes, lengths, counts, numbers) = unpack_all(
             what, FORM, 2, _COLUMNS, blob, bytes_max=PUBLISHED_BYTES_MAX, count_max=3 * shards_max
@@ -90,7 +92,7 @@ class Published:
 
 
 def grid_id(publication_id: str, coordinates_id: str, rank: int) -> str:
-    """The name of the chunks in which that rank, whose pieces lie so, reads that publication."""
+    """The name of the chunk grid in which the rank with these coordinates reads that publication."""
     return id_of(msgpack.packb([GRID, publication_id, coordinates_id, rank]))
 
 

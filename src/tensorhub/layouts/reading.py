@@ -3,20 +3,20 @@
     Reading                chunk 0: strips of the reader's regions          places[0]
                            chunk 1: ...                                     places[1]
       Part of class 0      its chunks 0, 1, 4 of the reader's grid          chunks = (0, 1, 4)
-        Selection          chunk 0: strips of the published regions         the same bytes in the same order
+        Selection          chunk 0: strips of the published regions         its bytes, in the selection's order
                            chunk 1: ...
       Part of class 2      ...
 
 A chunk has bytes of one shard class only. It is made of whole cells where they fit; cells that are longer are cut at
 rows, or else within a run. Small cells share a chunk. Chunks are numbered in the order of their first byte in the
-reader's memory. All this follows from the publication and the reader's coordinates alone, so all who hold one layout have
-the same numbers.
+reader's memory. All this follows from the publication and the reader's coordinates alone, so all holders of one layout have
+equal numbers.
 
-A selection is what a source is told: it names bytes of one published shard, and nothing of the reader. So it is the same
-for all versions of equal layouts, and for all readers who read that part. It is named by a hash of its one encoding.
+A selection is a request to a source: it names bytes of one published shard, and nothing of the reader. So versions of
+equal layouts, and readers of one part, have equal selections. Its name is a hash of its canonical encoding.
 
 Responsible for these values, for the encoding, and for reading hostile selections at no more cost than their bounds
-allow. Not responsible for what is read from whom (`plan`), nor for moving bytes.
+allow. Not responsible for transfer plans (`plan`), nor for moving bytes.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Selection:
         return put_together(FORM, [self.of], _Chunks.of(self.chunks).packed)
 
     def encode(self) -> bytes:
-        """The one encoding of this selection: equal selections have equal bytes."""
+        """The canonical encoding of this selection: equal selections have equal bytes."""
         return self._encoded
 
     @cached_property
@@ -160,7 +160,7 @@ class Selection:
 
     @classmethod
     def decode(cls, blob: bytes) -> Selection:
-        """The selection that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+        """The selection that `blob` encodes; ProtocolError, naming the fault, for anything else."""
         count_max = 4 * STRIPS_MAX  # loops are the most
         (of,), found = unpack_all(_WHAT, FORM, 1, _COLUMNS, blob, bytes_max=SELECTION_BYTES_MAX, count_max=count_max)
         expect(len(of) <= ID_MAX and of.isprintable(), _WHAT, "it is of a shard that has no such name")
@@ -188,7 +188,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is read of one shard class: `selection`, whose chunks are number `chunks[0]`, `chunks[1]`, ... of the reader.
+    """The reads of one shard class. The chunks of `selection` are number `chunks[0]`, `chunks[1]`, ... of the reader.
 
     `shard`: the first of the class' `ranks`, which names it.
     """
@@ -216,9 +216,9 @@ class Reading:
 
 
 def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: int) -> Reading:
-    """What this reader reads, in chunks of at most `chunk_bytes`. Readers of equal coordinates read the same.
+    """This reader's reading, in chunks of at most `chunk_bytes`. Readers of equal coordinates have equal readings.
 
-    ManifestMismatch: it wants bytes that nobody has published. RegistrationError: that would be too many chunks or strips.
+    ManifestMismatch: it wants bytes that were not published. RegistrationError: that would be too many chunks or strips.
     """
     classes = publication.classes
     made = plan(reader, [each.coordinates for each in classes], turn=reader.turn)
@@ -229,7 +229,7 @@ def reading_of(publication: Publication, reader: Coordinates, *, chunk_bytes: in
         batches = sorted(_batches(made.rows(source), chunk_bytes), key=_first_byte)
         its, numbers = classes[source], list[int]()
         taken = tuple([batch.taken for batch in batches])
-        if (theirs := known.get(taken)) is None:  # else the same of another shard, as where like tensors are cut alike
+        if (theirs := known.get(taken)) is None:  # else equal to another shard's, as where like tensors are cut alike
             theirs = known[taken] = _Chunks.of(taken)
         selection = Selection(theirs, its.coordinates.coordinates_id)
         _refuse_too_long(selection)
@@ -326,7 +326,7 @@ def _in_order(batch: list[tuple[_Row, _Row]], nbytes: int, cells: int, runs: int
 
 
 def _short(families: Iterable[Row], chunk_bytes: int) -> Iterator[Row]:
-    """The same cells in families none of which is too long for a chunk."""
+    """The cells of `families` in families that fit a chunk."""
     for family in families:
         form = _form(family[6], family[7])
         if form.nbytes <= chunk_bytes and form.runs <= RUNS_MAX:

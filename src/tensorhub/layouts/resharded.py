@@ -1,12 +1,10 @@
-"""A manifest whose chunks are those of a reading: what a rank fills, and then holds, in a layout that is not the
-published one.
+"""A manifest with the chunks of a reading: a rank of a layout other than the published one fills and holds it.
 
 Its tensors and regions are those of the rank's own manifest, or of the manifest of the first group of its layout, so that
-the regions mean the same to all who hold that layout. Its chunks are those of the reading, and their digests are made by
-the publisher's algorithm.
+all holders of that layout agree on the regions. Its chunks are those of the reading, and their digests are made by the
+publisher's algorithm.
 
-Responsible for what `Manifest` says of its own grid, said of this one: memory, pulls and the machines of a worker take
-either.
+Responsible for the grid interface of `Manifest`, for this grid: memory, pulls and the machines of a worker take either.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class ReshardedManifest(Manifest):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is read of which shard class."""
+        """The reads of each shard class."""
         return self.reading.parts
 
     def chunks_of(self, shard: int, selection_id: str) -> tuple[int, ...] | None:
@@ -89,7 +87,7 @@ class ReshardedManifest(Manifest):
 
 
 def parts_of(manifest: Manifest) -> tuple[Part, ...]:
-    """What is read of which shard class; nothing, where the layout is the published one."""
+    """The reads of each shard class; empty for the published layout."""
     return manifest.parts if isinstance(manifest, ReshardedManifest) else ()
 
 

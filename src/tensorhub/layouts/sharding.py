@@ -12,8 +12,8 @@ with the memory.) So both readings of a `_StridedShard` are made, and the local 
 tensor is refused.
 
 Responsible for those runs. They depend on the placements alone, so `cut` is plain arithmetic; `sharding_of` reads the
-placements off a DTensor. Not responsible for its memory. torch is never imported here: whoever hands over a DTensor has
-done so.
+placements off a DTensor. Not responsible for its memory. torch is never imported here: a caller with a DTensor has
+imported it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sharding:
 
 
 def cut(shape: Sequence[int], cuts: Sequence[Cut]) -> Sharding:
-    """What is left to one rank after these cuts, the first of them first."""
+    """One rank's part after these cuts, in order."""
     runs: list[list[Span]] = [[Span(0, size)] if size else [] for size in shape]
     for each in cuts:
         runs[each.dimension] = _cut(runs[each.dimension], each)
@@ -137,7 +137,7 @@ def sharding_of(dtensor: Any) -> Sharding | None:
 
 
 def _as_the_memory_says(shape: tuple[int, ...], cuts: Sequence[Cut], local: tuple[int, ...]) -> Sharding:
-    """Of the two readings of a `_StridedShard`, the one that this local part can be."""
+    """The interpretation of a `_StridedShard`, of two, that fits this local part."""
     readings = list(dict.fromkeys([cut(shape, cuts), cut(shape, _inner_first(cuts))]))
     fitting = [reading for reading in readings if reading.fault(local) is None]
     if len(fitting) > 1:

@@ -1,11 +1,11 @@
-"""What a rank publishes that ranks of other shards publish, too: norms of tensor-parallel ranks, key-value heads.
+"""Bytes that ranks of several shards publish: norms of tensor-parallel ranks, key-value heads.
 
 Readers of other layouts take such bytes from any of these ranks. So they must be equal. Each rank digests what it shares,
 in the order of the tensor's indices, which does not depend on where that lies in memory. A `Share` has one number on all
 ranks that have it, and its digest is compared by that.
 
-Responsible for what is shared, and for where it lies on one rank. Not responsible for digests, nor for comparing them. What
-replicas of one shard have in common (`Publication.classes`) is compared by their chunks instead.
+Responsible for the shared boxes, and for where they lie on one rank. Not responsible for digests, nor for comparing them.
+Replicas of one shard (`Publication.classes`) are compared by their chunks instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK_BYTES = 4 * 2**20  # that are digested at once
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """`what`: for an error. `chunks`: where its bytes lie on this rank, cut at the same indices on all."""
+    """`what`: for an error. `chunks`: where its bytes lie on this rank, cut at equal indices on all ranks."""
 
     number: int
     what: str
@@ -38,7 +38,7 @@ def shares_of(publication: Publication, rank: int) -> tuple[Share, ...] | None:
     if not overlaps:
         return None
     mine = next(number for number, each in enumerate(publication.classes) if rank in each.ranks)
-    together: dict[frozenset[int], list[tuple[int, Box]]] = {}  # by who has it
+    together: dict[frozenset[int], list[tuple[int, Box]]] = {}  # by holders
     for tensor, box, holders in overlaps:
         together.setdefault(holders, []).append((tensor, box))
     at_once = -(-len(overlaps) // SHARES_MAX)
@@ -92,7 +92,7 @@ def _is_within(part: Span, of: Span) -> bool:
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """The same indices in order, in boxes of at most CHUNK_BYTES."""
+    """The box's indices in order, in boxes of at most CHUNK_BYTES."""
     if volume(box) * itemsize <= CHUNK_BYTES:
         yield box
         return

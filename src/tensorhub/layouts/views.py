@@ -3,7 +3,7 @@
     q, k, v = (source(f"layers.0.{n}_proj.weight") for n in "qkv")
     sources = {
         "layers.0.qkv": [q[0:2048], k[0:512], v[0:512]],                 # a list concatenates along dimension 0
-        "embed": [(at[0:128256], source("embed_tokens.weight"))],        # what is padded behind it stays as it is
+        "embed": [(at[0:128256], source("embed_tokens.weight"))],        # padding behind it stays as it is
         "experts.w13": [(at[e, 0:1408], source(f"experts.{e}.gate.weight")) for e in range(8)],
     }
 
@@ -12,7 +12,7 @@ with its dimensions in some order. Nothing is clamped: an index that does not ex
 tensor may be unknown when a view is made. Then indices are kept as they were written, and are looked at when the shape
 is known.
 
-Responsible for what can be written, and for saying what is wrong with it. Not responsible for bytes (`pieces`).
+Responsible for the notation, and for its errors. Not responsible for bytes (`pieces`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Index(NamedTuple):
         return f"[{', '.join('...' if item is ... else repr(item) for item in self.items)}]"
 
 
-@dataclass(frozen=True, slots=True)  # no tuple: it would equal an index of the same numbers
+@dataclass(frozen=True, slots=True)  # no tuple: it would equal an index of its numbers
 class _Permutation:
     dimensions: tuple[int, ...] | None  # None: `.T`
 
@@ -66,7 +66,7 @@ class _Permutation:
 
 
 class Taken(NamedTuple):
-    """A box of a tensor, and which of the tensor's dimensions the view has, in its order. The others have one index each."""
+    """A box of a tensor, and the tensor's dimensions in the view, in its order. All other dimensions have one index."""
 
     box: Box
     order: tuple[int, ...]
@@ -104,12 +104,12 @@ class View:
     def _then(self, step: _Index | _Permutation) -> View:
         made = View(self.name, self.shape, (*self._steps, step))
         if self.shape is not None:
-            made.select(self.shape)  # whoever wrote this hears of it here
+            made.select(self.shape)  # raises at the caller's own line
         return made
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Equal where the same part is taken, of whatever tensor."""
+        """Equal for views that take equal parts, of any tensors."""
         return self.shape, self._steps
 
     @property
@@ -118,7 +118,7 @@ class View:
         return self.name, self.shape, [step.written for step in self._steps]
 
     def select(self, shape: Sequence[int]) -> Taken:
-        """What it takes of the tensor, whose shape is this. RegistrationError, with what to write, if that is impossible."""
+        """The view's box of a tensor of this shape. RegistrationError, with advice, if that is impossible."""
         selection = Taken(whole(shape), tuple(range(len(shape))))
         for number, step in enumerate(self._steps):
             so_far = View(self.name, None, self._steps[:number])
@@ -156,7 +156,7 @@ def source(name: str, shape: Sequence[int] | None = None) -> View:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a registered tensor, of whose shape nothing is known yet; made by `at[...]`."""
+    """A part of a registered tensor, before its shape is known; made by `at[...]`."""
 
     _index: _Index
 

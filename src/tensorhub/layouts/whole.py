@@ -20,8 +20,8 @@ NAMES_SHOWN_MAX = 5
 
 
 def whole_manifest(published: Published, publication: Publication, patterns: tuple[str, ...] | None) -> Manifest:
-    """All tensors of this publication, or those that these patterns name. ManifestMismatch: nobody knows what is whole of
-    them, or a pattern names none.
+    """All tensors of this publication, or those that these patterns name. ManifestMismatch: a tensor is rank-local, so its
+    whole is unknown, or a pattern names none.
     """
     catalogue = publication.catalogue
     local = _unknown(catalogue)
@@ -49,8 +49,8 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
 
 
 def _unknown(catalogue: Catalogue) -> set[str]:
-    """Rank-local tensors: which part of the model they are, nobody has said. But one without elements that has the same
-    shape on all ranks is whole on each of them.
+    """Rank-local tensors: their place in the model is unknown. But a tensor without elements and with equal shapes on all
+    ranks is whole on each rank.
     """
     count = Counter(catalogue.names)
     return {name for name, kind in catalogue.number_of if kind is not None and (count[name] > 1 or 0 not in kind.shape)}
