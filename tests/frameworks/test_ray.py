@@ -56,6 +56,7 @@ def cluster() -> Iterator[Any]:
     token = kept / "token"
     token.touch(mode=0o600)
     token.write_text("a secret that only this cluster has")
+    Path("/tmp/ray").mkdir(exist_ok=True)  # Ray writes the cluster's address there, and makes the folder elsewhere only
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_rdt_fetch_fail_timeout_milliseconds", "40000")
