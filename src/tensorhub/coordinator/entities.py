@@ -453,13 +453,6 @@ class Holding:
         return bool(self.layout.origin_id)
 
     @property
-    def is_no_origin(self) -> bool:
-        """Whether nobody may read selections of it: it is not as it was published, and not complete. So nobody waits in a
-        circle across layouts.
-        """
-        return self.bridges and not self.complete
-
-    @property
     def is_stranded(self) -> bool:
         """Whether it lacks something, and a source to have it from. What is verified lacks nothing, agreed or not."""
         return not self.verified and not self.fillers

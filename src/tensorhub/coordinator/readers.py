@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator import bridges, limits, supply
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Version, Worker
+from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Worker
 from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
@@ -137,26 +137,20 @@ class Readers:
         if version is None or not supply.needs_source(part):
             return []
         if part.bridges:
-            return self._bridge(part, version)
+            return self._bridge(part)
         if not version.holdings.is_whole(part.shard):
-            patches = self._choice.partial_holdings(part, version, version.holdings[part.shard])
+            patches = self._choice.partial_holdings(part, version.holdings[part.shard])
             return [self._lend(part, holding, partial=True) for holding in patches]
         is_fed = any(lease.holding.is_fed for lease in part.leases.values() if not lease.dropping)
         return [] if is_fed else self.grant(part)
 
-    def _bridge(self, part: RankPart, version: Version) -> list[Grant]:
+    def _bridge(self, part: RankPart) -> list[Grant]:
         """The same for a reader that bridges: what it lacks of each class, and of its own layout."""
         lacking, own, origin = _unfed(part), part.layout.of(part.shard), part.origin
         grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
         if origin is None or part.is_abandoned or supply.can_be_whole(part) or not supply.needs_source(part):
             return grants
-        grants += [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, version, own)]
-        for need in _unfed(part) if not origin.origin_id else ():
-            if not origin.is_class_whole(need.shard):
-                for shard in origin.classes[need.shard]:
-                    patches = self._choice.partial_holdings(part, version, origin[shard], need)
-                    grants += [self._lend(part, each, partial=True, need=need) for each in patches]
-        return grants
+        return grants + [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, own)]
 
     @staticmethod
     def to_grant(lease: ReadLease) -> Grant:

@@ -83,7 +83,7 @@ class SourceChoice:
             nonlocal below
             if holding is part.holding or not holding.is_fed or not self._reachable(holding, part):
                 return True
-            if need is not None and holding.is_no_origin:
+            if need is not None and not holding.complete:
                 return True
             if holding.complete or need is not None or part.holding is None or not part.holding.readers:
                 return False
@@ -134,27 +134,25 @@ class SourceChoice:
             return True
         return any(_is_nearer(lease.holding, holding, part) for lease in part.leases.values())
 
-    def partial_holdings(
-        self, part: RankPart, version: Version, there: Holders[Holding], need: Need | None = None
-    ) -> list[Holding]:
+    def partial_holdings(self, part: RankPart, there: Holders[Holding]) -> list[Holding]:
         """Partial copies that it may read and does not read yet. Every reader reads from the next one in the list, so that a
         chunk that one of them has comes to all of them; the others are the best ones.
         """
         if part.is_abandoned:
             return []  # its last holder left on purpose: nobody waits for it (R12)
-        mine = part.holding if need is None else None
-        read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need == need]
+        mine = part.holding
+        read = [lease.holding for lease in part.leases.values() if not lease.dropping and lease.need is None]
         neighbour = next((h for h in there.after(mine) if h is not mine and self._reachable(h, part)), None)
         found = [neighbour] if neighbour is not None and neighbour not in read else []
         rates = self._cluster.links.rates(self._cluster.now)
         while len(read) + len(found) < PATCHES_MAX:
             passed = [neighbour, mine, *read, *found]
             refuses = lambda h, passed=passed: h in passed or not self._reachable(h, part)  # noqa: E731
-            best = [self._best(part, there, refuses, need, stranded=stranded) for stranded in (False, True)]
+            best = [self._best(part, there, refuses, stranded=stranded) for stranded in (False, True)]
             candidates = [h for h in best if h is not None]
             if not candidates:
                 break
-            found.append(min(candidates, key=lambda h: _estimate(h, part, _wanted(there, need), rates)))
+            found.append(min(candidates, key=lambda h: _estimate(h, part, _wanted(there, None), rates)))
         return found
 
     def _best(

@@ -23,7 +23,7 @@ from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
-from tensorhub.memory.covering import Covered, Covering, Extent
+from tensorhub.memory.covering import Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided
 from tensorhub.strips import Strip
 
@@ -32,7 +32,7 @@ Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 SELECTED_CHUNK_BYTES_MAX = 64 * 2**20  # of a selection, or 16 of the shard's own: it is gathered in memory of the device
 REPEATS_MAX = 16  # a selection has at most so many times a shard's bytes: all of it is digested
 PARTS_MIN, PART_BYTES = 2**14, 64  # a selection may say so many parts, and one more for so many bytes of a shard
-COVERS_MAX = 2**22  # of a selection: chunks of the memory that its chunks touch, in all
+COVERS_MAX = 2**22  # chunks of another grid that the chunks of one touch, in all
 GUARDED_BYTES = 256 * 2**10  # that the kernel copies at a time: they stay in a core's cache
 GUARDED_BYTES_MIN = 4096  # less is read directly: torch's allocator keeps its page mapped
 SPAN_BYTES = 64 * 2**20  # of memory that a device registers at a time
@@ -113,7 +113,7 @@ class ChunkMemory:
         return made
 
     def selected(self, selection: Selection) -> ChunkMemory:
-        """This memory with the chunks of `selection`, which must fit this memory (see `covers`)."""
+        """This memory with the chunks of `selection`, which must fit this memory (see `fault`)."""
         return self._other((), selection.chunks, selection.sizes)
 
     def part(self, chunks: Sequence[int]) -> ChunkMemory:
@@ -128,10 +128,8 @@ class ChunkMemory:
         """The most parts of a selection of this memory (`Selection.parts_said`): no real layout has more parts per byte."""
         return PARTS_MIN + sum([region.nbytes for region in self._regions]) // PART_BYTES
 
-    def covers(self, selection: Selection) -> Covered | str:
-        """Of which of this memory's chunks each of a selection has bytes; perhaps of fewer. Or why there is no such
-        selection of this memory.
-        """
+    def fault(self, selection: Selection) -> str:
+        """Why there is no such selection of this memory; "": there is."""
         sizes = [region.nbytes for region in self._regions]
         if fault := selection.fault(sizes):
             return fault
@@ -139,8 +137,7 @@ class ChunkMemory:
             return f"it has the shard's bytes more than {REPEATS_MAX} times"
         if max(selection.sizes, default=0) > (most := max(SELECTED_CHUNK_BYTES_MAX, 16 * self.manifest.chunk_bytes)):
             return f"a chunk of it has more than {most} bytes: use a smaller chunk_bytes"
-        found = self._own_covering().covered(selection.chunks, COVERS_MAX)
-        return found or f"its chunks touch more than {COVERS_MAX} of the shard's: a larger chunk_bytes makes fewer"
+        return ""
 
     def _own_covering(self) -> Covering:
         if self._covering is None and self._strips is not None:

@@ -17,7 +17,7 @@ from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access
 from tensorhub.machine import Story
 from tensorhub.messages import Origin
 from tensorhub.types import ContentId
-from tensorhub.worker.grids import Grid, SelectedGrid
+from tensorhub.worker.grids import Grid
 
 
 class Former(NamedTuple):
@@ -36,7 +36,7 @@ class Books:
     own: Grid
     available: bytearray  # 1 for each chunk of its own grid that may be read
     missing: int  # always available.count(0)
-    selections: dict[str, SelectedGrid] = field(default_factory=dict)  # by name
+    selections: dict[str, Grid] = field(default_factory=dict)  # by name
     origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
     grid_id: str = ""  # the name of its own grid
     former: Former | None = None  # of this content, in the chunks of another grid
@@ -70,16 +70,11 @@ class Books:
             self.available[chunk], self.own.digests[chunk] = 0, None
         self.story.tell("revoked", self.generation, "chunks", len(wrong))
         for grid in self.selections.values():
-            grid.revoke(wrong)
+            grid.forget()
 
     def touched(self, access: Access) -> Iterable[int]:
-        """The chunks of the memory's own grid that an access touches; all of them, where that is not known any more."""
-        if not access.selection:
-            return access.chunks
-        grid = self.selections.get(access.selection)
-        if grid is None:
-            return range(len(self.available))
-        return [own for chunk in access.chunks for own in grid.covers(chunk)]
+        """The chunks of the memory's own grid that an access may touch; of a selection all of them."""
+        return range(len(self.available)) if access.selection else access.chunks
 
     @property
     def left(self) -> Former | None:
@@ -98,13 +93,7 @@ class Books:
     # ---------------------------------------------------------------------------------------- what may be read
 
     def may_read(self, grid: Grid, chunk: int) -> bool:
-        if not isinstance(grid, SelectedGrid):
-            return self.available[chunk] == 1
-        if not self.missing:
-            return True
-        if not grid.ready[chunk]:
-            grid.ready[chunk] = all(self.available[own] for own in grid.covers(chunk))
-        return grid.ready[chunk] == 1
+        return self.available[chunk] == 1 if grid is self.own else not self.missing
 
     def readable(self, grid: Grid, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
         """Split `wanted` into what one access takes now, and the rest."""
@@ -135,16 +124,7 @@ class Books:
                 first = self.available.find(1, end)
             return tuple(runs)
         grid = self.selections.get(selection)
-        for chunk in range(len(grid.sizes)) if grid is not None else ():
-            if grid is None or not self.may_read(grid, chunk):
-                continue
-            if runs and sum(runs[-1]) == chunk:
-                runs[-1] = runs[-1][0], runs[-1][1] + 1
-            elif len(runs) == runs_max:
-                break
-            else:
-                runs.append((chunk, 1))
-        return tuple(runs)
+        return () if grid is None or self.missing else ((0, len(grid.sizes)),)
 
     @property
     def is_sound(self) -> bool:
@@ -153,5 +133,4 @@ class Books:
             self.missing == self.available.count(0)
             and len(self.available) == len(self.own.sizes)
             and all(grid.is_sound for grid in (self.own, *self.selections.values()))
-            and all(each.agrees(self.available) for each in self.selections.values())
         )

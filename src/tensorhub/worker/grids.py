@@ -5,11 +5,8 @@ Not responsible for accesses (`owner`), nor for what is available (`books`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass, field
-
-Covers = Callable[[int], Sequence[int]]
-"""Of a selection: the chunks of the memory's own grid of which a chunk has bytes."""
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -44,29 +41,13 @@ class Grid:
         found = [(chunk, digest) for chunk in taken if (digest := self.digests[chunk]) is not None]
         return found, not self.undigested
 
+    def forget(self) -> None:
+        """The bytes have changed: no digest holds any more."""
+        self.digests = [None] * len(self.sizes)
+        if self.made is not None:
+            self.tell()
+
     @property
     def is_sound(self) -> bool:
         undigested = self.digests.count(None) if self.made is not None else 0
         return len(self.digests) == len(self.sizes) and self.undigested == undigested
-
-
-@dataclass(slots=True)
-class SelectedGrid(Grid):
-    """That of a selection. `covers`: see `Covers`."""
-
-    covers: Covers = field(default=lambda chunk: ())
-    ready: bytearray = field(default_factory=bytearray)  # 1 for each chunk that was seen to be available
-
-    def revoke(self, wrong: set[int]) -> None:
-        """These chunks of the memory's own grid are not available any more."""
-        for chunk in range(len(self.sizes)):
-            if not wrong.isdisjoint(self.covers(chunk)):
-                self.ready[chunk] = 0
-                if self.made is not None and self.digests[chunk] is not None:
-                    self.undigested += 1
-                self.digests[chunk] = None
-
-    def agrees(self, available: bytearray) -> bool:
-        """Whether what was seen to be available is."""
-        seen = (chunk for chunk, is_ready in enumerate(self.ready) if is_ready)
-        return all(available[own] for chunk in seen for own in self.covers(chunk))

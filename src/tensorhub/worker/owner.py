@@ -28,7 +28,7 @@ from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.books import Books
-from tensorhub.worker.grids import Covers, Grid, SelectedGrid
+from tensorhub.worker.grids import Grid
 
 _WAIT = Wait()
 
@@ -127,15 +127,13 @@ class Owner:
             raise IllegalStep(f"{registration} is open or in use", memory.story)
         del self._memories[registration]
 
-    def select(
-        self, registration: RegistrationId, generation: int, selection: str, sizes: Sequence[int], covers: Covers
-    ) -> bool:
+    def select(self, registration: RegistrationId, generation: int, selection: str, sizes: Sequence[int]) -> bool:
         """Let this memory be read in the chunks of that selection as well. False: it is not open under that generation."""
         memory = self._at(registration, generation)
         if memory is None:
             return False
         if selection not in memory.selections:
-            found = SelectedGrid(sizes, [None] * len(sizes), covers=covers, ready=bytearray(len(sizes)))
+            found = Grid(sizes, [None] * len(sizes))
             if memory.own.made is not None:
                 found.tell()
             memory.selections[selection] = found

@@ -222,23 +222,6 @@ async def test_what_gives_way_while_it_is_selected_is_said_again() -> None:
     owner._changed = lock
     assert (answer, entered) == (False, 2)
     assert owner.select(READER, its.a.registration, 7, name) is True
-    grid = owner._owner._memories[its.a.registration].selections[name]
-    assert all(grid.covers(chunk) for chunk in range(len(part.chunks)))
-
-
-async def test_a_reader_follows_a_holder_that_is_being_filled() -> None:
-    its = setting()
-    its.a.open(complete=False)
-    its.b.open(complete=True)
-    its.reader.open(complete=False)
-    async with serving(its.a, its.b, its.reader), its.runner() as runner:
-        runner.add_source(its.grant(its.a, complete=False))
-        runner.add_source(its.grant(its.b))
-        chunks = range(len(its.a.memory.sizes))
-        for chunk in chunks:
-            its.a.make_available(chunk)
-        await finish(runner)
-    its.check()
 
 
 @pytest.mark.parametrize("columns", [700, 2300])
@@ -386,19 +369,15 @@ def test_few_bytes_that_say_many_strips_do_not_fill_an_owners_memory(monkeypatch
     assert known.find(names[-1]) is None
 
 
-def test_few_bytes_do_not_make_a_source_work_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each chunk of a selection a source finds the chunks of its own that it touches, and makes the digest."""
+def test_few_bytes_do_not_make_a_source_work_without_end() -> None:
+    """Of each chunk of a selection a source makes the digest."""
     memory = setting().a.memory
-    monkeypatch.setattr("tensorhub.memory.chunks.COVERS_MAX", 10 * len(memory.sizes))
     ends = (Strip(0, 0, 0, 0, 1, ((2, sum(memory.sizes) - 1),), 1),)  # of the first chunk, and of the last one
-    assert len(memory.covers(Selection((ends,) * 10))) == 10
-    assert "touch more than" in str(memory.covers(Selection((ends,) * 11)))
     everything = (straight(0, 0, sum(memory.sizes)),)
-    monkeypatch.setattr("tensorhub.memory.chunks.COVERS_MAX", 2**22)
-    assert len(memory.covers(Selection((everything,) * 16))) == 16
-    assert "more than 16 times" in str(memory.covers(Selection((everything,) * 16 + (ends,))))
+    assert not memory.fault(Selection((everything,) * 16))
+    assert "more than 16 times" in memory.fault(Selection((everything,) * 16 + (ends,)))
     again = (Strip(0, 0, 0, 0, 1, ((17, 0),), sum(memory.sizes)),)  # in one loop that stands still
-    assert "more than 16 times" in str(memory.covers(Selection((again,))))
+    assert "more than 16 times" in memory.fault(Selection((again,)))
 
 
 def say_strips(its: Setting, strips: int) -> int | Refusal:
@@ -528,18 +507,3 @@ def test_what_gives_way_is_forgotten_by_every_memory(monkeypatch: pytest.MonkeyP
         assert owner.select(READER, registration, 7, name) is True
         assert owner.selections(registration) == (name,)
     assert owner.select(READER, registration, 7, its.names[0]) is False
-
-
-def test_covering_chunks_are_found() -> None:
-    its = setting(chunk_bytes=4096)
-    part, _ = its.parts.values()
-    covers = its.a.memory.covers(part.selection)
-    assert not isinstance(covers, str)
-    for chunk, strips in enumerate(part.selection.chunks):
-        touched = {
-            number
-            for number, place in enumerate(its.a.manifest.chunks)
-            if any(strip.touches(place.region, place.offset, place.offset + place.nbytes) for strip in strips)
-        }
-        assert touched <= set(covers(chunk))
-        assert set(covers(chunk)) <= set(range(min(touched), max(touched) + 1))

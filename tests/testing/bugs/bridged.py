@@ -13,6 +13,7 @@ from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
 from tensorhub.coordinator.handovers import Handovers, Wish
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.scheduler import sources
 from tensorhub.testing.sim import handle
@@ -51,16 +52,6 @@ def all_is_read_unseen() -> Iterator[None]:
         yield
 
 
-@bug("G6: a chunk of a selection is read before all that it has bytes of is there", faults=(Fault.SLOW,))
-def half_a_selected_chunk_is_enough() -> Iterator[None]:
-    def select(before: Callable[..., bool], self: Owner, *args: Any) -> bool:
-        *rest, covers = args
-        return before(self, *rest, lambda chunk: covers(chunk)[:1])
-
-    with around(Owner, "select", select):
-        yield
-
-
 @bug("G7: who bridges is not given another source when one of several is lost")
 def bridge_is_not_mended() -> Iterator[None]:
     def lacking(before: Callable[..., list[Any]], part: RankPart, without: Any = None) -> list[Any]:
@@ -73,7 +64,7 @@ def bridge_is_not_mended() -> Iterator[None]:
 @bug("R9: who is still filled in another layout than the published one is read by whoever needs selections of it")
 def fills_are_origins() -> Iterator[None]:
     anybody = replaced(LayoutHoldings, "has_each_class", lambda self: self.are_whole() or any(self.values()))
-    with anybody, replaced(Holding, "is_no_origin", property(lambda self: False)):
+    with anybody, around(SourceChoice, "_refusing", lambda before, self, part, need: before(self, part, None)):
         yield
 
 

@@ -38,7 +38,6 @@ from tensorhub.transport.owner import CannotServe, Lane, OpenMemory, OwnerSide
 from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.fencing import look
-from tensorhub.worker.grids import Covers
 from tensorhub.worker.owner import Owner
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
@@ -72,9 +71,6 @@ def _locked(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[
             return method(self._owner, *args, **kwargs)
 
     return under_lock
-
-
-_KNOWN: Covers = lambda chunk: ()  # noqa: E731  # the owner has those of that selection
 
 
 class SharedOwner:
@@ -357,20 +353,18 @@ class SharedOwner:
             return False
         if memory is None:
             return NOT_OPEN
-        covers: Covers | str = _KNOWN
         if not is_known:
             if (refusal := self._selections.spend(reader, name)) is not None:
                 return refusal
-            covers = memory.covers(selection)  # before the lock is taken
-        if isinstance(covers, str):
-            return Refusal(f"that selection is not of this memory: {covers}")
+            if fault := memory.fault(selection):  # before the lock is taken
+                return Refusal(f"that selection is not of this memory: {fault}")
         with self._changed:
             if self._memory.get(registration) is not memory:
                 return NOT_OPEN
             selected = self._selected.setdefault(registration, {})
             if is_known and name not in selected:
                 return False  # it has given way meanwhile, or the memory was opened anew: the reader says it again
-            if not self._owner.select(registration, generation, name, selection.sizes, covers):
+            if not self._owner.select(registration, generation, name, selection.sizes):
                 return NOT_OPEN
             if name not in selected:
                 selected[name] = memory.selected(selection)

@@ -23,7 +23,7 @@ from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.judges.ports import JudgedCall
-from tensorhub.testing.sim.layouts import cell_of, covered, is_laid_out_anew, is_of_other_layout
+from tensorhub.testing.sim.layouts import cell_of, is_laid_out_anew, is_of_other_layout
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 from tensorhub.testing.sim.ports import SimWorkerPort
 from tensorhub.testing.sim.pulling import LaneWorld, Reading, SimLane
@@ -397,10 +397,10 @@ class HandleShell:
 
     def select(self, generation: int, selection: Selection) -> None:
         """A reader says of which of its bytes the next chunks are."""
-        chunks, grid = selection.chunks, self.layout_of_cells
+        chunks = selection.chunks
         self.worker.selections[selection.selection_id] = selection
         sizes = [CHUNK_BYTES] * len(chunks)
-        self.worker.owner.select(self.id, generation, selection.selection_id, sizes, lambda n: covered(grid, chunks[n]))
+        self.worker.owner.select(self.id, generation, selection.selection_id, sizes)
 
     def cell_in(self, selection: str, chunk: int) -> str:
         """What that chunk of a selection holds, or ("") of its own grid."""

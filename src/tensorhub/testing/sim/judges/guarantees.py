@@ -39,7 +39,7 @@ from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.crossings import CrossingJudge
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
-from tensorhub.testing.sim.layouts import bytes_read, is_of_other_layout, part_of, tags_in
+from tensorhub.testing.sim.layouts import bytes_read, part_of, tags_in
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
@@ -296,9 +296,7 @@ class Guarantees:
         demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
         if self.contents.is_spoilt(handle, version.content_id):
             return
-        other = is_of_other_layout(handle.grid)
-        whole = handle.worker.owner.is_complete(handle.id, generation)
-        may_be_read = whole or not (grant.selection and other)
+        may_be_read = not grant.selection or handle.worker.owner.is_complete(handle.id, generation)
         demand(may_be_read, f"content: {grant} is of {handle}, which is still being filled")
         truth = self.contents.held_by(handle, version.content_id)
         for chunk in chunks:
