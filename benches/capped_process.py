@@ -12,8 +12,8 @@ import anyio
 import tensorhub
 from benches import byte_patterns
 from benches.commands import obey
+from tensorhub.api.weights import Weights
 from tensorhub.types import Location, Options
-from tensorhub.weights import Weights
 
 
 class BenchProcess:

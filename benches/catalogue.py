@@ -20,8 +20,8 @@ from math import prod
 from typing import NamedTuple
 
 from benches.configurations import CONFIGURATIONS, Decoder, Encoder, LatentDecoder
-from tensorhub.dtypes import ITEMSIZE
-from tensorhub.manifest import Digest, Manifest, RegionSpec, TensorSpec
+from tensorhub.model.dtypes import ITEMSIZE
+from tensorhub.model.manifest import Digest, Manifest, RegionSpec, TensorSpec
 from tensorhub.types import Options
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from benches.comparison.facts import facts
 from benches.one_to_n import spread
 from tensorhub import sync
-from tensorhub.accesses import Access
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.model.accesses import Access
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.worker.handle import Handle
 

@@ -20,17 +20,17 @@ import tensorhub
 from benches.leak_probe import sample
 from benches.remotes import obey
 from tensorhub import logs
+from tensorhub.api.embedded import Coordinator
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.coordinator import cluster, entities, limits, lineage, membership
-from tensorhub.embedded import Coordinator
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Hub
 from tensorhub.runtime.control import store
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.runtime.data import channels
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import version_watches
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.weights import Weights
 
 MIB = 2**20
 LEASE_S = 3.0

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import anyio
 
 from benches.size_profiles import SizeProfile
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner

@@ -6,7 +6,7 @@ from math import prod
 
 from benches import catalogue
 from benches.comparison.sizes import half_tiny
-from tensorhub.dtypes import itemsize
+from tensorhub.model.dtypes import itemsize
 
 TINY_BYTES_MAX = 8192
 

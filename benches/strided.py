@@ -26,14 +26,14 @@ from benches.comparison.facts import facts
 from benches.pulls import SECRET, TRANSPORTS, cpu_s, memory_of
 from tensorhub.layouts.reading import Part, Reading, Selection
 from tensorhub.layouts.resharded import resharded
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, shortest
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened
-from tensorhub.strips import Strip, shortest
 from tensorhub.transport import built_in, sockets, unix
 from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight
 from tensorhub.transport.generation_words import GenerationWords

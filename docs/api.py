@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorhub
 from examples.reference import EXAMPLES, Example
-from tensorhub import conversion, errors, read_plan, sync, testing, types
+from tensorhub import conversion, errors, sync, testing, types
+from tensorhub.model import read_plan
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "

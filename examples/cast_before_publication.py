@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import tensorhub
+from tensorhub.api.weights import Weights
 from tensorhub.conversion import cast, register_converted
-from tensorhub.weights import Weights
 
 HIDDEN, VERSIONS = 512, 3
 BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ from tensorhub.logs import repeats
 MODULES = (  # of prepared children
     "tests.processes.actor",
     "tensorhub.sync",
-    "tensorhub.embedded",
+    "tensorhub.api.embedded",
     *(f"tensorhub.cli.{command}" for command in COMMANDS),
     "anyio._backends._asyncio",
     "anyio._backends._trio",

@@ -21,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 import tensorhub
-from tensorhub.embedded import Coordinator
-from tensorhub.hub import Hub
+from tensorhub.api.embedded import Coordinator
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker.handle import Handle
@@ -46,7 +47,6 @@ from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Registry
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Endpoint, Location, Options, parse_address
-from tensorhub.weights import Weights
 from tests.runtime import data_rig
 from tests.runtime.data_rig import KINDS, busy_threads
 

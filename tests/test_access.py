@@ -12,17 +12,17 @@ import numpy.typing as npt
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import seed_shard
+from tensorhub.api.weights import Weights
 from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable
-from tensorhub.hub import Hub
 from tensorhub.messages import Watch
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import keyring, server
 from tensorhub.runtime.data.lanes import PullRunner
-from tensorhub.tools import seed_shard
 from tensorhub.types import parse_address
-from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -188,8 +188,8 @@ async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
 
 
 async def test_the_coordinator_says_the_same_to_a_client_that_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.hub.check_full", lambda *_: None)
-    monkeypatch.setattr("tensorhub.tools.check_full", lambda *_: None)
+    monkeypatch.setattr("tensorhub.api.hub.check_full", lambda *_: None)
+    monkeypatch.setattr("tensorhub.api.tools.check_full", lambda *_: None)
     async with (
         nothing_left(),
         tensorhub.serve(token=SECRET, options=OPTIONS) as coordinator,

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tensorhub
+from tensorhub.api.hub import Hub
 from tensorhub.errors import (
     AuthenticationFailed,
     CoordinatorUnavailable,
@@ -26,7 +27,6 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
-from tensorhub.hub import Hub
 from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.types import Location, Options, VersionInfo, parse_address

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tensorhub import shared_empty_like
+from tensorhub.api.hub import Hub
 from tensorhub.errors import MutabilityViolation, RegistrationError, TensorHubError
-from tensorhub.hub import Hub
 from tensorhub.messages import Digests, TellDigests
 from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes

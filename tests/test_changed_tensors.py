@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tensorhub import Options, source, sync
+from tensorhub.api.tools import changed_tensors
 from tensorhub.errors import StateError
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import changed_tensors
 
 CHUNK = 2**16
 

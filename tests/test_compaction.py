@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import tensorhub
 from tensorhub import MutabilityViolation
-from tensorhub.hub import Hub
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import fetch_into, register_memory
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
-from tensorhub.tools import fetch_into, register_memory
 from tests import rig
 from tests.rig import cluster, gated, until
 

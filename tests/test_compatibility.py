@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.compatibility import check_compatible, differences
 from tensorhub.errors import ManifestMismatch
-from tensorhub.manifest import Manifest, RegionSpec, TensorSpec
+from tensorhub.model.compatibility import check_compatible, differences
+from tensorhub.model.manifest import Manifest, RegionSpec, TensorSpec
 from tests.test_manifest import manifest, spec
 
 

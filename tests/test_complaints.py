@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 import tensorhub
-from tensorhub.hub import Hub
+from tensorhub.api.hub import Hub
 from tensorhub.types import FetchReport, Location, VersionInfo
 from tests.processes.child_processes import ChildProcesses, Failed, child_processes
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, cluster, gated, holds, tensors, until, write

@@ -13,10 +13,10 @@ import anyio
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost
-from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Options, VersionInfo
-from tensorhub.weights import Weights
 from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,

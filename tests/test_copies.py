@@ -9,10 +9,10 @@ from functools import partial
 import anyio
 import pytest
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import RetentionError, StateError
-from tensorhub.hub import Hub
 from tensorhub.messages import CopyRefused, FromWorker, MakeCopy
-from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.dtypes import ITEMSIZE, itemsize
 from tensorhub.errors import ManifestMismatch
+from tensorhub.model.dtypes import ITEMSIZE, itemsize
 
 
 def test_every_dtype_of_torch_has_the_itemsize_that_torch_says() -> None:

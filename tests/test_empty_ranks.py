@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tensorhub import Options
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import RegistrationError
-from tensorhub.hub import Hub
 from tensorhub.layouts.views import source
-from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, OPTIONS, WAIT_S, Cluster, all_of, cluster, equal, holds, tensors, write
 
 STAGED = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2, host_memory_bytes=2**24)

@@ -15,6 +15,8 @@ import torch
 
 import tensorhub
 from tensorhub import errors
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import (
     AuthenticationFailed,
     CoordinatorUnavailable,
@@ -35,11 +37,9 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import ErrorInfo
 from tensorhub.types import ContentId, Options, VersionInfo, parse_address
-from tensorhub.weights import Weights
 from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,

@@ -15,17 +15,17 @@ import torch
 
 import tensorhub
 from tensorhub import errors, sync
-from tensorhub.hub import Hub
-from tensorhub.manifest import Manifest
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import fetch_into
+from tensorhub.api.weights import Weights
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.regions import MappedRegions
 from tensorhub.messages import Outcome, ToRank
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.runtime.worker import fill
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.handle import Handle
-from tensorhub.tools import fetch_into
-from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,

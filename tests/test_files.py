@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tensorhub import sync
+from tensorhub.api.tools import fetch_into, register_memory
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
 from tensorhub.memory.safetensors import TORCH_NAMES
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import fetch_into, register_memory
 from tensorhub.types import Options
 from tests.memory.test_files import listing, sharded
 

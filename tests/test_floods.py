@@ -12,9 +12,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from tensorhub.api.hub import Hub
 from tensorhub.coordinator import limits
 from tensorhub.errors import CoordinatorUnavailable
-from tensorhub.hub import Hub
 from tensorhub.messages import NO_REQUEST, Describe, FromWorker, Join, Refused, Register, Watch
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_COORDINATOR

@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
+from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted
-from tensorhub.weights import Weights
 from tests.rig import Cluster, Tensors, cluster, holds, tensors, write
 
 RANKS = 8

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.coordinator import limits
 from tensorhub.errors import (
     GroupAborted,
@@ -28,13 +30,11 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
 from tensorhub.runtime.loop_thread import running_backend
 from tensorhub.runtime.worker.mapped_memory import MappedMemory
 from tensorhub.types import ModelInfo, Options, VersionInfo
-from tensorhub.weights import Weights
 from tests.rig import (
     BEST,
     CHUNK_BYTES,

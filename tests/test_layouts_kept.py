@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import seed_shard
 from tensorhub.errors import VersionUnavailable
-from tensorhub.hub import Hub
-from tensorhub.tools import seed_shard
 from tests.rig import OPTIONS, all_of, cluster
 from tests.test_coordinator_restart import cluster as restartable
 from tests.test_resharding import TRAINERS, is_held, is_published, new_version, read_from, rollout, trainer

@@ -12,9 +12,9 @@ import msgpack
 import pytest
 from hypothesis import example, given, strategies as st
 
-from tensorhub.dtypes import ITEMSIZE, QUANTIZED, ZERO_POINT_MAX, ZERO_POINT_MIN, itemsize
 from tensorhub.errors import ProtocolError, RegistrationError
-from tensorhub.manifest import (
+from tensorhub.model.dtypes import ITEMSIZE, QUANTIZED, ZERO_POINT_MAX, ZERO_POINT_MIN, itemsize
+from tensorhub.model.manifest import (
     CHUNKS_MAX,
     ENCODED_BYTES_MAX,
     Chunk,
@@ -344,6 +344,6 @@ def test_what_no_manifest_can_say_is_refused_when_it_is_built() -> None:
 
 
 def test_too_much_to_describe_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.manifest.ENCODED_BYTES_MAX", 100)
+    monkeypatch.setattr("tensorhub.model.manifest.ENCODED_BYTES_MAX", 100)
     with pytest.raises(RegistrationError, match="more than 100 bytes to describe"):
         build_manifest([description("w", 0, 1)], 4096, "none")

@@ -17,8 +17,8 @@ from torch import nn
 
 import tensorhub
 from tensorhub import sync
+from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted, MutabilityViolation, RegistrationError, StaleWeightsWarning, StateError
-from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Cluster, cluster, gated, ranks_of, until
 
 HOST_MEMORY = replace(OPTIONS, host_memory_bytes=2**20)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.hub import Hub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.types import FetchReport, VersionInfo
-from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
 from tests.test_resharding import (
     ROLLOUTS,

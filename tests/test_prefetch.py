@@ -14,13 +14,13 @@ import anyio
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.memory.host import HostMemory
 from tensorhub.runtime.worker import prefetcher
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.types import FetchReport, Purpose
-from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,

@@ -9,11 +9,11 @@ from typing import Any
 import anyio
 import pytest
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted, IntegrityError, TensorHubError
-from tensorhub.hub import Hub
 from tensorhub.messages import Compare
 from tensorhub.runtime.control.session import Session
-from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Tensors, cluster, connect, holds, published, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable
 

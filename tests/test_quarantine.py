@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import register_memory
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.memory.files import FileMemory
-from tensorhub.tools import register_memory
 from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, published, tensors, until, write
 
 pytestmark = pytest.mark.anyio

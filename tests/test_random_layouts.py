@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 import tensorhub
-from tensorhub.hub import Hub
+from tensorhub.api.hub import Hub
 from tests.layouts.worlds import chunked, some_entry, tensors
 from tests.rig import OPTIONS, all_of, cluster
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tensorhub
+from tensorhub.api.hub import Hub
 from tensorhub.errors import InvalidValue, ManifestMismatch, RegistrationError, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.types import FetchReport
 from tests.rig import all_of, cluster
 from tests.test_resharding import PAD, ROLLOUTS, SHAPES, TRAINERS, engine, expected, rollout, whole, world

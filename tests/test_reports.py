@@ -9,15 +9,15 @@ import anyio
 import pytest
 import torch
 
-from tensorhub.hub import Hub
-from tensorhub.manifest import Manifest
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import fetch_into
+from tensorhub.api.weights import Weights
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.regions import MappedRegions
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.runtime.reports import pull_phases
-from tensorhub.tools import fetch_into
 from tensorhub.types import FetchReport, VersionInfo
-from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, cluster, connect, gated, tensors, until, write
 
 PHASES = ["commit", "resolve", "transfer", "unpack", "verify", "wait"]

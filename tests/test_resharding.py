@@ -19,13 +19,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import fetch_into, register_memory
+from tensorhub.api.weights import Weights
 from tensorhub.errors import IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
-from tensorhub.tools import fetch_into, register_memory
 from tensorhub.types import FetchReport, Options, RegistrationId, VersionInfo
-from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, handle_of, until
 from tests.test_coordinator_restart import cluster as restartable
 

@@ -10,6 +10,8 @@ import anyio
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import (
     LeaseLost,
     OperationTimeout,
@@ -18,10 +20,8 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.hub import Hub
 from tensorhub.messages import Announce
 from tensorhub.types import VersionInfo
-from tensorhub.weights import Weights
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, gated, holds, nothing_left, tensors, until, worker_of, write
 
 # --------------------------------------------------------------------------------------------------------- rollback

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import RegistrationError
-from tensorhub.hub import Hub
-from tensorhub.weights import Weights
 from tests.rig import OPTIONS, cluster
 from tests.test_resharding import whole, world
 

@@ -9,8 +9,8 @@ import anyio
 import pytest
 
 import tensorhub
-from tensorhub.hub import Hub
-from tensorhub.tools import seed_shard
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import seed_shard
 from tensorhub.types import FetchReport, Location
 from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
 from tests.test_resharding import TRAINERS, is_held, is_published, read_from, rollout, trainer

@@ -7,9 +7,9 @@ from dataclasses import replace
 import anyio
 import pytest
 
+from tensorhub.api.weights import Weights
 from tensorhub.errors import OperationTimeout, RetentionError, StateError, VersionUnavailable
 from tensorhub.types import FetchReport, VersionInfo
-from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of, write
 
 NBYTES = CHUNKS * CHUNK_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from tensorhub.strips import Strip, beyond, shortest, straight
+from tensorhub.model.strips import Strip, beyond, shortest, straight
 
 LOOPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=3).map(tuple)
 STRIPS = st.builds(

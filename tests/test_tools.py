@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tensorhub import sync
+from tensorhub.api.tools import PublishedTensors, published_tensors
 from tensorhub.errors import VersionUnavailable
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import PublishedTensors, published_tensors
 from tests.rig import OPTIONS
 
 

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 import tensorhub
+from tensorhub.api.weights import Weights
 from tensorhub.types import FetchReport, Options
-from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,

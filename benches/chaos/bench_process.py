@@ -20,12 +20,12 @@ import anyio.to_thread
 import tensorhub
 from benches import byte_patterns
 from benches.commands import obey
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import fetch_into
+from tensorhub.api.weights import Weights
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Hub
 from tensorhub.memory.file_target import FileTarget
-from tensorhub.tools import fetch_into
 from tensorhub.types import FetchReport, Location, Options, VersionInfo
-from tensorhub.weights import Weights
 
 MODEL = "m"
 SETTLED = ("ready", "empty", "draining", "closed")  # states in which nobody but the caller may write the memory

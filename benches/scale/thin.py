@@ -11,8 +11,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tensorhub.digests import root_of
-from tensorhub.manifest import TensorDescription, build_manifest, id_of
 from tensorhub.messages import (
     AddSource,
     Digests,
@@ -41,6 +39,8 @@ from tensorhub.messages import (
     TellDigests,
     Write,
 )
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import TensorDescription, build_manifest, id_of
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.registration_session import TOLD_UNASKED_BYTES
 

@@ -6,7 +6,10 @@ first used.
 
 TYPE_CHECKING = False  # a type checker takes it for typing's own; to import typing would cost more than all of this module
 if TYPE_CHECKING:
-    from tensorhub.embedded import Coordinator, serve
+    from tensorhub.api.embedded import Coordinator, serve
+    from tensorhub.api.fetched import Fetched
+    from tensorhub.api.hub import Hub, connect
+    from tensorhub.api.weights import Weights
     from tensorhub.errors import (
         AuthenticationFailed,
         CoordinatorUnavailable,
@@ -30,15 +33,12 @@ if TYPE_CHECKING:
         VersionConflict,
         VersionUnavailable,
     )
-    from tensorhub.fetched import Fetched
-    from tensorhub.hub import Hub, connect
     from tensorhub.layouts.views import at, source
+    from tensorhub.model.read_plan import PlannedSource, ReadPlan
     from tensorhub.protocol.secret import read_only_token
-    from tensorhub.read_plan import PlannedSource, ReadPlan
     from tensorhub.runtime.sigterm import leave_on_sigterm
     from tensorhub.transport.shm.segments import shared_empty_like
     from tensorhub.types import FetchReport, Location, ModelInfo, ModelSummary, Options, SourceReport, VersionInfo
-    from tensorhub.weights import Weights
 
 __version__ = "0.1.0"
 
@@ -88,24 +88,24 @@ __all__ = [
 
 _MODULES = ("conversion", "errors", "integrations", "sync", "testing", "types")  # that need no import of their own
 _MODULE_OF = dict.fromkeys(__all__, "errors") | {
-    "Coordinator": "embedded",
+    "Coordinator": "api.embedded",
     "FetchReport": "types",
-    "Fetched": "fetched",
-    "Hub": "hub",
+    "Fetched": "api.fetched",
+    "Hub": "api.hub",
     "Location": "types",
     "ModelInfo": "types",
     "ModelSummary": "types",
     "Options": "types",
-    "PlannedSource": "read_plan",
-    "ReadPlan": "read_plan",
+    "PlannedSource": "model.read_plan",
+    "ReadPlan": "model.read_plan",
     "SourceReport": "types",
     "VersionInfo": "types",
-    "Weights": "weights",
+    "Weights": "api.weights",
     "at": "layouts.views",
-    "connect": "hub",
+    "connect": "api.hub",
     "leave_on_sigterm": "runtime.sigterm",
     "read_only_token": "protocol.secret",
-    "serve": "embedded",
+    "serve": "api.embedded",
     "shared_empty_like": "transport.shm.segments",
     "source": "layouts.views",
 }

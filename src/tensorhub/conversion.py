@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio.to_thread
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.opening import Unpicklable
+from tensorhub.api.tools import tell_left_out
+from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, TensorHubError, shown
-from tensorhub.hub import Hub
 from tensorhub.layouts.entries import Sources
 from tensorhub.memory.describing import local_of
 from tensorhub.memory.module_state import PLAIN
 from tensorhub.memory.resolving import resolve, resolve_all
-from tensorhub.opening import Unpicklable
-from tensorhub.tools import tell_left_out
 from tensorhub.types import as_integer
-from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
     import torch

@@ -17,15 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from tensorhub import conversion as _conversion, embedded as _embedded, hub as _async
-from tensorhub.fetched import Fetched
-from tensorhub.opening import Unpicklable, close_after, wrong_use
+from tensorhub import conversion as _conversion
+from tensorhub.api import embedded as _embedded, hub as _async
+from tensorhub.api.fetched import Fetched
+from tensorhub.api.opening import Unpicklable, close_after, wrong_use
+from tensorhub.api.watcher import Watcher as AsyncWatcher
+from tensorhub.api.weights import BeforeWrite, Weights as AsyncWeights
+from tensorhub.model.read_plan import ReadPlan
 from tensorhub.protocol.secret import resolve_token
-from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.loop_thread import BlockingMode, finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo, WorkerView
-from tensorhub.watcher import Watcher as AsyncWatcher
-from tensorhub.weights import BeforeWrite, Weights as AsyncWeights
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,8 +12,8 @@ import pytest
 
 from benches import catalogue
 from tensorhub.coordinator.limits import MANIFEST_BYTES_OF_WORKER_MAX
-from tensorhub.dtypes import ITEMSIZE
-from tensorhub.manifest import CHUNKS_MAX, ENCODED_BYTES_MAX, Manifest
+from tensorhub.model.dtypes import ITEMSIZE
+from tensorhub.model.manifest import CHUNKS_MAX, ENCODED_BYTES_MAX, Manifest
 from tensorhub.types import Options
 
 DTYPES = {"F32": "float32", "I64": "int64"}

@@ -8,7 +8,7 @@ import pytest
 
 from benches import leaks
 from benches.leaks import growth, judge
-from tensorhub.hub import Hub
+from tensorhub.api.hub import Hub
 
 _sockets: list[socket.socket] = []
 

@@ -47,7 +47,7 @@ def secret_of(pid: int) -> str:
 class TestRun:
     @pytest.fixture(autouse=True)
     def _needs_the_engine(self) -> None:
-        pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+        pytest.importorskip("tensorhub.api.hub", exc_type=ImportError)
 
     @pytest.mark.parametrize("pace", ["wait", pytest.param("free", marks=pytest.mark.slow)])
     @pytest.mark.usefixtures("prepared_with_torch")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.processes import WAIT_S, children, line_with, run_here, started
 
-pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+pytest.importorskip("tensorhub.api.hub", exc_type=ImportError)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

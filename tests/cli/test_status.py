@@ -319,7 +319,7 @@ def test_questions_that_cannot_be_asked(arguments: tuple[str, ...], text: str) -
 
 
 def test_an_empty_coordinator() -> None:
-    pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+    pytest.importorskip("tensorhub.api.hub", exc_type=ImportError)
     with started("serve") as coordinator:
         address = line_with("tcp://", coordinator.stdout).strip()
         done = run("status", "--address", address, "--json")
@@ -338,7 +338,7 @@ def test_an_empty_coordinator() -> None:
 
 
 def test_watching_goes_on_after_a_coordinator_that_was_away() -> None:
-    pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+    pytest.importorskip("tensorhub.api.hub", exc_type=ImportError)
     with started("serve") as coordinator:
         address = line_with("tcp://", coordinator.stdout).strip()
         with started("status", "--address", address, "--watch", "--interval-s", "0.1", "--json") as watching:

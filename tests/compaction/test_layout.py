@@ -9,8 +9,8 @@ from hypothesis import given, strategies as st
 
 from benches import catalogue
 from tensorhub.compaction.layout import ALIGNMENT, lay_out, pack_tiny
-from tensorhub.compatibility import check_compatible
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.compatibility import check_compatible
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 
 SIZES = st.dictionaries(st.text(min_size=1, max_size=4), st.integers(0, 10_000), max_size=20)
 

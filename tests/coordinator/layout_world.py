@@ -25,8 +25,6 @@ from tensorhub.coordinator import (
 )
 from tensorhub.coordinator.entities import Member, Operation, RankPart, ReadLease, Version
 from tensorhub.coordinator.readers import Readers
-from tensorhub.digests import root_of
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     CheckCoverage,
     Covered,
@@ -50,6 +48,8 @@ from tensorhub.messages import (
     SelectionRoot,
     Start,
 )
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose

@@ -14,7 +14,6 @@ from tensorhub.coordinator import CloseSession, Connected, Disconnected, Receive
 from tensorhub.coordinator.corruption_checks import INQUIRY_S
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import AuthenticationFailed
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Abandon,
     Announce,
@@ -63,6 +62,7 @@ from tensorhub.messages import (
     Watch,
     Welcome,
 )
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS, DEVICE, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose

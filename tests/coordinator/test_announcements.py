@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.digests import root_of
-from tensorhub.manifest import id_of
 from tensorhub.messages import Held, Register, Registered
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root

@@ -9,10 +9,8 @@ import pytest
 
 from tensorhub.coordinator import Connected, limits, summaries, views
 from tensorhub.coordinator.supply import wants_source
-from tensorhub.digests import root_of
 from tensorhub.errors import ManifestMismatch, StateError, TransportUnavailable
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     AddSource,
     DropSource,
@@ -29,6 +27,8 @@ from tensorhub.messages import (
     Start,
     Write,
 )
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Endpoint, LayoutSummary, Location, Medium, OpKind, Purpose
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, list_of, root

@@ -7,7 +7,6 @@ import pytest
 from tensorhub.coordinator import coverage
 from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, VersionConflict
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Abandon,
     CheckCoverage,
@@ -23,6 +22,7 @@ from tensorhub.messages import (
     Start,
     Write,
 )
+from tensorhub.model.manifest import id_of
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of
 from tests.coordinator.test_bridges import A, B, cut, finish, published, wide
 

@@ -10,13 +10,13 @@ from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, RankPart, 
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.shards import Shards
 from tensorhub.coordinator.source_choice import SourceChoice
-from tensorhub.digests import root_of
 from tensorhub.errors import (
     GroupAborted,
     ManifestMismatch,
     StateError,
 )
 from tensorhub.messages import Grant, Need, Start, Write
+from tensorhub.model.digests import root_of
 from tensorhub.testing import CHUNKS, BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.coordinator.layout_world import NO_DIGESTS, World, list_of

@@ -6,8 +6,8 @@ import pytest
 
 from tensorhub.coordinator import limits
 from tensorhub.errors import RegistrationError
-from tensorhub.manifest import id_of
 from tensorhub.messages import Held, Outcome, ReadyAgain, Refused, RegisterAgain, Registered, Start, Write
+from tensorhub.model.manifest import id_of
 from tensorhub.types import OpKind
 from tests.coordinator.layout_world import MANIFEST, PARTS, Rank, World, lies_of
 from tests.coordinator.test_bridges import A, B

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator import limits
-from tensorhub.digests import root_of
 from tensorhub.errors import RegistrationError, RetentionError
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     BegunWith,
     Describe,
@@ -38,6 +36,8 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.messages.values import Begun
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, OpKind, Purpose, VersionInfo
 from tests.coordinator.layout_world import LEASE_S, MANIFEST, NO_DIGESTS, Rank, World, lies_of, list_of, root

@@ -8,8 +8,8 @@ import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, Tick, limits
 from tensorhub.coordinator.manifest_questions import ANSWER_S_MAX
-from tensorhub.manifest import id_of
 from tensorhub.messages import FromCoordinator, Join, Register, RegisterAgain, Registered
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import DEVICE
 from tensorhub.types import Location, Options
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tensorhub.coordinator.manifests import Manifests
-from tensorhub.manifest import id_of
+from tensorhub.model.manifest import id_of
 
 
 def test_equal_manifests_are_one_object() -> None:

@@ -9,7 +9,6 @@ import pytest
 from tensorhub.coordinator import CloseSession, Connected, Received, Send, Tick
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError, StateError
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Dismissed,
     Heartbeat,
@@ -21,6 +20,7 @@ from tensorhub.messages import (
     Registered,
     Welcome,
 )
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
 from tensorhub.worker import registration_session

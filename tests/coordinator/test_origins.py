@@ -9,8 +9,8 @@ import pytest
 from tensorhub.coordinator import ways
 from tensorhub.coordinator.states import VersionState
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import id_of
 from tensorhub.messages import GetPart, ManifestReply, Need, Outcome, Register, Registered, Start, Write
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, OpKind, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, lies_of, root

@@ -8,9 +8,9 @@ import pytest
 
 from tensorhub.coordinator import Publication
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import id_of
 from tensorhub.messages import BegunWith, Fill, Held, Outcome, Registered, Start
 from tensorhub.messages.values import Begun
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import OpKind, VersionInfo

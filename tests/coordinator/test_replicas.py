@@ -8,8 +8,8 @@ import pytest
 
 from tensorhub.coordinator import limits, replicas
 from tensorhub.errors import IntegrityError
-from tensorhub.manifest import Manifest, id_of
 from tensorhub.messages import Digests, Outcome, Register, Retain, Revoked, Start, TellDigests
+from tensorhub.model.manifest import Manifest, id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Medium, Purpose
 from tests.coordinator.layout_world import MANIFEST, NO_DIGESTS, Rank, World, root

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError, VersionUnavailable
-from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import Fill
+from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, MANIFEST, BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import Say

@@ -9,7 +9,6 @@ import pytest
 
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.testimonies import ANSWER_S
-from tensorhub.digests import root_of
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import (
     AddSource,
@@ -24,6 +23,7 @@ from tensorhub.messages import (
     Stray,
     TellDigests,
 )
+from tensorhub.model.digests import root_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import OpKind
 from tests.coordinator.layout_world import NO_DIGESTS, Rank, World, list_of, root

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 
 from tensorhub.coordinator import Digested, Send, entities, limits
-from tensorhub.digests import pack, root_of, runs_of, unpack, width_in
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError
 from tensorhub.messages import (
     DIGESTS_BYTES_MAX,
@@ -24,6 +23,7 @@ from tensorhub.messages import (
     Stray,
     digests_bytes_max,
 )
+from tensorhub.model.digests import pack, root_of, runs_of, unpack, width_in
 from tensorhub.protocol import codec
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim import misdeeds

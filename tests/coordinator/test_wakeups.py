@@ -12,7 +12,6 @@ from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, 
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.readers import RETRY_S_MAX
-from tensorhub.digests import root_of
 from tensorhub.messages import (
     AddSource,
     DropSource,
@@ -32,6 +31,7 @@ from tensorhub.messages import (
     Start,
     TellDigests,
 )
+from tensorhub.model.digests import root_of
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tensorhub.hub import Hub
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import register_memory
+from tensorhub.api.weights import Weights
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.tools import register_memory
-from tensorhub.weights import Weights
 from tests.cuda.double import Double
 
 SIZES = {"large": 150_000, "small": 3, "none": 0, **{f"tiny.{number}": 40 for number in range(20)}}

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import register_memory
+from tensorhub.api.weights import Weights
 from tensorhub.cuda.device import Device
-from tensorhub.hub import Hub
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.views import View
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.tools import register_memory
-from tensorhub.weights import Weights
 from tests.cuda.double import Double
 
 SHAPE = (64, 6000)  # of 4 bytes each

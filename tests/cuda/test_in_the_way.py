@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import register_memory
+from tensorhub.api.weights import Weights
 from tensorhub.cuda import cupy_device
 from tensorhub.cuda.cupy_device import failures
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import StateError, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.tools import register_memory
 from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
 from tensorhub.transport.shm import segments as shm
-from tensorhub.weights import Weights
 from tests.cuda.double import Double
 from tests.rig import OPTIONS, cluster
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import tensorhub
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.kernels import spread_rows
-from tensorhub.hub import Hub
 from tensorhub.memory.addresses import copy_bytes
 from tensorhub.testing.strided_target import bytes_of
 from tensorhub.types import Options
-from tensorhub.weights import Weights
 from tests.rig import all_of, cluster
 from tests.test_resharding import ROLLOUTS, SHAPES, TRAINERS, Tensors, engine, expected, rows, shard, whole
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgpack
 
-from tensorhub.compatibility import check_compatible
 from tensorhub.coordinator import (
     Coordinator,
     Decision,
@@ -27,17 +26,18 @@ from tensorhub.coordinator import (
     Retention,
     Rollback,
 )
-from tensorhub.dtypes import ITEMSIZE
 from tensorhub.errors import AuthenticationFailed, ManifestMismatch, ProtocolError, StateError
 from tensorhub.layouts import Published, Selection
 from tensorhub.layouts.columns import pack_all
-from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Manifest, TensorDescription, build_manifest
 from tensorhub.memory.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_name_fault, find_files
 from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
+from tensorhub.model.compatibility import check_compatible
+from tensorhub.model.dtypes import ITEMSIZE
+from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.control.store import SqliteStore
-from tensorhub.strips import Strip
 from tensorhub.types import OpKey, Options, check_name, check_selector, format_address, parse_address
 from tests.fuzz.protocol import bounded
 from tests.fuzz.source import Source

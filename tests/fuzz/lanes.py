@@ -11,10 +11,8 @@ from unittest.mock import patch
 
 import xxhash
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Selection
-from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
     ChunkDigest,
@@ -35,6 +33,9 @@ from tensorhub.messages import (
     TransportReply,
     TransportRequest,
 )
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX
+from tensorhub.model.manifest import Digest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, straight
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
 from tensorhub.protocol.frames import frame
@@ -44,7 +45,6 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
-from tensorhub.strips import Strip, straight
 from tensorhub.transport import read_server
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import messages as cma_messages, process as cma

@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from tensorhub.coordinator import Connected, Received, invariant_counts
 from tensorhub.coordinator.entities import Holding, Member, RankPart, Worker
 from tensorhub.coordinator.sessions import Session
-from tensorhub.digests import root_of
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Abandon,
     BegunWith,
@@ -48,6 +46,8 @@ from tensorhub.messages import (
     Stray,
     Unpin,
 )
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS, DEVICE
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import READ_ONLY, Endpoint, Location, Medium, OpKey, OpKind, Purpose

@@ -13,9 +13,10 @@ import xxhash
 
 from tensorhub.layouts.reading import Part, Reading, Selection
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Grant, Origin, StillWaiting
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, straight
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX
 from tensorhub.protocol.frames import frame
@@ -23,7 +24,6 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import Opened, SourceLane
 from tensorhub.scheduler.requests import Requests
-from tensorhub.strips import Strip, straight
 from tensorhub.transport.base import Cutter, Destination
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.read_client import ReadClient

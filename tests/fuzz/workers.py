@@ -8,8 +8,8 @@ import typing
 from typing import Any
 
 from tensorhub.errors import IntegrityError, ProtocolError, StateError
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import ErrorInfo, FromWorker, Grant, ToRank
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.protocol import codec
 from tensorhub.scheduler.pull import Pull
 from tensorhub.types import (

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.layouts import Declaration, Sharding, at, layout_id_of, source
 from tensorhub.layouts.sharding import Cut, cut
 from tensorhub.layouts.views import View
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 
 SHAPES = {"a": (6, 4), "b": (4,)}
 

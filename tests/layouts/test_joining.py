@@ -22,7 +22,7 @@ from tensorhub.layouts import (
 )
 from tensorhub.layouts.entries import Sources
 from tensorhub.layouts.sharding import Cut, cut
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tests.layouts.worlds import world
 
 Shapes = Mapping[str, tuple[int, ...]]

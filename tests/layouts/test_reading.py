@@ -30,7 +30,7 @@ from tensorhub.layouts import (
 )
 from tensorhub.layouts.columns import pack_all
 from tensorhub.layouts.pieces import packed
-from tensorhub.strips import Strip, straight
+from tensorhub.model.strips import Strip, straight
 from tests.layouts.test_plan import KIB, MIB, by_rows, parallel_rank
 from tests.layouts.worlds import World, experts, wanted, world
 

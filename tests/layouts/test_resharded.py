@@ -7,8 +7,8 @@ from math import prod
 import pytest
 
 from tensorhub.layouts import Declaration, Published, ReshardedManifest, at, publication_of, reading_for, source
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
-from tensorhub.strips import Strip, straight
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, straight
 
 
 def described(name: str, shape: tuple[int, ...], address: int) -> TensorDescription:

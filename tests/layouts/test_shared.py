@@ -14,7 +14,7 @@ from tensorhub.layouts.arrangement import arrange
 from tensorhub.layouts.pieces import LocalTensor, packed, pieces_of
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.shared import Share, shares_of
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 
 W = tensorhub.source("w", shape=(8, 6))
 NORM = tensorhub.source("norm", shape=(10,))

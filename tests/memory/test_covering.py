@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tensorhub.memory.covering import Covering, Extent
-from tensorhub.strips import Strip, straight
+from tensorhub.model.strips import Strip, straight
 
 
 def bytes_of(strips: tuple[Strip, ...]) -> set[tuple[int, int]]:

@@ -17,7 +17,6 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError
-from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.memory.checkpoint import FORMAT, Checkpoint, Index, find_files
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.file_target import FileTarget
@@ -25,6 +24,7 @@ from tensorhub.memory.files import READ_BYTES, FileMemory
 from tensorhub.memory.regions import MappedRegions
 from tensorhub.memory.safetensors import make_header, read_header
 from tensorhub.memory.tensors import RegisteredMemory
+from tensorhub.model.manifest import Manifest, build_manifest
 from tests.memory.views import views
 
 CHUNK_BYTES = 4096
@@ -501,7 +501,7 @@ FULL = """
 import sys
 from pathlib import Path
 from tensorhub.errors import StateError
-from tensorhub.manifest import build_manifest
+from tensorhub.model.manifest import build_manifest
 from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
 with FileMemory(Path(sys.argv[1])) as memory, FileTarget(Path(sys.argv[2])) as target:

@@ -6,7 +6,7 @@ from random import Random
 
 from tensorhub.memory.meeting import REGIONS, runs_in, within
 from tensorhub.memory.strided import Block, blocks, runs
-from tensorhub.strips import Strip, straight
+from tensorhub.model.strips import Strip, straight
 
 SIZE = 3000
 

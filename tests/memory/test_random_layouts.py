@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from tensorhub.layouts import Reading, Selection, reading_of
 from tensorhub.layouts.resharded import resharded
-from tensorhub.manifest import Manifest, RegionSpec
 from tensorhub.memory import strided
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.model.manifest import Manifest, RegionSpec
 from tests.layouts.worlds import World, experts, world
 
 BYTES = st.sampled_from([1, 16, 64, 4096])

@@ -14,7 +14,6 @@ import xxhash
 from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
-from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory import chunks
 from tensorhub.memory.addresses import address_of, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
@@ -29,7 +28,8 @@ from tensorhub.memory.strided import (
     gather,
     runs,
 )
-from tensorhub.strips import Strip, straight
+from tensorhub.model.manifest import Digest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, straight
 from tensorhub.testing.strided_target import bytes_of
 from tests.cuda.double import Double
 

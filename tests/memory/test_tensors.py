@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from tensorhub.dtypes import ITEMSIZE
 from tensorhub.errors import ManifestMismatch, RegistrationError
-from tensorhub.manifest import Manifest, RegionSpec, TensorSpec, build_manifest
 from tensorhub.memory import describing
 from tensorhub.memory.describing import describe
 from tensorhub.memory.tensors import RegisteredMemory, view
+from tensorhub.model.dtypes import ITEMSIZE
+from tensorhub.model.manifest import Manifest, RegionSpec, TensorSpec, build_manifest
 from tests.memory.views import views
 
 

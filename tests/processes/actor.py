@@ -22,11 +22,11 @@ import numpy.typing as npt
 import tensorhub
 from benches import byte_patterns
 from benches.commands import obey
+from tensorhub.api.hub import Hub
+from tensorhub.api.weights import Weights
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Hub
 from tensorhub.runtime.worker import handle
 from tensorhub.types import FetchReport, Options
-from tensorhub.weights import Weights
 from tensorhub.worker.calls import CheckRanks
 from tests.processes import matrices
 from tests.rig import Gate, gated, handle_of, worker_of

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import inf
 
 from tensorhub.coordinator import DOOR, Disconnected, Received
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing import Choice, Fault, SimHandle, SimWorker, StepwiseCluster
 from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions
 from tensorhub.testing.sim.pulling import Frame, LaneEnd, SimLane

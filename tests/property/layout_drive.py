@@ -8,8 +8,6 @@ from random import Random
 
 from tensorhub.coordinator import Connected, Event, Received, invariant_counts, ways
 from tensorhub.coordinator.entities import RankPart
-from tensorhub.digests import root_of
-from tensorhub.manifest import id_of
 from tensorhub.messages import (
     Compared,
     Covered,
@@ -28,6 +26,8 @@ from tensorhub.messages import (
     SelectionRoot,
     TellDigests,
 )
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.types import Endpoint, Location, Medium, OpKey, Purpose
 from tests.property.wait_drive import DIGESTED, DIGESTS, HOSTS, ROOTS, TRANSPORTS, Peer, WaitDrive

@@ -33,7 +33,6 @@ from tensorhub.coordinator import (
 )
 from tensorhub.coordinator.entities import Member, Model, Operation, RankPart, Version
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.digests import root_of
 from tensorhub.messages import (
     Abandon,
     Compared,
@@ -67,6 +66,7 @@ from tensorhub.messages import (
     Unpin,
     Welcome,
 )
+from tensorhub.model.digests import root_of
 from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose

@@ -12,8 +12,9 @@ import msgpack
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tensorhub import messages as m, unpacking
+from tensorhub import messages as m
 from tensorhub.errors import ProtocolError
+from tensorhub.model import unpacking
 from tensorhub.protocol import codec, forms
 from tensorhub.protocol.codec import ANYTHING, FROM_COORDINATOR, FROM_READER, FROM_WORKER, decode, encode
 from tensorhub.protocol.tags import TAGS

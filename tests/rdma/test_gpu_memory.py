@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tensorhub.api.tools import register_memory
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
-from tensorhub.tools import register_memory
 from tensorhub.transport import staging
 from tensorhub.transport.rdma import verbs
 from tensorhub.transport.rdma.fabric import Fabric

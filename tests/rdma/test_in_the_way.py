@@ -14,8 +14,8 @@ import anyio
 import numpy as np
 import pytest
 
+from tensorhub.api.hub import Hub
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.transport import built_in
 from tensorhub.transport.rdma.reads import WINDOW_BYTES
 from tensorhub.transport.tcp.reader import TcpTransport

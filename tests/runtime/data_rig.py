@@ -17,9 +17,9 @@ from types import FrameType
 import anyio
 
 from tensorhub.layouts.reading import Part
-from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
+from tensorhub.model.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, PullEvent, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner

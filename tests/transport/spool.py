@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from tensorhub.accesses import Access
 from tensorhub.errors import ProtocolError
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie, StillWaiting
+from tensorhub.model.accesses import Access
 from tensorhub.transport.base import Arrival, Channel, Destination, Lacking, ReadFailure
 from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.dialect import Dialect, Find

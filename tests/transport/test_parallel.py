@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX
 from tensorhub.transport import parallel
 from tensorhub.transport.base import Arrival, Cutter, Lacking, ReadFailure, Unusable
 from tensorhub.transport.parallel import ParallelChannel

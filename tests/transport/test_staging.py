@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import register_memory
+from tensorhub.api.weights import Weights
 from tensorhub.errors import OperationTimeout
-from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.tools import register_memory
 from tensorhub.transport import staging as staging_module
 from tensorhub.transport.staging import Staging, cut_up
 from tensorhub.types import Options
-from tensorhub.weights import Weights
 from tests.cuda.double import Double
 from tests.rig import OPTIONS, cluster, until
 

@@ -14,7 +14,7 @@ from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Selection
 from tensorhub.memory.addresses import address_of
 from tensorhub.memory.strided import Stream, blocks
-from tensorhub.strips import Strip, straight
+from tensorhub.model.strips import Strip, straight
 from tensorhub.transport import dialect
 from tensorhub.transport.base import Destination
 from tensorhub.transport.cma import process as cma

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tensorhub.digests import pack, root_of
 from tensorhub.messages import Origin
+from tensorhub.model.digests import pack, root_of
 from tensorhub.testing import MANIFEST
 from tensorhub.worker.calls import CompareDigests
 from tensorhub.worker.chunk_reports import compare, root_of_all

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub.accesses import Access
+from tensorhub.model.accesses import Access
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.fencing import FenceStep, look
 from tensorhub.worker.owner import Owner

@@ -9,7 +9,6 @@ from typing import TypeVar
 import pytest
 
 from tensorhub.errors import GroupAborted, IntegrityError, StateError
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
     ErrorInfo,
     LeaveGranted,
@@ -23,6 +22,7 @@ from tensorhub.messages import (
     SetRetained,
     Start,
 )
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 
 from tensorhub.errors import LeaseLost, MutabilityViolation, RegistrationError, StateError, VersionConflict
-from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     Deregister,
     DigestAgain,
@@ -20,6 +19,7 @@ from tensorhub.messages import (
     Publish,
     TellDigests,
 )
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.memory import MANIFEST, make_manifest

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import pytest
 
-from tensorhub.digests import pack, unpack
 from tensorhub.errors import ManifestMismatch, ProtocolError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.layouts.entries import entries_of
 from tensorhub.layouts.identity import layout_id_of
@@ -18,7 +17,6 @@ from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.shared import Share
 from tensorhub.layouts.views import at, source
-from tensorhub.manifest import Manifest, RegionSpec, TensorDescription, build_manifest, id_of
 from tensorhub.messages import (
     Abandon,
     BegunWith,
@@ -49,6 +47,8 @@ from tensorhub.messages import (
     TellDigests,
     Write,
 )
+from tensorhub.model.digests import pack, unpack
+from tensorhub.model.manifest import Manifest, RegionSpec, TensorDescription, build_manifest, id_of
 from tensorhub.types import OpKey, OpKind, VersionInfo
 from tensorhub.worker import known_parts
 from tensorhub.worker.calls import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.messages import Origin
+from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import LocalCopy
 from tensorhub.worker.local_copying import Copier

@@ -14,7 +14,6 @@ from tensorhub.errors import (
     StateError,
     VersionUnavailable,
 )
-from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import (
     AddSource,
     ErrorInfo,
@@ -28,6 +27,7 @@ from tensorhub.messages import (
     Start,
     Write,
 )
+from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.layouts import Layout

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
-    from tensorhub.hub import Hub
-    from tensorhub.opening import Opening
+    from tensorhub.api.hub import Hub
+    from tensorhub.api.opening import Opening
 
 FAILED = 1
 USAGE = 2

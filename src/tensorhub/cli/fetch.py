@@ -15,9 +15,9 @@ from typing import Annotated
 import anyio.to_thread
 import typer
 
+from tensorhub.api.tools import fetch_into
 from tensorhub.cli import common
 from tensorhub.memory.file_target import FileTarget
-from tensorhub.tools import fetch_into
 from tensorhub.types import FetchReport, Options, VersionInfo, check_name, check_selector, printable
 
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, Group
 
+from tensorhub.api.tools import plan_group
 from tensorhub.cli import common
 from tensorhub.cli.sheets import Sheet
 from tensorhub.memory.unallocated import Described, described
-from tensorhub.read_plan import PlannedSource, ReadPlan
-from tensorhub.tools import plan_group
+from tensorhub.model.read_plan import PlannedSource, ReadPlan
 from tensorhub.types import check_name, check_selector
 
 WORKERS_SHOWN_MAX = 3  # of one source

@@ -13,10 +13,10 @@ import anyio
 import typer
 
 import tensorhub
+from tensorhub.api.tools import register_memory
 from tensorhub.cli import common
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.memory.files import FileMemory
-from tensorhub.tools import register_memory
 from tensorhub.types import VERSION_MAX, Options, VersionInfo, check_name
 
 POLL_S = 0.25  # how often the files are looked at

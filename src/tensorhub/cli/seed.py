@@ -13,9 +13,9 @@ import anyio
 import typer
 
 import tensorhub
+from tensorhub.api.tools import seed_shard
 from tensorhub.cli import common
 from tensorhub.errors import LeaseLost, TensorHubError, VersionUnavailable
-from tensorhub.tools import seed_shard
 from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name, printable
 
 RETRY_S = 1.0  # before a version that could not be read is asked for again

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 import tensorhub
-from tensorhub.arguments import WORKERS_OF_PAGE_MAX
+from tensorhub.api.arguments import WORKERS_OF_PAGE_MAX
 from tensorhub.cli import common
 from tensorhub.cli.sheets import sheets, tables
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout

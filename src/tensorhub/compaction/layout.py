@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from tensorhub.manifest import Manifest, RegionSpec
+from tensorhub.model.manifest import Manifest, RegionSpec
 
 ALIGNMENT: Final = 16  # bytes of the largest element (complex128), and of a GPU's widest load
 

@@ -15,8 +15,8 @@ from tensorhub.coordinator.states import ReplicaState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import id_of
 from tensorhub.messages import Held
+from tensorhub.model.manifest import id_of
 from tensorhub.types import Purpose
 
 

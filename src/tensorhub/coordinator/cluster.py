@@ -45,12 +45,12 @@ from tensorhub.coordinator.manifests import Manifests
 from tensorhub.coordinator.sessions import ReadOnlySessions, Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import starves, waits_in
-from tensorhub.digests import head_of
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.published import Published
 from tensorhub.machine import Timers
-from tensorhub.manifest import ID_BYTES, id_of
 from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
+from tensorhub.model.digests import head_of
+from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.scheduler.links import Links
 from tensorhub.scheduler.slowness import Slowness
 from tensorhub.types import OpKey, Options

@@ -36,7 +36,6 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.machine import Stateful
-from tensorhub.manifest import ID_BYTES
 from tensorhub.messages import (
     Abandon,
     Begun,
@@ -51,6 +50,7 @@ from tensorhub.messages import (
     Rollback,
     Unpin,
 )
+from tensorhub.model.manifest import ID_BYTES
 from tensorhub.scheduler.choice import Load
 from tensorhub.scheduler.sources import Standing
 from tensorhub.types import (

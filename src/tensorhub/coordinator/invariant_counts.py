@@ -11,8 +11,8 @@ from itertools import chain
 from tensorhub.coordinator.cluster import Cluster, selections_needed
 from tensorhub.coordinator.states import LeaseState
 from tensorhub.machine import demand
-from tensorhub.manifest import id_of
 from tensorhub.messages import Rollback
+from tensorhub.model.manifest import id_of
 
 
 def check(cluster: Cluster) -> None:

@@ -17,8 +17,8 @@ from math import inf, nextafter
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.manifest import id_of
 from tensorhub.messages import ReadyAgain, ReadyToWrite, Register, RegisterAgain
+from tensorhub.model.manifest import id_of
 
 ANSWER = 1 / 8  # of a lease, that the one who is asked has; then all others are asked as well
 ANSWER_S_MAX = 5.0  # the same, however long a lease is: callers wait for it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensorhub.coordinator import limits
-from tensorhub.manifest import id_of
+from tensorhub.model.manifest import id_of
 
 
 class Manifests:

@@ -16,9 +16,9 @@ from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.digests import head_of
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.messages import Publish
+from tensorhub.model.digests import head_of
 from tensorhub.types import Medium, VersionInfo
 
 

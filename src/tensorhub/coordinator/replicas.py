@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tensorhub.coordinator.entities import RankPart, Version
-from tensorhub.digests import head_of
-from tensorhub.manifest import Manifest
+from tensorhub.model.digests import head_of
+from tensorhub.model.manifest import Manifest
 
 NAMES_MAX = 8  # tensors that an error names
 MANIFEST_BYTES_MAX = 2**20  # a longer one is not decoded for an error: others would wait for that

@@ -29,10 +29,10 @@ from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart,
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
-from tensorhub.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max
+from tensorhub.model.digests import ROOT_BYTES, WIDTHS, root_of, width_in
 from tensorhub.types import OpKind
 
 ANSWER_S = 5.0  # a worker that has said nothing for twice that is not waited for

@@ -22,7 +22,7 @@ import anyio
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.arguments import is_list
+from tensorhub.api.arguments import is_list
 from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionConflict, VersionUnavailable, shown
 from tensorhub.integrations.streamed import Receiver, Sender
 from tensorhub.logs import get_logger

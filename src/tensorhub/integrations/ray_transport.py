@@ -38,13 +38,13 @@ from ray.experimental.rdt.tensor_transport_manager import (
 from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
 
 from tensorhub import TensorHubError, sync
+from tensorhub.api.tools import fetch_into
 from tensorhub.integrations.ray import SUPPORTED, location
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.reused_memory import ReusedMemory
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import fetch_into
 
 NAME: Final = "TENSORHUB"
 FETCH_S: Final = 0.75 * RDT_FETCH_FAIL_TIMEOUT_SECONDS  # Ray gives up after all of it, and cannot say why

@@ -30,13 +30,13 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from tensorhub import sync
+from tensorhub.api.tools import PublishedTensors, published_tensors
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError, TensorHubError, VersionConflict, some
 from tensorhub.integrations.probing import leaves_bytes, own_tensors
 from tensorhub.integrations.recording import Recording, Specs, record
 from tensorhub.integrations.sglang_session import Order, Outcome, check_sglang
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import PublishedTensors, published_tensors
 from tensorhub.types import Options
 
 log = get_logger(__name__)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tensorhub import sync
+from tensorhub.api.hub import Hub
+from tensorhub.api.tools import published_tensors
+from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidValue, RegistrationError, VersionConflict, shown, some
-from tensorhub.hub import Hub
 from tensorhub.logs import get_logger
-from tensorhub.tools import published_tensors
 from tensorhub.types import FetchReport
-from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
     import torch

@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
 from tensorhub import shared_empty_like, sync
+from tensorhub.api.tools import PublishedTensors, changed_tensors, published_tensors
 from tensorhub.errors import (
     IntegrityError,
     ManifestMismatch,
@@ -47,7 +48,6 @@ from tensorhub.integrations.recording import Recording, Specs, record
 from tensorhub.integrations.vllm import INTACT, OPEN, TORN
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.tools import PublishedTensors, changed_tensors, published_tensors
 
 log = get_logger(__name__)
 

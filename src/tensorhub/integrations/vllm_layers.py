@@ -27,9 +27,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_on_meta
 
-from tensorhub.digests import hasher
 from tensorhub.errors import StateError
 from tensorhub.integrations.probing import leaves_bytes, own_tensors, pattern, same_bytes, trial
+from tensorhub.model.digests import hasher
 
 __all__ = [
     "acts_once",

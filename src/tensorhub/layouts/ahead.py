@@ -14,8 +14,8 @@ from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
 from tensorhub.layouts.whole import whole_manifest
-from tensorhub.manifest import Manifest
-from tensorhub.read_plan import PlannedSource, ReadPlan
+from tensorhub.model.manifest import Manifest
+from tensorhub.model.read_plan import PlannedSource, ReadPlan
 from tensorhub.types import ModelInfo, ReplicaView, VersionInfo
 
 

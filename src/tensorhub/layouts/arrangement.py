@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from tensorhub.dtypes import INT_MAX
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
 from tensorhub.layouts.boxes import Box, Span, shown
 from tensorhub.layouts.catalogue import Catalogue, Kind, catalogue_of
 from tensorhub.layouts.columns import Column, column, expect, pack_all, unpack_all
 from tensorhub.layouts.pieces import Piece, packed
-from tensorhub.manifest import DIMENSIONS_MAX, ENCODED_BYTES_MAX, TENSORS_MAX, id_of
+from tensorhub.model.dtypes import INT_MAX
+from tensorhub.model.manifest import DIMENSIONS_MAX, ENCODED_BYTES_MAX, TENSORS_MAX, id_of
 
 FORM = 1
 PIECES_MAX = TENSORS_MAX

@@ -21,10 +21,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from tensorhub.dtypes import ITEMSIZE, ZERO_POINT_MIN, Quantization, quantization_fault, shape_fault
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
 from tensorhub.layouts.columns import Column, column, expect, pack_all, unpack_all
-from tensorhub.manifest import DIMENSIONS_MAX, ENCODED_BYTES_MAX, TENSORS_MAX, id_of, name_fault
+from tensorhub.model.dtypes import ITEMSIZE, ZERO_POINT_MIN, Quantization, quantization_fault, shape_fault
+from tensorhub.model.manifest import DIMENSIONS_MAX, ENCODED_BYTES_MAX, TENSORS_MAX, id_of, name_fault
 
 FORM = 1
 KINDS_MAX = 2**16

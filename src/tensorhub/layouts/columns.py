@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import msgpack
 
-from tensorhub.dtypes import INT_MAX
 from tensorhub.errors import ProtocolError
-from tensorhub.unpacking import unpacker
+from tensorhub.model.dtypes import INT_MAX
+from tensorhub.model.unpacking import unpacker
 
 Column: TypeAlias = "array[int]"
 

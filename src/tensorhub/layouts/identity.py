@@ -17,7 +17,7 @@ from tensorhub.layouts.boxes import whole
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.sharding import Sharding
 from tensorhub.layouts.views import parts
-from tensorhub.manifest import Manifest, TensorSpec, id_of
+from tensorhub.model.manifest import Manifest, TensorSpec, id_of
 
 ALONE = "world/1"  # of plain tensors that are the whole model
 

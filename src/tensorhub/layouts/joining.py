@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tensorhub.compatibility import dtype_advice, missing_advice
-from tensorhub.dtypes import itemsize
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError, some
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue
@@ -25,7 +23,9 @@ from tensorhub.layouts.published import Published, grid_id
 from tensorhub.layouts.reading import reading_of
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
 from tensorhub.layouts.sharding import Sharding
-from tensorhub.manifest import Manifest, id_of
+from tensorhub.model.compatibility import dtype_advice, missing_advice
+from tensorhub.model.dtypes import itemsize
+from tensorhub.model.manifest import Manifest, id_of
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from operator import le
 from typing import NamedTuple, TypeAlias
 
 from tensorhub import errors
-from tensorhub.dtypes import Quantization
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.boxes import Box, overlapping, span, volume, whole
 from tensorhub.layouts.catalogue import Kind
 from tensorhub.layouts.sharding import Sharding
 from tensorhub.layouts.views import Place, Taken, View, at, parts
+from tensorhub.model.dtypes import Quantization
 
 ShapeOf: TypeAlias = Callable[[str], tuple[int, ...] | None]  # the global shape of the tensor of a name, if there is one
 

@@ -18,7 +18,7 @@ from typing import get_args
 import msgpack
 
 from tensorhub.layouts.columns import expect, pack_all, unpack_all
-from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
+from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
 
 FORM = 1
 GRID = 4  # grows with each change of readings, so that workers with other readings have another grid

@@ -36,9 +36,9 @@ from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pac
 from tensorhub.layouts.plan import plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import ID_MAX
-from tensorhub.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
-from tensorhub.strips import Around, Strip, beyond, shortest
+from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNKS_MAX, DIMENSIONS_MAX, id_of
+from tensorhub.model.strips import Around, Strip, beyond, shortest
 
 FORM = 1
 _WHAT = "selection"

@@ -16,8 +16,8 @@ from functools import cached_property
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
-from tensorhub.manifest import Chunk, Digest, Manifest, TensorSpec
-from tensorhub.strips import Strip
+from tensorhub.model.manifest import Chunk, Digest, Manifest, TensorSpec
+from tensorhub.model.strips import Strip
 
 NOTHING = Reading((), (), ())
 

@@ -17,7 +17,7 @@ from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Span, shown, volume, whole
 from tensorhub.layouts.pieces import within
 from tensorhub.layouts.publication import Publication
-from tensorhub.strips import Strip, shortest
+from tensorhub.model.strips import Strip, shortest
 
 SHARES_MAX = 1024  # of one publication, about: where more is shared, several parts make one share
 CHUNK_BYTES = 4 * 2**20  # that are digested at once

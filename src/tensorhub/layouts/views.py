@@ -23,10 +23,10 @@ from types import EllipsisType
 from typing import Any, Final, NamedTuple
 
 from tensorhub import errors
-from tensorhub.dtypes import INT_MAX
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.boxes import Box, Span, span, whole
-from tensorhub.manifest import DIMENSIONS_MAX, name_fault
+from tensorhub.model.dtypes import INT_MAX
+from tensorhub.model.manifest import DIMENSIONS_MAX, name_fault
 from tensorhub.types import as_integer
 
 _SLICES = "take integers, slices with a positive step (`[0:2048, ::2]`) and `...`"

@@ -14,7 +14,7 @@ from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import Manifest, RegionSpec, TensorSpec
+from tensorhub.model.manifest import Manifest, RegionSpec, TensorSpec
 
 NAMES_SHOWN_MAX = 5
 

@@ -15,10 +15,10 @@ from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, install, shown
 from tensorhub.layouts.whole import choose
-from tensorhub.manifest import Manifest, TensorSpec
 from tensorhub.memory.addresses import Bytes
 from tensorhub.memory.regions import FilledMemory, MappedRegions, check_padding, is_packed
 from tensorhub.memory.tensors import view
+from tensorhub.model.manifest import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch

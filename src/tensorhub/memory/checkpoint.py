@@ -20,9 +20,9 @@ import msgpack
 from msgpack.exceptions import UnpackException
 
 from tensorhub.errors import some
-from tensorhub.manifest import TENSORS_MAX
 from tensorhub.memory.json_pieces import Pieces
 from tensorhub.memory.safetensors import Header, open_file, parse_header
+from tensorhub.model.manifest import TENSORS_MAX
 
 FORMAT = b"safetensors/2\n"  # what the metadata of a version that was published from files begins with
 SUFFIX = ".safetensors"

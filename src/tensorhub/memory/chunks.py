@@ -16,16 +16,16 @@ import xxhash
 
 from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, DeviceBytes, Spread
-from tensorhub.digests import WIDTHS
 from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.manifest import Chunk, Manifest
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
 from tensorhub.memory.covering import Covering, Extent
 from tensorhub.memory.strided import BUFFER_BYTES, Strided
-from tensorhub.strips import Strip
+from tensorhub.model.digests import WIDTHS
+from tensorhub.model.manifest import Chunk, Manifest
+from tensorhub.model.strips import Strip
 
 Strips: TypeAlias = "Sequence[tuple[Strip, ...]]"  # of each chunk
 

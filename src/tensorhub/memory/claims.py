@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tensorhub.errors import StateError
-from tensorhub.manifest import TensorDescription
+from tensorhub.model.manifest import TensorDescription
 
 _lock = threading.Lock()  # guards what follows, and the counts of all claims
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 
 
 class Extent(NamedTuple):

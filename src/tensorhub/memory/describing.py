@@ -15,10 +15,10 @@ from typing import Any
 
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device
-from tensorhub.dtypes import ITEMSIZE, QUANTIZED, Quantization, quantization_fault
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.sharding import Sharding, is_dtensor, sharding_of
-from tensorhub.manifest import TensorDescription, name_fault
+from tensorhub.model.dtypes import ITEMSIZE, QUANTIZED, Quantization, quantization_fault
+from tensorhub.model.manifest import TensorDescription, name_fault
 
 
 def is_torch(value: object) -> bool:

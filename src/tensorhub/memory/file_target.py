@@ -19,15 +19,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from tensorhub.digests import WIDTHS
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.layouts.whole import choose
-from tensorhub.manifest import Manifest, TensorSpec
 from tensorhub.memory.allocated import patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
 from tensorhub.memory.safetensors import Entry, Header, make_header
 from tensorhub.memory.unfinished import Unfinished, stem_of
+from tensorhub.model.digests import WIDTHS
+from tensorhub.model.manifest import Manifest, TensorSpec
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Self
 
 from tensorhub.cuda.device import Device
-from tensorhub.digests import hasher
 from tensorhub.errors import ManifestMismatch, RegistrationError
-from tensorhub.manifest import Chunk, Manifest, TensorDescription
 from tensorhub.memory.checkpoint import Checkpoint, find_files
 from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.regions import MappedRegions
 from tensorhub.memory.safetensors import Entry, Header, open_file, read_from
+from tensorhub.model.digests import hasher
+from tensorhub.model.manifest import Chunk, Manifest, TensorDescription
 
 READ_BYTES = 4 * 2**20  # of one read that is then digested, out of the cache
 

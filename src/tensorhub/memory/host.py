@@ -13,8 +13,8 @@ from collections.abc import Callable
 from itertools import accumulate
 
 from tensorhub.errors import StateError
-from tensorhub.manifest import Manifest
 from tensorhub.memory.regions import FilledMemory, MappedRegions
+from tensorhub.model.manifest import Manifest
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Page-locks this memory; what comes back undoes that."""

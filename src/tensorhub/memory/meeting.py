@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tensorhub.memory.strided import Block, blocks, bounds, runs
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 
 REGIONS = range(0, 2**84, 2**48)
 """Where each region begins, if all lie in one space, far apart: what `memory.strided.blocks` takes for addresses."""

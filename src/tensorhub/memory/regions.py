@@ -12,9 +12,9 @@ from typing import Protocol
 
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch
-from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, copy_bytes
 from tensorhub.memory.claims import NO_CLAIM, Claim
+from tensorhub.model.manifest import Manifest, TensorDescription, TensorSpec
 
 PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 

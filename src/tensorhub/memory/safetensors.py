@@ -16,10 +16,10 @@ from math import prod
 from operator import attrgetter
 from pathlib import Path
 
-from tensorhub.dtypes import INT_MAX, ITEMSIZE, shape_fault
 from tensorhub.errors import some
-from tensorhub.manifest import DIMENSIONS_MAX, TENSORS_MAX, name_fault
 from tensorhub.memory.json_pieces import Pieces
+from tensorhub.model.dtypes import INT_MAX, ITEMSIZE, shape_fault
+from tensorhub.model.manifest import DIMENSIONS_MAX, TENSORS_MAX, name_fault
 
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 ENTRY_BYTES_MAX = 8192  # of what it says of one tensor, with whatever space is in it

@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from tensorhub.errors import StateError
 from tensorhub.memory.addresses import PyBuffer, address_of
-from tensorhub.strips import Around, Strip
+from tensorhub.model.strips import Around, Strip
 
 LONG_RUN_BYTES: Final = 16 * 2**10  # and longer: what a view of it costs is small beside what moving it does
 BUFFER_BYTES: Final = 2**20  # a server's core has that in its own cache

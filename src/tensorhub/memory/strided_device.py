@@ -12,7 +12,7 @@ from itertools import accumulate
 from tensorhub.cuda.device import Spread
 from tensorhub.cuda.kernels import SPREAD_BYTES_MAX, spread_rows
 from tensorhub.memory.strided import Block, blocks
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 
 BATCH_BYTES = 64 * 2**20  # of chunks that go at a time: to start them and wait for them costs as much as 100 MiB do
 

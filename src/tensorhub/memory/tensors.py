@@ -20,11 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tensorhub.cuda.device import DeviceBytes
-from tensorhub.dtypes import ITEMSIZE, Quantization
 from tensorhub.errors import RegistrationError, some
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
-from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.memory.addresses import Bytes, bytes_at
 from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.describing import (
@@ -43,6 +41,8 @@ from tensorhub.memory.pages import read_only
 from tensorhub.memory.regions import MappedRegions, Pieces, alias_classes, check_padding, is_packed, mismatch
 from tensorhub.memory.resolving import is_module, resolve, resolve_all
 from tensorhub.memory.sampling import Sample
+from tensorhub.model.dtypes import ITEMSIZE, Quantization
+from tensorhub.model.manifest import Manifest, TensorDescription, TensorSpec
 
 CHANGES_NAMED_MAX = 20  # tensors, in an error
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorhub.dtypes import ITEMSIZE
 from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.joining import Declaration
-from tensorhub.manifest import TensorDescription
 from tensorhub.memory.describing import (
     check_any,
     describe,
@@ -22,6 +20,8 @@ from tensorhub.memory.describing import (
     stride_fault,
 )
 from tensorhub.memory.resolving import resolve_all
+from tensorhub.model.dtypes import ITEMSIZE
+from tensorhub.model.manifest import TensorDescription
 
 Described = tuple[tuple[TensorDescription, ...], Declaration]
 FIRST_ADDRESS = 2**62  # of what has none: where no process has memory

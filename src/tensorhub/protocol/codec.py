@@ -18,9 +18,9 @@ from msgpack.exceptions import UnpackException
 
 from tensorhub import messages
 from tensorhub.errors import ProtocolError
+from tensorhub.model.unpacking import unpacker
 from tensorhub.protocol.forms import Record, Violation, brief, describe, record_of
 from tensorhub.protocol.tags import TAGS
-from tensorhub.unpacking import unpacker
 
 M = TypeVar("M")
 

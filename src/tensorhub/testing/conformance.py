@@ -25,7 +25,7 @@ import xxhash
 
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.memory.addresses import address_of
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 from tensorhub.testing.checking import (
     Check,
     ConformanceBroken,

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
-from tensorhub.accesses import Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.model.accesses import Refusal, Wait
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
 from tensorhub.transport.owner import CannotServe, Lane

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import anyio
 import anyio.abc
 
+from tensorhub.api.hub import Hub
+from tensorhub.api.opening import Opening
 from tensorhub.errors import CoordinatorUnavailable, StateError
-from tensorhub.hub import Hub
-from tensorhub.opening import Opening
 from tensorhub.testing.drivers.facades import WorkerFacade
 from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedUser, WorkerCrashed
 from tensorhub.testing.drivers.timeline import Party

@@ -9,9 +9,9 @@ import anyio
 import anyio.from_thread
 
 from tensorhub.cuda.device import Device
-from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.memory.addresses import Bytes, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.checking import Source

@@ -11,7 +11,7 @@ from typing import Final
 import xxhash
 
 from tensorhub.layouts.reading import Selection
-from tensorhub.strips import Strip, straight
+from tensorhub.model.strips import Strip, straight
 from tensorhub.testing.checking import MakeSource, Source, Tear, TearingCutter, failure_of, made, receive_all, require, take
 from tensorhub.testing.strided_target import LONG, OF, SELECTION, SIZES, StridedTarget, selected, strided_content
 from tensorhub.transport.base import Channel, Cutter, Lacking, Transport

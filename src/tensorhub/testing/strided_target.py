@@ -11,10 +11,10 @@ from typing import Final
 from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Reading, Selection
 from tensorhub.layouts.resharded import resharded
-from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.memory.addresses import Bytes, copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.strips import Strip, straight
+from tensorhub.model.manifest import TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, straight
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
 CANARY: Final = 0xA5  # what a destination holds before anything arrives

@@ -40,7 +40,7 @@ from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.cuda.device import Device, Spread
 from tensorhub.layouts.reading import Selection
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tensorhub.accesses import Access
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie
+from tensorhub.model.accesses import Access
 from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.dialect import REGIONS_MAX, FindRegions, RegionsAre
 from tensorhub.transport.owner import ServedReader

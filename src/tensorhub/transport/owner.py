@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import FromReader
+from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.generation_words import Header

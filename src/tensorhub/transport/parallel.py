@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX
 from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, Unusable
 
 FIRST_BYTES = 2 * 2**20  # that a line is asked for before anything has come by it

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.chunks import ChunkMemory
@@ -27,6 +26,7 @@ from tensorhub.messages import (
     StillWaiting,
     TransportRequest,
 )
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.owner import CannotServe, Lane, NotOpen, OpenMemory, OwnedMemory, OwnerSession, OwnerSide

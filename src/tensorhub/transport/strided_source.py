@@ -12,7 +12,7 @@ from itertools import chain
 
 from tensorhub.errors import ProtocolError
 from tensorhub.memory.strided import Block, Stream, blocks
-from tensorhub.strips import Strip
+from tensorhub.model.strips import Strip
 from tensorhub.transport.base import Destination
 from tensorhub.transport.dialect import REGIONS_MAX, FindRegions, RegionsAre
 from tensorhub.transport.read_client import ReadClient

@@ -5,5 +5,5 @@ worker holds, for its part in a group operation, for its host copies, and for an
 connection. The worker alone decides when its memory may change.
 
 Not responsible for moving bytes (`tensorhub.transport`), for choosing sources (`tensorhub.scheduler`), nor for clocks, tasks
-and tensors (`tensorhub.runtime`, `tensorhub.hub`).
+and tensors (`tensorhub.runtime`, `tensorhub.api.hub`).
 """

@@ -15,7 +15,7 @@ from tensorhub import messages
 from tensorhub.errors import TensorHubError
 from tensorhub.layouts.joining import said_parts
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import OpKey
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access
 from tensorhub.machine import Story
 from tensorhub.messages import Origin
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access
 from tensorhub.types import ContentId
 from tensorhub.worker.grids import Grid
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import Manifest
 from tensorhub.messages import ErrorInfo, FromWorker, Grant
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import OpKind, Selector, VersionInfo
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from tensorhub.digests import pack, root_of, runs_of, unpack
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     DIGEST_RUNS_MAX,
     DIGESTS_BYTES_MAX,
@@ -14,6 +12,8 @@ from tensorhub.messages import (
     Origin,
     SelectionRoot,
 )
+from tensorhub.model.digests import pack, root_of, runs_of, unpack
+from tensorhub.model.manifest import Manifest
 from tensorhub.worker.calls import CompareDigests
 from tensorhub.worker.vote import Wrong
 

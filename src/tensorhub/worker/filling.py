@@ -22,7 +22,7 @@ from typing import assert_never
 from tensorhub import messages
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import HandleState, Medium, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory

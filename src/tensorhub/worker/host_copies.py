@@ -32,8 +32,8 @@ from typing import Any
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, RetentionError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.manifest import Manifest
 from tensorhub.messages import CopyRefused, DropCopy, ErrorInfo, MakeCopy
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import LATEST, FetchReport, HandleState, Medium, OpKind, Purpose, Selector, VersionInfo, host_group
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import Call, CloseCall, FillCall, RefuseCall, ReleaseCall, Say

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.manifest import id_of
+from tensorhub.model.manifest import id_of
 
 PARTS_BYTES_MAX = 2**27  # of what a worker keeps, whatever it needs at once
 PUBLICATIONS_KEPT_MAX = 2

@@ -5,8 +5,8 @@ Each manifest is fetched and compared only once. Not responsible for asking for 
 
 from __future__ import annotations
 
-from tensorhub.compatibility import check_compatible
-from tensorhub.manifest import Manifest
+from tensorhub.model.compatibility import check_compatible
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import Purpose
 from tensorhub.worker.registration_session import Shard
 

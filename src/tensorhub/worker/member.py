@@ -20,7 +20,7 @@ from typing import Any, assert_never
 from tensorhub import messages
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import HandleState, Options
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing

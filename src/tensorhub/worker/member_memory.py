@@ -17,8 +17,8 @@ from tensorhub.errors import LeaseLost
 from tensorhub.layouts.joining import said_parts
 from tensorhub.layouts.resharded import publication_in
 from tensorhub.machine import InvariantBroken, Stateful
-from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked, SelectionRoot
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.member_context import MemberContext

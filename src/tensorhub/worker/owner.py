@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
+from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.books import Books
 from tensorhub.worker.grids import Grid

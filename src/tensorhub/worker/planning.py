@@ -19,7 +19,7 @@ from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import Purpose
 from tensorhub.worker.calls import PlanReading
 from tensorhub.worker.gathering import Gathering

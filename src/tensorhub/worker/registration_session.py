@@ -13,8 +13,8 @@ from math import inf
 
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of
-from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import Medium, OpKey, Purpose
 
 # Of a lease. However late something is heard that was said before the end of a session, the coordinator counts on its worker

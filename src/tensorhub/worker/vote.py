@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from tensorhub import messages
 from tensorhub.layouts.resharded import ReshardedManifest
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.types import OpKey
 from tensorhub.worker.calls import CompareDigests
 from tensorhub.worker.member_context import MemberContext

@@ -17,10 +17,10 @@ import anyio.lowlevel
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
 from tensorhub.coordinator import Event
 from tensorhub.coordinator.entities import Version
 from tensorhub.errors import StateError
-from tensorhub.hub import Hub
 from tensorhub.messages import (
     Compare,
     Describe,

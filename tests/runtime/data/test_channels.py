@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 import tensorhub
+from tensorhub.api.hub import Hub
 from tensorhub.errors import TransportUnavailable
-from tensorhub.hub import Hub
 from tensorhub.messages import Grant
+from tensorhub.model.strips import Strip
 from tensorhub.runtime.data import channels as channels_module
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.data.source_lane import Opened
-from tensorhub.strips import Strip
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,

@@ -10,8 +10,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from tensorhub.api.hub import Hub
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
-from tensorhub.hub import Hub
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksFollow, ChunksLie, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection

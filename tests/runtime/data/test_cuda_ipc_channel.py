@@ -18,10 +18,10 @@ from tensorhub.cuda.copies import joined
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
 from tensorhub.errors import StateError
 from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay, TransportReply
+from tensorhub.model.strips import Strip
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.strips import Strip
 from tensorhub.transport import unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.cma import process as cma

@@ -12,8 +12,8 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tensorhub.manifest import Digest
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwner, StillWaiting
+from tensorhub.model.manifest import Digest
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake

@@ -19,10 +19,10 @@ import pytest
 import tensorhub
 from tensorhub import Hub
 from tensorhub.messages import ChunksLie, NotThisWay, ReadRefused, TransportReply
+from tensorhub.model.strips import Strip
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.strips import Strip
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import sockets

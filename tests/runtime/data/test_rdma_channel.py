@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tensorhub.errors import ProtocolError, StateError
-from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie, Locate, NotThisWay, ReadRefused, TransportReply
+from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER, FROM_READER, decode
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake

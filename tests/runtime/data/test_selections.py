@@ -9,19 +9,19 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from tensorhub.accesses import Refusal
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.columns import pack_all
 from tensorhub.layouts.reading import CELLS_MAX, STRIPS_MAX, Part, Reading, Selection
 from tensorhub.layouts.resharded import resharded
-from tensorhub.manifest import Digest, id_of
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant, Origin
+from tensorhub.model.accesses import Refusal
+from tensorhub.model.manifest import Digest, id_of
+from tensorhub.model.strips import Strip, straight
 from tensorhub.runtime.data import selections as kept_selections
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tensorhub.strips import Strip, straight
 from tensorhub.transport.owner import Lane
 from tensorhub.types import READ_ONLY, Incarnation
 from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving, until

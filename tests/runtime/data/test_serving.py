@@ -12,9 +12,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tensorhub.accesses import Refusal, Wait
 from tensorhub.errors import DrainTimeout
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
+from tensorhub.model.accesses import Refusal, Wait
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake

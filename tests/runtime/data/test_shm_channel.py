@@ -17,10 +17,10 @@ import torch
 import tensorhub
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksLie, NotThisWay
+from tensorhub.model.strips import Strip
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.strips import Strip
 from tensorhub.transport import unix
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.one_sided import Piece

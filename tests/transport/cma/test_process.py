@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.memory.addresses import address_of
 from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cma.process import Process

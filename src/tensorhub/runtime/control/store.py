@@ -32,7 +32,7 @@ from tensorhub.coordinator import (
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.errors import StateError
 from tensorhub.logs import get_logger
-from tensorhub.manifest import ID_BYTES
+from tensorhub.model.manifest import ID_BYTES
 from tensorhub.protocol.forms import Violation, brief, record_of
 from tensorhub.transport.forks import close_in_children
 from tensorhub.types import OpKey

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory, move_chunks
+from tensorhub.model.accesses import Access, Refusal, Wait
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport.owner import CannotServe
 from tensorhub.types import ContentId, RegistrationId

@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tensorhub.accesses import Refusal
 from tensorhub.errors import ProtocolError
 from tensorhub.layouts.reading import Selection
-from tensorhub.manifest import id_of
 from tensorhub.messages import SELECTION_BYTES_MAX
+from tensorhub.model.accesses import Refusal
+from tensorhub.model.manifest import id_of
 from tensorhub.transport.owner import Lane
 
 UPLOADS_MAX = 4  # that are under way at a time

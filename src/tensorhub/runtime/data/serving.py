@@ -22,14 +22,14 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import anyio
 import anyio.to_thread
 
-from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
-from tensorhub.digests import pack, root_of
 from tensorhub.errors import DrainTimeout, StateError
 from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.shared import Share
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Origin
+from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+from tensorhub.model.digests import pack, root_of
 from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.threads import run_in_thread

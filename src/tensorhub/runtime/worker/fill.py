@@ -19,10 +19,10 @@ import anyio.to_thread
 from tensorhub.errors import RegistrationError, StateError, TensorHubError
 from tensorhub.layouts.resharded import counts_of, parts_of
 from tensorhub.logs import get_logger
-from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory
 from tensorhub.messages import SelectionRoot
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.copying import copy_chunks

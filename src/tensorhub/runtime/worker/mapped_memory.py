@@ -18,10 +18,10 @@ from tensorhub.compaction.gpu import PackedOnDevice
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.logs import get_logger
-from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.host import HostMemory, Pin
 from tensorhub.memory.regions import FilledMemory, MappedRegions, Memory, Pieces
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.types import ContentId, Purpose, RegistrationId

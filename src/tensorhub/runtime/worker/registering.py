@@ -22,8 +22,8 @@ from tensorhub.layouts.entries import without_shape
 from tensorhub.layouts.identity import ALONE, layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.published import Published
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest, id_of
 from tensorhub.memory.regions import FilledMemory, Memory
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest, id_of
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient

@@ -28,8 +28,8 @@ from tensorhub.errors import (
     TensorHubError,
 )
 from tensorhub.logs import get_logger
-from tensorhub.manifest import Manifest
 from tensorhub.memory.regions import Memory
+from tensorhub.model.manifest import Manifest
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import RETRY_S

@@ -16,9 +16,9 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import StateError, some
-from tensorhub.manifest import Manifest
 from tensorhub.memory.files import FileMemory
 from tensorhub.memory.regions import Memory, is_packed
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.serving import BROKEN, SharedOwner
 from tensorhub.transport.owner import CannotServe
 from tensorhub.types import ContentId, RegistrationId

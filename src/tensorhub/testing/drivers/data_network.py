@@ -6,7 +6,7 @@ goes on while its reader takes nothing. Not responsible for what a step does: se
 
 from __future__ import annotations
 
-from tensorhub.accesses import Access, Refusal
+from tensorhub.model.accesses import Access, Refusal
 from tensorhub.runtime.data.acceptor import PATIENCE_S
 from tensorhub.testing.drivers.injecting import Injector
 from tensorhub.testing.drivers.timeline import Timeline

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.coordinator import (
     Action,
     Connected,
@@ -19,8 +18,9 @@ from tensorhub.coordinator import (
     Silent,
     Tick,
 )
-from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Heartbeat, HeartbeatAck
+from tensorhub.model.accesses import Access, Refusal, Wait
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.sim.network import Link

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tensorhub.errors import TensorHubError
-from tensorhub.manifest import Manifest
 from tensorhub.memory.regions import Memory
 from tensorhub.messages import Publish
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.scheduler.pull import Pull

@@ -11,10 +11,10 @@ from typing import Self
 
 import xxhash
 
-from tensorhub.manifest import Manifest
 from tensorhub.memory.addresses import copy_bytes
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.regions import Memory
+from tensorhub.model.manifest import Manifest
 
 
 class Cell(str):

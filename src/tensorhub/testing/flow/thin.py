@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tensorhub.digests import root_of
-from tensorhub.manifest import TensorDescription, build_manifest, id_of
 from tensorhub.messages import (
     DIGESTS_BYTES_MAX,
     AddSource,
@@ -51,6 +49,8 @@ from tensorhub.messages import (
     TellDigests,
     Write,
 )
+from tensorhub.model.digests import root_of
+from tensorhub.model.manifest import TensorDescription, build_manifest, id_of
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.testing.flow.topology import Place
 from tensorhub.testing.flow.transfers import Flow, Memory, Transfers

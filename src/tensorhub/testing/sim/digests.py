@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensorhub.accesses import Access
 from tensorhub.messages import DigestAgain, TellDigests
+from tensorhub.model.accesses import Access
 from tensorhub.testing.sim.assertion import HOLDING
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.digests import WIDTHS
 from tensorhub.messages import Origin, SelectionRoot
+from tensorhub.model.accesses import Access, Refusal, Wait
+from tensorhub.model.digests import WIDTHS
 from tensorhub.testing.sim.layouts import cells_over, covered, is_laid_out_anew
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells, digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, assert_never
 
-from tensorhub.accesses import Access
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.layouts.reading import Selection
-from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Prepared, Publish, Register
+from tensorhub.model.accesses import Access
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller

@@ -21,8 +21,8 @@ from tensorhub.layouts.joining import Declaration, coordinates_of
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.views import source
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
-from tensorhub.strips import Strip
+from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip
 from tensorhub.testing.sim.memory import CHUNK_BYTES, Cells
 
 AND, OF = " + ", "@"  # between the pieces of a cell, and between a published cell's tag and which of its bytes they are

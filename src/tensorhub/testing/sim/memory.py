@@ -12,8 +12,8 @@ from typing import Protocol
 
 import xxhash
 
-from tensorhub.accesses import Access
-from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.model.accesses import Access
+from tensorhub.model.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.types import Medium, Purpose
 from tensorhub.worker.owner import Owner
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, Protocol
 
 from tensorhub.layouts.reading import Selection
-from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
 from tensorhub.testing.sim.judges.verified import VerifiedChunks

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from tensorhub.accesses import Access, Refusal, Wait
-from tensorhub.digests import runs_of
 from tensorhub.layouts.reading import Selection
-from tensorhub.manifest import Manifest
 from tensorhub.messages import HAS_RUNS_MAX, Grant, Origin
+from tensorhub.model.accesses import Access, Refusal, Wait
+from tensorhub.model.digests import runs_of
+from tensorhub.model.manifest import Manifest
 from tensorhub.scheduler.links import FlowMeter
 from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests, patience_s

@@ -14,7 +14,7 @@ from tensorhub.errors import GroupAborted
 from tensorhub.layouts.identity import layout_id_together
 from tensorhub.layouts.joining import Declaration
 from tensorhub.layouts.reading import Selection
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.sim.handle import Callers, CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies

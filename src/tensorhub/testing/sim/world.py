@@ -27,7 +27,6 @@ from tensorhub.coordinator import (
     Tick,
     WorkerLost,
 )
-from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     Done,
     Fill,
@@ -41,6 +40,7 @@ from tensorhub.messages import (
     Welcome,
     Write,
 )
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.guarantees import Guarantees

@@ -19,7 +19,6 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import chain
 
-from tensorhub.accesses import Access
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
@@ -27,6 +26,7 @@ from tensorhub.memory.addresses import address_of
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.strided import blocks
 from tensorhub.messages import ChunksFollow, TransportRequest
+from tensorhub.model.accesses import Access
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport.base import NotShared, Unusable

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 
-from tensorhub.accesses import Access
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow
+from tensorhub.model.accesses import Access
 from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.staging import Place, Staging

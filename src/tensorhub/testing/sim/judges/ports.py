@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from tensorhub.accesses import Access
 from tensorhub.coordinator import Coordinator, Entry
-from tensorhub.manifest import Manifest
+from tensorhub.model.accesses import Access
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.judges import reference_model
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import Location, OpKey, Options, RegistrationId, VersionInfo

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from tensorhub.manifest import Manifest
+from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.layouts import cells_over, covered, is_laid_out_anew
 from tensorhub.testing.sim.memory import Cells

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from tensorhub.errors import ManifestMismatch, shown, some
-from tensorhub.manifest import Manifest, TensorSpec
+from tensorhub.model.manifest import Manifest, TensorSpec
 
 WRAPPERS_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile's, DDP's, FSDP's
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tensorhub.arguments import checked_options
+from tensorhub.api.arguments import checked_options
+from tensorhub.api.opening import Opening, Unpicklable
 from tensorhub.errors import InvalidType, InvalidValue, shown
-from tensorhub.opening import Opening, Unpicklable
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.control.server import CoordinatorServer

@@ -6,8 +6,8 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
+from tensorhub.api.opening import Unpicklable, wrong_use
 from tensorhub.errors import LeaseLost
-from tensorhub.opening import Unpicklable, wrong_use
 from tensorhub.runtime.loop_thread import Waiter
 from tensorhub.runtime.worker.ports import ThreadPort
 from tensorhub.runtime.worker.registering import CallersWorker

@@ -18,17 +18,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from tensorhub.arguments import check_latest, check_part, check_ranks, checked_options, checked_sources, is_list
+from tensorhub.api.arguments import check_latest, check_part, check_ranks, checked_options, checked_sources, is_list
+from tensorhub.api.fetched import Fetched
+from tensorhub.api.opening import Block, Opening, Unpicklable, close_after
+from tensorhub.api.tools import check_full, claim_of, fetch_into, plan_group, register_memory, tell_left_out
+from tensorhub.api.watcher import Watcher
+from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, shown
-from tensorhub.fetched import Fetched
 from tensorhub.layouts.ahead import plan_whole
 from tensorhub.layouts.joining import Declaration
 from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.memory.unallocated import described
-from tensorhub.opening import Block, Opening, Unpicklable, close_after
+from tensorhub.model.read_plan import ReadPlan
 from tensorhub.protocol.secret import Secret, resolve_token
-from tensorhub.read_plan import ReadPlan
 from tensorhub.runtime.control.addresses import check_address
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.ending import CLOSE_S, Parting
@@ -36,7 +39,6 @@ from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
-from tensorhub.tools import check_full, claim_of, fetch_into, plan_group, register_memory, tell_left_out
 from tensorhub.types import (
     LATEST,
     Location,
@@ -50,8 +52,6 @@ from tensorhub.types import (
     check_selector,
     check_version,
 )
-from tensorhub.watcher import Watcher
-from tensorhub.weights import Weights
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,10 +22,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgpack
 
-from tensorhub.dtypes import INT_MAX, ITEMSIZE, ZERO_POINT_MIN, Quantization, itemsize, quantization_fault, shape_fault
 from tensorhub.errors import ProtocolError, RegistrationError, some
-from tensorhub.strips import Strip, straight
-from tensorhub.unpacking import unpacker
+from tensorhub.model.dtypes import INT_MAX, ITEMSIZE, ZERO_POINT_MIN, Quantization, itemsize, quantization_fault, shape_fault
+from tensorhub.model.strips import Strip, straight
+from tensorhub.model.unpacking import unpacker
 
 Digest = Literal["xxh3-64", "sha-256", "none"]
 

@@ -14,18 +14,19 @@ from typing import Protocol
 
 import anyio
 
-from tensorhub.arguments import check_rank, check_ranks
+from tensorhub.api.arguments import check_rank, check_ranks
+from tensorhub.api.weights import Weights, callers_level
 from tensorhub.errors import InvalidValue, LeftOutStateWarning, RegistrationError, read_only_refusal, some
 from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import Declaration, publication_of
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
-from tensorhub.manifest import TensorDescription
 from tensorhub.memory.claims import Claim
 from tensorhub.memory.regions import CallersMemory, Memory
 from tensorhub.memory.unallocated import Described
 from tensorhub.messages import PublicationReply
-from tensorhub.read_plan import ReadPlan
+from tensorhub.model.manifest import TensorDescription
+from tensorhub.model.read_plan import ReadPlan
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.calling import CallersHandle, ProgressListener
 from tensorhub.runtime.worker.registering import CallersWorker
@@ -41,7 +42,6 @@ from tensorhub.types import (
     check_name,
     check_selector,
 )
-from tensorhub.weights import Weights, callers_level
 
 
 class Joined(Protocol):

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import msgpack
 import xxhash
 
-from tensorhub.manifest import Digest
+from tensorhub.model.manifest import Digest
 
 WIDTHS: Final[Mapping[str, int]] = {"none": 0, "xxh3-64": 8, "sha-256": 32}
 """Bytes of one digest, by the manifest's name of the algorithm. 0: chunks have none."""

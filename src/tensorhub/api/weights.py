@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from itertools import islice
 
+from tensorhub.api.opening import Block, Unpicklable
 from tensorhub.errors import (
     GroupAborted,
     InvalidType,
@@ -22,7 +23,6 @@ from tensorhub.errors import (
     text_of,
 )
 from tensorhub.memory.regions import CallersMemory
-from tensorhub.opening import Block, Unpicklable
 from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.ports import ThreadPort
 from tensorhub.runtime.worker.registering import CallersWorker
