@@ -347,6 +347,9 @@ class RetentionJudge:
             for holding in [h for h in held if h.told]:
                 handle = self._world.handle_of(holding.member.registration)
                 content = handle.member.content if handle is not None and handle.worker.alive else None
+                # A fill that was committed in this very step hears of the notice with its Outcome.
+                if handle is None or handle.member.state not in HOLDING:
+                    continue
                 if content is not None and content.generation == holding.generation:
                     demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
 
