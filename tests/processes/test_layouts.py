@@ -180,7 +180,7 @@ def test_nobody_waits_for_the_word_of_a_publisher_that_was_killed_who_can_do_wit
     engine, late = process_of(processes, address, "engine", gate=6), process_of(processes, address, "late")
     readers = Group("r", "columns", 2, [engine] * 2)
     fills = readers.begin("replicate", timeout=30.0)
-    assert set(held(engine)) == {"trainer"}
+    assert "trainer" in held(engine)
     train.kill()
     engine.do("gate_open")
     reports = [fill.result() for fill in fills]
