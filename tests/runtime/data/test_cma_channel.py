@@ -353,7 +353,7 @@ async def test_who_is_to_read_by_cma_alone_hears_why_not(caplog: pytest.LogCaptu
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(take_back_once_read_in_vain)
             with pytest.raises(VersionUnavailable):
-                await weights.replicate()
+                await weights.replicate(timeout=10)  # nobody publishes again
     assert all("reason='unreachable'" in text and "no such process" in text for text in failed())
 
 
