@@ -7,7 +7,6 @@ import pytest
 from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Silent, Tick, limits as real, operations
 from tensorhub.coordinator.entities import Model, Operation
 from tensorhub.coordinator.limits import IDLE_S, NOTED_PER_STEP, TIMERS_PER_STEP, WOKEN_PER_STEP
-from tensorhub.coordinator.operations import Operations
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError
 from tensorhub.messages import (
     WATCHES_MAX,
@@ -134,20 +133,6 @@ def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() ->
 
 
 # ------------------------------------------------------------------------------------------------------ many calls
-
-
-@pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
-    """Each operation that was looked at, in order."""
-    looked: list[Operation] = []
-    settle = Operations.settle
-
-    def noting(self: Operations, operation: Operation) -> None:
-        looked.append(operation)
-        settle(self, operation)
-
-    monkeypatch.setattr(Operations, "settle", noting)
-    return looked
 
 
 def test_however_many_readers_wait_a_workers_step_looks_at_a_few_and_each_has_its_turn(looked: list[Operation]) -> None:

@@ -53,7 +53,7 @@ class Announcements:
         is_publishers = held.published and group.name == version.publisher.group
         testimony = version.testimonies.get(member.shard)
         root = testimony.root if testimony is not None else b""
-        # Whatever its mates have, who may never come back: it has the bytes of that published shard.
+        # The other ranks of its group may never come back; this rank has the bytes of that published shard all the same.
         is_proven = root != b"" and held.root == root and group.world_size == version.info.world_size
         is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
         if not is_known and group.layout_id is None:

@@ -10,7 +10,6 @@ from tensorhub.types import U64, Id, Length, Range, Text
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 TRANSPORT_BYTES_MAX = 3 * 2**18  # of one message of a transport's own: it fits a frame
 SELECTION_BYTES_MAX = 2**25  # of one selection's encoding
-LISTED_BYTES_MAX = 2**28  # of a memory's manifest, or of all its digests
 
 Digest = Annotated[int, Range(0, 2**256 - 1)]
 Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stays within 64 bits
