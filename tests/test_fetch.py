@@ -390,9 +390,9 @@ class Fetching:
         self.result: tensorhub.Fetched | None = None
         self.error: errors.TensorHubError | None = None
 
-    async def run(self, hub: Hub, names: str | None = "[ab]") -> None:
+    async def run(self, hub: Hub, names: str | None = "[ab]", selector: int | str = "latest") -> None:
         try:
-            self.result = await hub.fetch("m", names=names)
+            self.result = await hub.fetch("m", selector, names=names)
         except errors.TensorHubError as error:
             self.error = error
 
@@ -429,7 +429,7 @@ async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> 
         async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
             source = await published(c.hubs[0], {"a": torch.zeros(2**25)})  # more than the sockets hold
             fetching = Fetching()
-            tasks.start_soon(fetching.run, c.hubs[1])
+            tasks.start_soon(fetching.run, c.hubs[1], "[ab]", 1)  # by number: "latest" waits for a newer version
             await until(lambda: gate.holds)
             await source.unpublish()
             await until(lambda: fetching.error is not None)

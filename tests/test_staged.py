@@ -110,7 +110,7 @@ async def test_a_source_that_leaves_in_the_midst_of_it_tears_nothing() -> None:
 
                 async def update() -> None:
                     with pytest.raises(VersionUnavailable) as caught:
-                        await weights.update(staged=True)
+                        await weights.update(2, staged=True)  # by number: "latest" waits for a newer version
                     assert caught.value.memory == "intact"
 
                 tasks.start_soon(update)
