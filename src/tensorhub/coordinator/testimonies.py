@@ -252,6 +252,8 @@ class Testimonies:
     def publisher(self, testimony: Testimony) -> Holding | None:
         """Whose word decides. Of a selection of a class that is one of its shards' publishers."""
         version, known = testimony.version, testimony.publisher
+        if testimony.need is not None and testimony.origin_id != version.holdings.described_as:
+            return None  # the selection is of another layout's shards, which no publisher has
         if testimony.need is None or (known is not None and self._may_know(known, testimony)):
             return known
         shards = version.holdings.classes.get(testimony.shard, ())
