@@ -21,12 +21,11 @@ import anyio.to_thread
 
 import tensorhub
 from benches.remotes import Remote, obey
-from benches.scale.thin import ThinWorker, make_manifest
+from benches.scale.core import REPORTS, LoadWorker, make_shard
 from tensorhub.messages import (
     AddSource,
     Dismissed,
     FromCoordinator,
-    FromWorker,
     Heartbeat,
     HeartbeatAck,
     LeaveGranted,
@@ -103,7 +102,7 @@ class StampedSocket(socket.socket):
 class Connected:
     """A thin worker's connection."""
 
-    def __init__(self, worker: ThinWorker, cluster: Cluster) -> None:
+    def __init__(self, worker: LoadWorker, cluster: Cluster) -> None:
         self.worker = worker
         self.registered = anyio.Event()
         self.assigned_at: float | None = None  # when this process came to it
@@ -154,7 +153,8 @@ class Connected:
                 raise
         try:
             async with self._messages, anyio.create_task_group() as tasks:
-                await self._messages.send(self.worker.join())
+                self.worker.outbox = [self.worker.join()]  # a message of the previous session is not repeated
+                await self.send()
                 tasks.start_soon(self._beat, cluster.lease_s)
                 async for message in self._messages:
                     await self._hear(message)
@@ -169,19 +169,17 @@ class Connected:
                 self.assigned_at, self.arrived_at = time.perf_counter(), self._socket.arrived_at
         if isinstance(message, Welcome | HeartbeatAck):
             self._answers = message.said_at
-        await self.say(*self.worker.hear(message))
+        self.worker.hear(message)
         match message:
             case Welcome():
                 self._is_welcome = True
-                await self.say(self.worker.register())
+                self.worker.say(self.worker.register(1))
             case Registered():
                 self.registered.set()
-                again = self.worker.call_again()
-                if again is not None:
-                    await self.say(again)
+                self.worker.call_again()
             case Start(write=True) | Write() | AddSource():
-                while (report := self.worker.report()) is not None:
-                    await self.say(report)
+                for _ in range(REPORTS + 1):
+                    self.worker.report()
             case Outcome():
                 self.done.set()
             case LeaveGranted():
@@ -191,16 +189,18 @@ class Connected:
                 self.registered.set()
             case Dismissed():
                 self.lost = True
+        await self.send()
 
     async def _beat(self, lease_s: float) -> None:
         sequence = 0
         while True:
             await anyio.sleep(lease_s / BEATS_PER_LEASE)
             sequence += 1
-            await self.say(Heartbeat(sequence, self._answers))
+            self.worker.say(Heartbeat(sequence, self._answers))
+            await self.send()
 
-    async def say(self, *messages: FromWorker) -> None:
-        for message in messages:
+    async def send(self) -> None:
+        for message in self.worker.sent():
             await self._messages.send(message)
 
     def begin(self) -> None:
@@ -233,7 +233,7 @@ class Cluster:
         self.host, self.port = "", 0
         self._options = options
         self._ranks = ranks
-        self._manifest = make_manifest(manifest_bytes)
+        self._shard = make_shard(manifest_bytes)
         self._minted = 0
         self._remote: Remote
         self._tasks: anyio.abc.TaskGroup
@@ -263,10 +263,8 @@ class Cluster:
         """So many more workers, once they are registered."""
         come = []
         for _ in range(workers):
-            number = self._minted
+            come.append(Connected(LoadWorker.of(self._minted, self._ranks, self._shard), self))
             self._minted += 1
-            group, rank = divmod(number, self._ranks)
-            come.append(Connected(ThinWorker(number, f"g{group}", rank, self._ranks, self._manifest), self))
         for each in come:
             self._tasks.start_soon(each.run)
         self.everybody += come
@@ -288,7 +286,8 @@ class Cluster:
         """They call for the next version, which is not there yet."""
         for each in readers:
             each.begin()
-            await each.say(each.worker.fill(self.versions + 1))
+            each.worker.call_newest(self.versions + 1)
+            await each.send()
         await anyio.sleep(1.0)  # the calls have arrived, and wait: what is timed begins after that
 
     async def publish(self, publishers: Sequence[Connected]) -> float:
@@ -296,14 +295,16 @@ class Cluster:
         self.versions += 1
         for each in publishers:
             each.begin()
-        if publishers[0].worker.content is not None:
+        if publishers[0].worker.held is not None:
             for each in publishers:
-                await each.say(each.worker.unpublish())
+                each.worker.unpublish(2)
+                await each.send()
             for each in publishers:
                 await each.fenced.wait()
         began = time.perf_counter()
         for each in publishers:
-            await each.say(*each.worker.publish(self.versions))
+            each.worker.publish_next(self.versions)
+            await each.send()
         return began
 
     async def version(self, publishers: Sequence[Connected], readers: Sequence[Connected]) -> Went:

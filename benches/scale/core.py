@@ -4,6 +4,9 @@ Everybody connects and registers, a group publishes, all others replicate at onc
 `--bursts`: instead, what happens to all at once: retention begins (`retain`), a version is filled while it is kept
 (`retained`) and ends (`release`), every reader takes its memory back (`leave`), and half of the workers are lost while all
 fill (`lose`).
+Thin workers say what workers say and move no byte, so that the figures are the coordinator's. Each has one registration of
+one rank, publishes, or replicates and then updates to the newest version. A fill says Progress `REPORTS` times, then
+Prepared.
 All messages are made before they are timed; each step is timed alone, in this thread's CPU time. What the garbage collector
 takes is shown apart, and the collector is left on.
 """
@@ -18,20 +21,116 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 from pathlib import Path
 from statistics import fmean
 
 from benches.comparison.facts import facts
-from benches.scale.thin import MODEL, ThinWorker, make_manifest
 from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.events import Connected, Disconnected, Event, Persisted, Received, Silent, Tick
-from tensorhub.messages import FromWorker, Heartbeat, Retain
-from tensorhub.types import Options
+from tensorhub.messages import Fill, FromWorker, Grant, Heartbeat, Join, Outcome, Progress, Retain
+from tensorhub.model.manifest import TensorDescription
+from tensorhub.testing.flow.thin import MODEL, Shard, ThinWorker
+from tensorhub.types import Endpoint, Location, OpKind, Options
 
 EVENT_S = 1e-5  # of virtual time between two events
+CHUNKS = 256
+CHUNK_BYTES = 4 * 2**20
+REPORTS = 14  # of one fill: with its call, ReadyToWrite and Prepared some 17 messages a worker and version
+RANKS_PER_HOST = 8
+HOSTS_PER_RACK = 32
+
+
+def make_shard(manifest_bytes: int) -> Shard:
+    """A shard whose manifest has about that many bytes, as a model of many tensors has it."""
+    tensors = max(1, manifest_bytes // 62)
+    size = CHUNKS * CHUNK_BYTES // tensors // 2 * 2
+    described = (
+        TensorDescription(f"model.layers.{n // 9}.block.{n % 9}.weight", "bfloat16", (size // 2,), n * size, size)
+        for n in range(tensors)
+    )
+    return Shard(CHUNKS * CHUNK_BYTES, CHUNK_BYTES, described)
+
+
+@dataclass(slots=True, eq=False)
+class LoadWorker(ThinWorker):
+    """A worker whose fills only say how far they are. `number` counts all workers. `outbox`: not sent yet."""
+
+    number: int = 0
+    outbox: list[FromWorker] = field(default_factory=list)
+    leases: dict[str, None] = field(default_factory=dict)
+    reports: int = -1  # of the fill that is under way; -1: it may not write yet
+    call: Fill | None = None  # that is under way
+
+    @classmethod
+    def of(cls, number: int, ranks: int, shard: Shard) -> LoadWorker:
+        group, rank = divmod(number, ranks)
+        return cls(shard, f"{number:031x}r", f"g{group}", rank, rank, ranks, number=number)
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.number:032x}"
+
+    def sent(self) -> list[FromWorker]:
+        """Empty the outbox."""
+        outbox, self.outbox = self.outbox, []
+        return outbox
+
+    def join(self) -> Join:
+        host = self.number // RANKS_PER_HOST
+        location = Location(rack=f"r{host // HOSTS_PER_RACK}", host=f"h{host}")
+        endpoint = Endpoint("tcp", f"10.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}:{7000 + self.rank}")
+        return Join(f"w{self.number}", location, (endpoint,), self.number + 1, 0)
+
+    def call_newest(self, at_least: int | None = None) -> None:
+        """Replicate, or update."""
+        self.call = self.fill(OpKind.REPLICATE if self.held is None else OpKind.UPDATE, at_least)
+
+    def call_again(self) -> None:
+        """Repeat the call that was under way when the connection ended, and had not begun to write."""
+        if self.call is not None and self.key is not None:
+            former = self.key
+            self.call = replace(self.call, key=self.next_key(), former=(former,))
+            self.say(self.call)
+
+    def publish_next(self, version: int) -> None:
+        self.generation += 1
+        self.publish(version)
+
+    def report(self) -> None:
+        """Say Progress for a fill that has a source, in the end Prepared."""
+        if self.key is None or self.reports < 0 or not self.leases:
+            return
+        self.reports += 1
+        if self.reports > REPORTS:
+            self.reports = -1
+            self.leases.clear()
+            self.prepared()
+        else:
+            done = CHUNKS * self.reports // (REPORTS + 1)
+            self.say(Progress(self.key, self.rank, done, done * CHUNK_BYTES))
+
+    def say(self, message: FromWorker) -> None:
+        self.outbox.append(message)
+
+    def write(self, grants: tuple[Grant, ...]) -> None:
+        self.generation += 1
+        self.reports = 0
+        for grant in grants:
+            self.read(grant)
+
+    def read(self, grant: Grant) -> None:
+        self.leases[grant.lease] = None
+
+    def drop(self, lease: str) -> bool:
+        return self.leases.pop(lease, "") is None
+
+    def ended(self, message: Outcome) -> None:
+        if not message.committed:
+            raise AssertionError(f"{self.group}/{self.rank}: {message.error}")
+        self.call = None
 
 
 @dataclass
@@ -76,17 +175,14 @@ class Core:
         ids = itertools.count(1)
         options = Options(sessions_max=max(4096, 2 * workers))
         self.coordinator = Coordinator(cluster="c" * 32, epoch=1, options=options, ids=lambda: f"{next(ids):032x}", now=0.0)
-        self.manifest = make_manifest(manifest_bytes)
-        everybody = [self._worker(number, group) for number in range(workers + group)]
+        shard = make_shard(manifest_bytes)
+        everybody = [LoadWorker.of(number, group, shard) for number in range(workers + group)]
         self.publishers, self.readers = everybody[:group], everybody[group:]
         self.everybody = everybody
         self.now = 0.0
         self.steps = Steps()
         self.said: deque[Event] = deque()
         self._collector = Collector()
-
-    def _worker(self, number: int, group: int) -> ThinWorker:
-        return ThinWorker(number, f"g{number // group}", number % group, group, self.manifest)
 
     def step(self, event: Event) -> None:
         self.now += EVENT_S
@@ -99,7 +195,8 @@ class Core:
             match action:
                 case Send():
                     worker = self.everybody[action.session]
-                    self.say(worker, worker.hear(action.message))
+                    worker.hear(action.message)
+                    self.say(worker)
                 case Persist():
                     self.said.append(Persisted(action.record))
                 case LookFor():
@@ -107,8 +204,9 @@ class Core:
                 case CloseSession():
                     raise AssertionError(f"session {action.session} was closed: {action.reason}")
 
-    def say(self, worker: ThinWorker, messages: Iterable[FromWorker]) -> None:
-        self.said.extend(Received(worker.number, message) for message in messages)
+    def say(self, worker: LoadWorker, *messages: FromWorker) -> None:
+        """These messages, after those in the worker's outbox."""
+        self.said.extend(Received(worker.number, message) for message in (*worker.sent(), *messages))
 
     def run(self) -> None:
         """Until nobody has anything to say; who fills says how far it is in turns."""
@@ -119,17 +217,16 @@ class Core:
             if deadline is not None and deadline <= self.now:
                 self.step(Tick())
                 continue
-            reports = [(worker, worker.report()) for worker in self.readers]
-            for worker, report in reports:
-                if report is not None:
-                    self.say(worker, [report])
+            for worker in self.readers:
+                worker.report()
+                self.say(worker)
             if not self.said:
                 return
 
     def connect(self) -> None:
         for worker in self.everybody:
             self.said.append(Connected(worker.number, worker.incarnation, "worker"))
-            self.say(worker, [worker.join(), worker.register()])
+            self.say(worker, worker.join(), worker.register(1))
         self.run()
 
     def version(self, number: int, *, wait_first: bool) -> None:
@@ -137,37 +234,32 @@ class Core:
         if wait_first:
             self._fill(number)
         if self.publishers[0].held is not None:
-            for worker in self.publishers:
-                self.say(worker, [worker.unpublish()])
+            self.unpublish(self.publishers)
             self.run()
-        for worker in self.publishers:
-            self.say(worker, worker.publish(number))
+        self.publish(number)
         if not wait_first:
             self.run()
             self._fill(number)
         self.run()
-        assert all(worker.held == number for worker in self.readers), "somebody was left behind"
+        assert all(worker.held and worker.held.version == number for worker in self.readers), "somebody was left behind"
 
     # -- what happens to all at once
 
     def retain(self, latest: int) -> None:
-        self.say(self.publishers[0], [Retain(3, MODEL, latest)])
+        self.say(self.publishers[0], Retain(3, MODEL, latest))
         self.run()
 
     def leave(self) -> None:
         """Every reader takes its memory back."""
-        for worker in self.readers:
-            self.say(worker, [worker.unpublish()])
+        self.unpublish(self.readers)
         self.run()
         assert all(worker.held is None for worker in self.readers), "somebody could not leave"
 
     def begin_version(self, number: int) -> None:
         """Publish it, and have all readers begin to take it."""
-        for worker in self.publishers:
-            self.say(worker, [worker.unpublish()])
+        self.unpublish(self.publishers)
         self.run()
-        for worker in self.publishers:
-            self.say(worker, worker.publish(number))
+        self.publish(number)
         self.run()
         self._fill(number)
 
@@ -179,7 +271,7 @@ class Core:
         self.said.extend(Disconnected(worker.number) for worker in lost)
         for _ in range(4):
             for worker in left:
-                self.say(worker, [Heartbeat(1, self.now)])
+                self.say(worker, Heartbeat(1, self.now))
             self._pass(lease_s / 3)
         assert len(self.coordinator.cluster.workers) == len(left), "others are lost"
 
@@ -196,9 +288,23 @@ class Core:
             self.step(Tick())
         self.now = max(self.now, end)
 
-    def _fill(self, number: int) -> None:
+    def unpublish(self, workers: Iterable[LoadWorker]) -> None:
+        for worker in workers:
+            worker.unpublish(2)
+            self.say(worker)
+
+    def publish(self, number: int) -> None:
+        for worker in self.publishers:
+            worker.publish_next(number)
+            self.say(worker)
+
+    def call(self, number: int) -> None:
         for worker in self.readers:
-            self.say(worker, [worker.fill(number)])
+            worker.call_newest(number)
+            self.say(worker)
+
+    def _fill(self, number: int) -> None:
+        self.call(number)
         while self.said:
             self.step(self.said.popleft())
 

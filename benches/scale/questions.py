@@ -65,15 +65,12 @@ def measure(workers: int, ranks: int, rounds: int) -> None:
             print(f"{workers:>8}{ranks:>6}  {doing:<12}{question:<12}{figures}", flush=True)
 
     show("hold it")
-    for worker in core.readers:
-        core.say(worker, [worker.fill(2)])
+    core.call(2)
     let_all_happen(core)
     show("wait")
-    for worker in core.publishers:
-        core.say(worker, [worker.unpublish()])
+    core.unpublish(core.publishers)
     let_all_happen(core)
-    for worker in core.publishers:
-        core.say(worker, worker.publish(2))
+    core.publish(2)
     let_all_happen(core)
     show("read")
 

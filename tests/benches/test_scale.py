@@ -6,8 +6,7 @@ import anyio
 import pytest
 
 from benches.scale import server
-from benches.scale.core import Core, bursts, measure
-from benches.scale.thin import REPORTS
+from benches.scale.core import REPORTS, Core, bursts, measure
 from tensorhub.coordinator import feeding
 from tensorhub.coordinator.entities import Holding
 

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from benches.scale.core import Core
-from benches.scale.thin import MODEL
 from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Send, Tick, limits
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.handovers import Handovers
@@ -33,6 +32,7 @@ from tensorhub.messages import (
 )
 from tensorhub.model.digests import root_of
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, StepwiseCluster
+from tensorhub.testing.flow.thin import MODEL
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 from tests.coordinator.test_read_only import Lobby
@@ -154,7 +154,7 @@ def test_of_a_chain_whose_source_comes_back_only_the_first_one_is_given_another(
     given = Counter[int]()
     core.step(Connected(readers + 1, trainer.incarnation, "worker"))
     core.everybody.append(trainer)
-    for message in (trainer.join(), trainer.register()):
+    for message in (trainer.join(), trainer.register(1)):
         for action in core.coordinator.step(Received(readers + 1, message), core.now):
             assert isinstance(action, Send)
             given[action.session] += isinstance(action.message, AddSource)

@@ -108,7 +108,7 @@ def shell() -> Given:
 
 
 def rank_of(shell: Given) -> ThinRank:
-    made = ThinRank(shell, SHARD, "r" * 32, "rollout-0", 0, 0, 1, report_s=1.0)
+    made = ThinRank(SHARD, "r" * 32, "rollout-0", 0, 0, 1, shell=shell, report_s=1.0)
     made.hear(Registered(1, made.registration, epoch=1, sequence=1, keep=False))
     return made
 
@@ -116,7 +116,7 @@ def rank_of(shell: Given) -> ThinRank:
 def begin(rank: ThinRank, number: int, *grants: Grant, kind: OpKind = OpKind.UPDATE) -> list[VersionInfo | None]:
     """It calls, and is told to write. What comes of the call."""
     ended: list[VersionInfo | None] = []
-    rank.fill(kind, ended.append)
+    rank.begin_fill(kind, ended.append)
     assert rank.key is not None
     rank.hear(Start(rank.key, 0, version(number), "", False, ()))
     rank.hear(Write(rank.key, 0, grants))
@@ -173,7 +173,7 @@ def test_the_old_version_is_fenced_under_its_own_generation_before_it_is_overwri
     begin(rank, 2, shell.source("b"))
     assert shell.heard(Fenced) == [Fenced(rank.registration, 1)]
     assert shell.live == {2}
-    rank.unpublish(lambda: None)
+    rank.begin_leave(lambda: None)
     rank.hear(LeaveGranted(1))
     assert shell.heard(Fenced)[1:] == [Fenced(rank.registration, 2)]
     assert not shell.live

@@ -99,7 +99,7 @@ class Peer:
         hub = self._hub
         registration = f"{self.session:024x}{len(self._ranks):08x}"
         place = (0, rank, 1) if purpose is Purpose.SEED else (rank, rank, hub.world.scenario.ranks)
-        made = ThinRank(self, hub.shard, registration, group, *place, hub.report_s)
+        made = ThinRank(hub.shard, registration, group, *place, shell=self, report_s=hub.report_s)
         made.spot, made.medium, made.purpose, made.layout = spot, medium, purpose, layout
         self._ranks[registration] = made
         self.say(made.register(self.request(made)))

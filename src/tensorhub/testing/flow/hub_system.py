@@ -113,7 +113,7 @@ class TensorHub:
             held()
             self._world.timeline.after(AGAIN_S if None in infos else 0.0, lambda: self._follow(group, held))
 
-        _all(group.copies, lambda copy, each: copy.fill(OpKind.PREFETCH, each), ended)
+        _all(group.copies, lambda copy, each: copy.begin_fill(OpKind.PREFETCH, each), ended)
 
     # -- what the workload wants
 
@@ -122,7 +122,7 @@ class TensorHub:
         ranks = trainer.ranks
 
         def publish() -> None:
-            _all(ranks, lambda rank, ended: rank.publish(version, ended), lambda _: done())
+            _all(ranks, lambda rank, ended: rank.begin_publish(version, ended), lambda _: done())
 
         def take_back() -> None:
             left = dict.fromkeys(ranks)
@@ -133,7 +133,7 @@ class TensorHub:
                     publish()
 
             for rank in ranks:
-                rank.unpublish(lambda rank=rank: has_left(rank))  # type: ignore[misc]
+                rank.begin_leave(lambda rank=rank: has_left(rank))  # type: ignore[misc]
 
         begin = take_back if version > 1 else publish
         if trainer.is_ready:
@@ -168,7 +168,7 @@ class TensorHub:
         group = self._groups.get(rollout)
         if group is not None and group.held and not group.runs:
             for rank in group.ranks:
-                rank.unpublish(lambda: None)
+                rank.begin_leave(lambda: None)
 
     def go(self, rollout: Rollout) -> None:
         group = self._groups.pop(rollout)
@@ -203,7 +203,7 @@ class TensorHub:
 
         def begin() -> None:
             group.runs = True
-            _all(group.ranks, lambda rank, each: rank.fill(kind, each), ended)
+            _all(group.ranks, lambda rank, each: rank.begin_fill(kind, each), ended)
 
         if group.is_ready:
             begin()
