@@ -23,7 +23,7 @@ from tensorhub import logs
 from tensorhub.api.embedded import Coordinator
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
-from tensorhub.coordinator import cluster, entities, limits, lineage, membership
+from tensorhub.coordinator import cluster, entities, limits, membership, publishes
 from tensorhub.errors import TensorHubError
 from tensorhub.runtime.control import store
 from tensorhub.runtime.control.link import CoordinatorLink
@@ -77,7 +77,7 @@ class Failures:
 def _lower_bounds() -> None:
     """Let the books that the code bounds have their bounds where a run reaches them: full, they must not grow."""
     cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
-    entities.FORGOTTEN_KEPT_MAX = lineage.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
+    entities.FORGOTTEN_KEPT_MAX = publishes.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     limits.DECISIONS_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
     version_watches.IDLE_NAMES_MAX = logs.REMEMBERED = BOUND
     channels.PEERS_MAX = PERIOD  # there are few, and few new ones come

@@ -27,9 +27,20 @@ from pathlib import Path
 from statistics import fmean
 
 from benches.comparison.facts import facts
-from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
+from tensorhub.coordinator.actions import (
+    CloseSession,
+    Connected,
+    Disconnected,
+    Event,
+    LookFor,
+    Persist,
+    Persisted,
+    Received,
+    Send,
+    Silent,
+    Tick,
+)
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.events import Connected, Disconnected, Event, Persisted, Received, Silent, Tick
 from tensorhub.messages import Fill, FromWorker, Grant, Heartbeat, Join, Outcome, Progress, Retain
 from tensorhub.model.manifest import TensorDescription
 from tensorhub.testing.flow.thin import MODEL, Shard, ThinWorker

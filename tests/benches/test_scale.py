@@ -7,7 +7,7 @@ import pytest
 
 from benches.scale import server
 from benches.scale.core import REPORTS, Core, bursts, measure
-from tensorhub.coordinator import feeding
+from tensorhub.coordinator import source_choice
 from tensorhub.coordinator.entities import Holding
 
 
@@ -34,7 +34,7 @@ def test_what_happens_to_all_at_once(ranks: int) -> None:
 
 def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[int] = []
-    filled_by = feeding._filled_by
+    filled_by = source_choice._filled_by
 
     def counted(holding: Holding) -> dict[Holding, None]:
         found = filled_by(holding)
@@ -46,7 +46,7 @@ def test_a_chain_that_loses_every_other_one_is_followed_once_for_each_loss(monke
     core.begin_version(1)
     depths = [worker.holding.depth for worker in core.coordinator.cluster.members.values() if worker.holding is not None]
     assert max(depths) == 32
-    monkeypatch.setattr(feeding, "_filled_by", counted)
+    monkeypatch.setattr(source_choice, "_filled_by", counted)
     core.lose()
     assert sum(found > 1 for found in followed) <= 16
 

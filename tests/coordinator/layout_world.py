@@ -21,7 +21,7 @@ from tensorhub.coordinator import (
     Send,
     Silent,
     Tick,
-    invariant_counts,
+    invariants,
 )
 from tensorhub.coordinator.entities import Member, Operation, RankPart, ReadLease, Version
 from tensorhub.coordinator.readers import Readers
@@ -133,7 +133,7 @@ class World:
                     pass
         self.core.check_touched()
         self.core.check_invariants()
-        invariant_counts.check(self.core.cluster)
+        invariants.check_counts(self.core.cluster)
         self.core.check_waits()
 
     def _hear(self, rank: Rank, message: FromCoordinator) -> None:

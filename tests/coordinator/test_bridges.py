@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import Connected, limits, summaries, views
-from tensorhub.coordinator.supply import wants_source
+from tensorhub.coordinator import Connected, limits, views
+from tensorhub.coordinator.waiting import wants_source
 from tensorhub.errors import ManifestMismatch, StateError, TransportUnavailable
 from tensorhub.layouts.published import Published
 from tensorhub.messages import (
@@ -440,14 +440,14 @@ def test_what_is_described_says_which_layouts_there_are_and_who_bridges() -> Non
 def test_a_summary_counts_replicas_by_layout_if_there_are_several() -> None:
     world, trainers = published()
     model = world.core.cluster.models["m"]
-    assert summaries.summarize(model, world.now)[1][1].layouts == ()
+    assert views.summarize(model, world.now)[1][1].layouts == ()
     readers = filling(world)
     filling(world, "follower")
-    (counted,) = summaries.summarize(model, world.now)[1].values()
+    (counted,) = views.summarize(model, world.now)[1].values()
     trained = LayoutSummary(world.version.layout_id, True, 1, 1, 0, 2, 2 * CHUNKS, 2 * CHUNKS)
     assert counted.layouts == (trained, LayoutSummary("own/r0", False, 2, 0, 1, 2, 10, 0))
     finish(world, readers, trainers)
-    (counted,) = summaries.summarize(model, world.now)[1].values()
+    (counted,) = views.summarize(model, world.now)[1].values()
     assert (counted.layouts_known, counted.layouts[1]) == (2, LayoutSummary("own/r0", False, 2, 1, 0, 2, 10, 5))
 
 
@@ -458,7 +458,7 @@ def test_of_very_many_layouts_a_summary_lists_a_few(monkeypatch: pytest.MonkeyPa
         (reader,) = world.group(f"r{number}", [(f"own/{number}", ())])
         world.fill([reader])
         world.ready(reader, A, B)
-    (counted,) = summaries.summarize(world.core.cluster.models["m"], world.now)[1].values()
+    (counted,) = views.summarize(world.core.cluster.models["m"], world.now)[1].values()
     assert (counted.layouts_known, [each.layout_id for each in counted.layouts]) == (4, [world.version.layout_id, "own/0"])
 
 

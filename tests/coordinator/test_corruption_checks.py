@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import limits
+from tensorhub.coordinator.actions import Received
 from tensorhub.coordinator.corruption_checks import INQUIRY_S
-from tensorhub.coordinator.events import Received
 from tensorhub.coordinator.states import VersionState
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import IntegrityError, VersionUnavailable

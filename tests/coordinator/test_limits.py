@@ -19,7 +19,7 @@ from tensorhub.coordinator import (
     Send,
     Silent,
     Tick,
-    invariant_counts,
+    invariants,
     limits as real,
     manifests,
 )
@@ -93,7 +93,7 @@ class Desk:
         while self.stores and self.unstored:
             self.step(Persisted(self.unstored.pop(0)))
         self.core.check_invariants()
-        invariant_counts.check(self.core.cluster)
+        invariants.check_counts(self.core.cluster)
 
     def connect(self, session: int, *, joins: bool = True) -> None:
         self.step(Connected(session, f"life{session}", "worker"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, Tick, limits
-from tensorhub.coordinator.manifest_questions import ANSWER_S_MAX
+from tensorhub.coordinator.registrations import ANSWER_S_MAX
 from tensorhub.messages import FromCoordinator, Join, Register, RegisterAgain, Registered
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import DEVICE

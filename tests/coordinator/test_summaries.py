@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tensorhub.coordinator import Received, limits
-from tensorhub.coordinator.summaries import summarize
-from tensorhub.coordinator.views import describe
+from tensorhub.coordinator.views import describe, summarize
 from tensorhub.messages import Describe, Description, Leave, Progress, Refused
 from tensorhub.testing import Choice, StepwiseCluster
 from tensorhub.types import ModelSummary, VersionSummary

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from tensorhub.coordinator import (
-    Connected,
-    Coordinator,
-    Event,
-    Persist,
-    Persisted,
-    PersistFailed,
-    Received,
-    invariant_counts,
-)
+from tensorhub.coordinator import Connected, Coordinator, Event, Persist, Persisted, PersistFailed, Received, invariants
 from tensorhub.coordinator.entities import ReadLease
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.messages import Fill, FromWorker, Join, Leave, Prepared, Publish, ReadFailed, Register
@@ -35,7 +26,7 @@ class Groups:
     def step(self, event: Event) -> None:
         self.unstored += [action.record for action in self.core.step(event, 0.0) if isinstance(action, Persist)]
         self.core.check_invariants()
-        invariant_counts.check(self.core.cluster)
+        invariants.check_counts(self.core.cluster)
 
     def say(self, name: str, message: FromWorker) -> None:
         self.step(Received(self.sessions[name], message))

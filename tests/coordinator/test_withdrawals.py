@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator.entities import Withdrawal
+from tensorhub.coordinator.holdings import Withdrawals
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import DrainTimeout, RetentionError, StateError, VersionUnavailable
 from tensorhub.messages import LeaveGranted, LeaveRequest, Retain
 from tensorhub.testing import SimHandle, StepwiseCluster

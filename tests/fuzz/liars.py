@@ -11,9 +11,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from tensorhub.coordinator import Connected, Received, invariant_counts
+from tensorhub.coordinator import Connected, Received, invariants
+from tensorhub.coordinator.cluster import Session
 from tensorhub.coordinator.entities import Holding, Member, RankPart, Worker
-from tensorhub.coordinator.sessions import Session
 from tensorhub.messages import (
     Abandon,
     BegunWith,
@@ -244,7 +244,7 @@ def liars(data: bytes) -> None:
             break
         peers.any_step()
         peers.coordinator.check_waits()
-        invariant_counts.check(peers.coordinator.cluster)
+        invariants.check_counts(peers.coordinator.cluster)
     peers.end()
     cluster, read_only = peers.coordinator.cluster, peers.coordinator.cluster.read_only
     assert not any((read_only.sessions, read_only.away, read_only.watches, read_only.registrations)), read_only

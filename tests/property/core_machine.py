@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tensorhub.coordinator import invariant_counts
+from tensorhub.coordinator import invariants
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout, StateError
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Fault, GuaranteeBroken, SimHandle, SimWorker
 from tensorhub.testing.sim import misdeeds
@@ -430,7 +430,7 @@ class CoreMachine(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         if hasattr(self, "cluster"):
             self.cluster.world.check()
-            invariant_counts.check(self.cluster.coordinator.cluster)
+            invariants.check_counts(self.cluster.coordinator.cluster)
 
     def teardown(self) -> None:
         """Faults are over: every call ends, and everybody who is left can publish and fetch."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from tensorhub.coordinator import Connected, Event, Received, invariant_counts, ways
+from tensorhub.coordinator import Connected, Event, Received, invariants, ways
 from tensorhub.coordinator.entities import RankPart
 from tensorhub.messages import (
     Compared,
@@ -72,7 +72,7 @@ class LayoutDrive(WaitDrive):
             waits = isinstance(part.call, Publish) and part.checks and not part.operation.covers
             if waits and peer.session is not None:
                 super().step(Received(peer.session, Covered(part.operation.key, part.rank, part.checks)))
-        invariant_counts.check(self.core.cluster)
+        invariants.check_counts(self.core.cluster)
 
     # -- peers
 

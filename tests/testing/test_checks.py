@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator import Received
-from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.entities import Operation
-from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.operations import Deadlines, Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import LEFT
 from tensorhub.coordinator.states import OperationState, WorkerState

@@ -3,57 +3,55 @@
 PURE: events in, actions out; time is an argument. Not responsible for sockets, files or a clock (`runtime.control.server`),
 nor for protecting memory: its owner does that. Where to look:
 
-    core                                    the step: `events` come in, `actions` go out
-    cluster, entities, states               what is known; `invariants`, `invariant_counts` say what always holds
-    sessions, access                        sessions: which ones are admitted, and what each may say
-    membership, registrations               workers, ranks and groups; what may be registered
-    announcements                           what a worker holds that comes back
-    versions, lineage                       numbers, visibility, what selectors mean; rollbacks
-    operations, decisions, deadlines        group operations; what one does is its handler's: `publishes` or `fills`
-    waiting, supply                         what an operation waits for; what a reader lacks
-    readers, source_choice, feeding         read leases; which source a reader gets; which holding is filled from which
-    holdings, holders, withdrawals          what a rank's memory holds; the holders of a shard; how a source is left
-    layout_holdings, bridges                the holders of a version in each layout; readers of other layouts
-    ways                                    what is read in which layout
-    replicas                                ranks that have published the same: which may be read, whether they are equal
-    retention, handovers                    what must stay, and which worker takes it over
-    testimonies, digest_lists               which digests the bytes must have, and which worker is asked for them
-    corruption_checks, refusals             which worker is to blame for other bytes; why a fill cannot go on
-    answers, views, summaries               what can be asked of the coordinator
-    manifests, manifest_questions, limits   encoded manifests; bounds
+    core, actions                   the step: events come in, actions go out
+    cluster, entities, states       what is known; `invariants` says what always holds
+    access                          which sessions are admitted, and what each may say
+    membership, registrations       workers, ranks and groups; what may be registered, and what a worker announces
+    versions, publishes             numbers, visibility, what selectors mean; publishes and rollbacks
+    operations, decisions           group operations and their deadlines; how an operation ends
+    fills, refusals                 fills; why a fill cannot go on
+    waiting                         what a reader lacks, and what an operation waits for
+    readers, source_choice          read leases; which source a reader gets; which holding is filled from which
+    holdings, holders, shards       what a rank's memory holds, and how a source is left; the holders of a shard
+    layout_holdings, bridges        the holders of a version in each layout; readers of other layouts
+    ways                            what is read in which layout
+    coverage, replicas              whether ranks together have every byte; whether equal ranks have equal bytes
+    retention, handovers            what must stay, and which worker takes it over
+    testimonies, digest_lists       which digests the bytes must have, and which worker is asked for them
+    corruption_checks               which worker is to blame for wrong bytes
+    views                           what can be asked of the coordinator
+    manifests, limits               encoded manifests; bounds
 """
 
 from tensorhub.coordinator.actions import (
     DOOR,
     Action,
     CloseSession,
+    Connected,
     Decision,
     Digested,
+    Disconnected,
     Durable,
     Entry,
+    Event,
     Forgotten,
     LookFor,
     ModelRecord,
     Persist,
+    Persisted,
+    PersistFailed,
     Pinned,
     Publication,
+    Received,
     Retention,
     Rollback,
     Send,
+    Silent,
+    Tick,
     Unpinned,
     WorkerLost,
 )
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.events import (
-    Connected,
-    Disconnected,
-    Event,
-    Persisted,
-    PersistFailed,
-    Received,
-    Silent,
-    Tick,
-)
 
 __all__ = [
     "DOOR",

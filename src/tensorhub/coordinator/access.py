@@ -20,10 +20,9 @@ from typing import assert_never
 
 from tensorhub import messages
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.events import Connected
+from tensorhub.coordinator.actions import Connected
+from tensorhub.coordinator.cluster import Cluster, Session
 from tensorhub.coordinator.membership import Membership
-from tensorhub.coordinator.sessions import Session
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, read_only_refusal
 from tensorhub.types import READ_ONLY, OpKind, Purpose
 

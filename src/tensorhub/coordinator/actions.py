@@ -1,9 +1,7 @@
-"""What a coordinator wants done: the closed union that `Coordinator.step` returns.
+"""What can happen to a coordinator (`Event`), and what it wants done (`Action`): the closed unions of `Coordinator.step`.
 
-The shell does actions in the order of the list, and drops a `Send` to a session that has ended. Each action carries
-`cause`, the ordinal number of the event that led to it.
-
-A store validates what it reads by the annotations of the entries' fields.
+The shell does actions in the order of the list, and drops a `Send` to a session that has ended. Each action carries `cause`,
+the ordinal number of the event that led to it. A store validates what it reads by the annotations of the entries' fields.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, assert_never
 
-from tensorhub.messages import FromCoordinator, Number, WorldSize
+from tensorhub.messages import FromCoordinator, FromWorker, Number, WorldSize
 from tensorhub.types import U64, Id, Length, Name, OpKey
 
 
@@ -232,3 +230,58 @@ class WorkerLost:
 
 
 Action = Send | Persist | CloseSession | LookFor | WorkerLost
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A peer has proved itself. `session` numbers connections and is never used twice by one coordinator."""
+
+    session: int
+    incarnation: str
+    role: str  # "worker" or "observer"
+    read_only: bool = False  # it has proved that it knows the read-only token; its incarnation is none of a full worker's
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A peer said something."""
+
+    session: int
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """A connection has ended, for whatever reason."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    """The entry of `actions.Persist` with this number is durable."""
+
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class PersistFailed:
+    """That entry is not durable and never will be."""
+
+    record: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """Of these sessions, about which `actions.LookFor` asked, all that had arrived when it asked has been passed on."""
+
+    sessions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Connected | Received | Disconnected | Persisted | PersistFailed | Silent | Tick

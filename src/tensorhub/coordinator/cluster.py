@@ -1,7 +1,7 @@
-"""All that a coordinator knows, in one place. Components act through it.
+"""All that a coordinator knows, in one place: its connections and its entities. Components act through it.
 
-Responsible for noting what a step has changed, and for collecting what is to be done. Rules are the components'; what the
-entities are is said in `entities`.
+Responsible for noting what a step has changed, and for collecting what is to be done. The rules are in the components, and
+`entities` says what each entity is. `access` decides which session is admitted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensorhub.coordinator import limits
@@ -42,7 +43,6 @@ from tensorhub.coordinator.entities import (
 )
 from tensorhub.coordinator.layout_holdings import LayoutHoldings
 from tensorhub.coordinator.manifests import Manifests
-from tensorhub.coordinator.sessions import ReadOnlySessions, Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.waiting import starves, waits_in
 from tensorhub.errors import TensorHubError
@@ -54,6 +54,47 @@ from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.scheduler.links import Links
 from tensorhub.scheduler.slowness import Slowness
 from tensorhub.types import OpKey, Options
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One authenticated connection."""
+
+    number: int
+    incarnation: str
+    role: str
+    read_only: bool  # it may say what `access` admits
+    worker: Worker | None = None  # set once it has joined
+    watched: set[str] = field(default_factory=set)  # models that it has asked to hear of
+    heard_at: float = 0.0  # when its newest message arrived
+    called_at: float = 0.0  # the same, heartbeats apart
+    welcomed_at: float = 0.0  # when its worker was welcomed: whatever it says after its Join answers that
+    pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
+
+
+class ReadOnlySessions:
+    """What all read-only sessions have together."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self.sessions_max = max(1, sessions_max // 2)
+        self.sessions: dict[Session, None] = {}  # the session that was idle longest is first
+        self.away: dict[Worker, None] = {}  # workers without a session; the worker that left first is first
+        self.watches = 0
+        self.registrations = 0
+
+    def __repr__(self) -> str:
+        return f"<ReadOnlySessions: {len(self.sessions)} of {self.sessions_max}>"
+
+    def called(self, session: Session) -> None:
+        """The session is new, or has said something."""
+        self.sessions.pop(session, None)
+        self.sessions[session] = None
+
+    def idle_workers(self) -> Iterator[Worker]:
+        """All their workers; the worker that was idle longest is first."""
+        yield from self.away
+        yield from (session.worker for session in self.sessions if session.worker is not None)
+
 
 LOST_KEPT_MAX = 4096
 

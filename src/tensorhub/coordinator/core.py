@@ -17,18 +17,11 @@ from typing import assert_never
 from tensorhub import messages
 from tensorhub.coordinator import invariants, limits
 from tensorhub.coordinator.access import Access, admitted
-from tensorhub.coordinator.actions import Action, Durable
-from tensorhub.coordinator.announcements import Announcements
-from tensorhub.coordinator.answers import Answers
-from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.corruption_checks import CorruptionChecks
-from tensorhub.coordinator.coverage import Coverage
-from tensorhub.coordinator.deadlines import Deadlines
-from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Model, Operation, Version, Worker
-from tensorhub.coordinator.events import (
+from tensorhub.coordinator.actions import (
+    Action,
     Connected,
     Disconnected,
+    Durable,
     Event,
     Persisted,
     PersistFailed,
@@ -36,25 +29,26 @@ from tensorhub.coordinator.events import (
     Silent,
     Tick,
 )
-from tensorhub.coordinator.feeding import Feeding
+from tensorhub.coordinator.cluster import Cluster, Session
+from tensorhub.coordinator.corruption_checks import CorruptionChecks
+from tensorhub.coordinator.coverage import Coverage
+from tensorhub.coordinator.decisions import Decisions, OperationHandler
+from tensorhub.coordinator.entities import Model, Operation, Version, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
-from tensorhub.coordinator.holdings import Holdings
-from tensorhub.coordinator.lineage import Lineages
-from tensorhub.coordinator.manifest_questions import ManifestQuestions
+from tensorhub.coordinator.holdings import Holdings, Withdrawals
 from tensorhub.coordinator.membership import Membership
-from tensorhub.coordinator.operation_handlers import OperationHandler
-from tensorhub.coordinator.operations import Operations
-from tensorhub.coordinator.publishes import Publishes
+from tensorhub.coordinator.operations import Deadlines, Operations
+from tensorhub.coordinator.publishes import Lineages, Publishes
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.registrations import Announcements, ManifestQuestions
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.sessions import Session
-from tensorhub.coordinator.source_choice import SourceChoice
+from tensorhub.coordinator.source_choice import Feeding, SourceChoice
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.views import Answers
 from tensorhub.coordinator.waiting import awaits_agreement, is_of_available
-from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Operation, RankPart
-from tensorhub.coordinator.operation_handlers import Blame
+from tensorhub.coordinator.refusals import Blame
 from tensorhub.errors import IntegrityError
 from tensorhub.messages import CheckCoverage, Covered
 from tensorhub.types import OpKind

@@ -9,17 +9,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.actions import Decision, Forgotten
+from tensorhub.coordinator.actions import Decision, Entry, Forgotten
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Member, Model, Operation
-from tensorhub.coordinator.operation_handlers import Blame, OperationHandler
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Member, Model, Operation, RankPart
+from tensorhub.coordinator.refusals import Blame
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
 from tensorhub.messages import EpochChanged, ErrorInfo, Outcome, Revoked
 from tensorhub.types import OpKey, OpKind, VersionInfo
+
+
+class OperationHandler(Protocol):
+    """The steps of an operation, in their order. None of them ends it: where it cannot go on, they say what is to blame."""
+
+    def called(self, part: RankPart) -> Blame | None:
+        """One more rank has called, and its part is a part of the operation."""
+
+    def advance(self, operation: Operation) -> Blame | None:
+        """Every rank has called, and not every rank has voted: do whatever the facts allow now."""
+
+    def may_commit(self, operation: Operation) -> bool:
+        """Every rank has voted: whether it may be decided now. What the ranks still hold is given up with that."""
+
+    def entry(self, operation: Operation) -> Entry | None:
+        """Every rank has voted: what must be durable before any rank hears of a commit, if anything must."""
+
+    def commit(self, operation: Operation) -> None:
+        """It is decided: make true what it was for."""
+
+    def abort(self, operation: Operation) -> None:
+        """It is decided: undo what was begun."""
 
 
 @dataclass(eq=False, repr=False)

@@ -9,9 +9,8 @@
 Each line is a reference in both directions, so all of them stand in one module. Attempts are entities of their own:
 `Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. What digests a shard has is its `Testimony`.
 
-Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words.
-What follows from several entities together is said elsewhere: what a reader lacks in `supply`, and what an operation waits
-for in `waiting`.
+Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words. What
+follows from several entities together is said elsewhere: what a reader lacks and what an operation waits for in `waiting`.
 """
 
 from __future__ import annotations
@@ -375,7 +374,7 @@ class Holding:
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # by the reader's incarnation: its newest one
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # how many of these leases are ACTIVE
-    yielding: int = 0  # how many of these yield (`supply.yields`)
+    yielding: int = 0  # how many of these yield (`waiting.yields`)
     readers_most: int = 0  # the most active readers at a time, since there were none
     version: Version = field(init=False)  # what is read there, also where its torn replica is filled with another one
 
@@ -512,7 +511,7 @@ class ReadLease(_Moving[LeaseState]):
     partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
     is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
     flow: Flow  # the last report of its reader that counted
-    yields: bool  # as of `supply.yields`, while it is ACTIVE
+    yields: bool  # as of `waiting.yields`, while it is ACTIVE
     source_had: int = 0  # so many chunks, as far as was known at that report
     need: Need | None = None  # which one it is for: the reader's layout is another one; None: the two have one layout
     dropping: bool = False  # the reader was told to leave this source for another one

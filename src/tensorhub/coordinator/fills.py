@@ -18,16 +18,15 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.holdings import Holdings
-from tensorhub.coordinator.manifest_questions import ManifestQuestions
-from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.refusals import Blame
+from tensorhub.coordinator.registrations import ManifestQuestions
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, ReplicaState
-from tensorhub.coordinator.supply import wants_source
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.coordinator.waiting import is_of_available
+from tensorhub.coordinator.waiting import is_of_available, wants_source
 from tensorhub.coordinator.ways import Way
 from tensorhub.errors import (
     GroupAborted,

@@ -2,7 +2,7 @@
 
 Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It has succeeded when
 the copy's own registration holds the shard and counts like any other holder. Only then does the component that grants every
-leave (`withdrawals`) grant the one that waits for it. An attempt that fails (refused, its worker lost, no progress) is
+leave (`holdings`) grant the one that waits for it. An attempt that fails (refused, its worker lost, no progress) is
 followed by an attempt with another worker, if there is one.
 
 Copies are wanted for the shards of each holder that waits to leave. If only the publisher could keep a version, or only spot

@@ -1,16 +1,22 @@
 """What always holds between two steps of a coordinator: the promises that the comments in `entities` make.
 
-`check` looks at everything. `check_noted` looks at what the last step has noted as changed (`Cluster.noted`) and at its
-neighbours, so that it costs as much as the step. Each promise is checked for one entity, by looking at that entity and those
-that it names. What two entities say of each other is checked from both sides: so it does not matter which of them was noted.
+`check` looks at everything. `check_noted` looks at the entities that the last step has noted as changed (`Cluster.noted`)
+and at their neighbours, so that it costs as much as the step. Each promise is checked for one entity, by looking at that
+entity and at the entities that it names. A reference in both directions is checked from both sides, so that it does not
+matter which of the two entities was noted.
+
+`check_counts` compares the counters by which bounds are kept (`limits`) with a count of everything. It is no part of
+`check`, since `check_noted` must find whatever `check` finds.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import assert_never
 
-from tensorhub.coordinator.cluster import Cluster, layouts_used
+from tensorhub.coordinator.cluster import Cluster, layouts_used, selections_needed
 from tensorhub.coordinator.coverage import must_cover
 from tensorhub.coordinator.entities import (
     Group,
@@ -34,9 +40,10 @@ from tensorhub.coordinator.states import (
     VersionState,
     WorkerState,
 )
-from tensorhub.coordinator.supply import is_filled_by, lasts, yields
-from tensorhub.coordinator.waiting import waits_in
+from tensorhub.coordinator.waiting import is_filled_by, lasts, waits_in, yields
 from tensorhub.machine import demand
+from tensorhub.messages import Rollback
+from tensorhub.model.manifest import id_of
 from tensorhub.types import OpKind, Purpose
 
 LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
@@ -488,3 +495,60 @@ def _cyclic(start: Holding) -> bool:
                 seen.add(id(lease.holding))
                 todo.append(lease.holding)
     return False
+
+
+def check_counts(cluster: Cluster) -> None:
+    """Raise InvariantBroken on the first that does not."""
+    kept = [
+        blob
+        for member in cluster.members.values()
+        for blob in (member.manifest, member.begun, *member.parts, *member.arranged)
+    ]
+    for version in (version for model in cluster.models.values() for version in model.versions.values()):
+        for layout in version.layouts:
+            kept += [*layout.manifests.values(), *chain(*layout.parts.values())]
+            kept += [layout.description, layout.origins]
+            demand(layout.parts.keys() <= layout.manifests.keys(), "parts are of known manifests", version)
+        needed = selections_needed(version)
+        demand(version.selections.keys() <= needed, "only selections that somebody needs are known", version)
+        named = all(
+            layout.described_as == (id_of(layout.description) if layout.description else "") for layout in version.layouts
+        )
+        demand(named, "layouts are found by their descriptions", version)
+    demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
+    list_bytes = sum(testimony.nbytes for testimony in cluster.testimonies)
+    demand(cluster.list_bytes == list_bytes, "lists of digests are counted", cluster.list_bytes)
+    versions = [version for model in cluster.models.values() for version in model.versions.values()]
+    demand(cluster.selections == sum(len(v.selections) for v in versions), "selections are counted", cluster.selections)
+    for worker in cluster.workers.values():
+        nbytes = sum(sum(map(len, (m.manifest, m.begun, *m.parts, *m.arranged))) for m in worker.members.values())
+        demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
+    demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
+    demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
+    operations = {operation.name: operation for operation in (*cluster.operations(), *cluster.records.values())}
+    demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
+    pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
+    demand(cluster.pins == pins, "pins are counted", cluster.pins)
+    waiting = [*cluster.pending_writes.values(), *(write for model in cluster.models.values() for write in model.unanswered)]
+    writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
+    for session in cluster.sessions.values():
+        demand(session.pending_writes == writes[session.number], "what a session has asked for is counted", session)
+        watched = {name for name, sessions in cluster.watchers.items() if session.number in sessions}
+        demand(session.watched == watched, "what a session watches is known", session)
+    demand(all(cluster.watchers.values()), "what nobody watches is forgotten", cluster.watchers)
+    total = sum(map(len, cluster.watchers.values()))
+    demand(cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()), "watches are counted", total)
+    read_only = cluster.read_only
+    sessions = {session for session in cluster.sessions.values() if session.read_only}
+    demand(read_only.sessions.keys() == sessions, "read-only sessions are known", read_only)
+    demand(read_only.watches == sum(len(s.watched) for s in sessions), "their watches are counted", read_only)
+    registrations = sum(member.worker.read_only for member in cluster.members.values())
+    demand(read_only.registrations == registrations, "their registrations are counted", read_only)
+    away = {worker for worker in cluster.workers.values() if worker.read_only and worker.session is None}
+    demand(read_only.away.keys() == away, "read-only workers without a session are known", read_only)
+    patches = Counter(
+        lease.holding.peers for lease in cluster.leases.values() if lease.partial and lease.state is LeaseState.ACTIVE
+    )
+    for version in (version for model in cluster.models.values() for version in model.versions.values()):
+        for there in (there for layout in version.layouts for there in layout.values()):
+            demand(there.patches == patches[there], "partial leases are counted", version)

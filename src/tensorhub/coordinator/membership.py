@@ -1,7 +1,7 @@
 """Workers and ranks: who is there, who is suspected, who is lost (G9, R11), and who belongs to which group.
 
-Not responsible for what may be registered (`registrations`), for what those hold who come back (`announcements`), nor for
-what a lost rank's operation or memory means: `operations` and `holdings` are told.
+Not responsible for what may be registered (`registrations`), for what a worker announces when it comes back (both
+`registrations`), nor for what a lost rank's operation or memory means: `operations` and `holdings` are told.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ from dataclasses import dataclass, field
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import DOOR
-from tensorhub.coordinator.announcements import Announcements
-from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
+from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster, Session
 from tensorhub.coordinator.entities import Group, Member, Worker
 from tensorhub.coordinator.handovers import Handovers
-from tensorhub.coordinator.holdings import Holdings
-from tensorhub.coordinator.manifest_questions import ManifestQuestions, held_ids
+from tensorhub.coordinator.holdings import Holdings, Withdrawals
 from tensorhub.coordinator.operations import Operations
-from tensorhub.coordinator.registrations import misfit, too_much
+from tensorhub.coordinator.registrations import Announcements, ManifestQuestions, held_ids, misfit, too_much
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.coordinator.testimonies import is_asked
-from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.layouts.identity import layout_id_together
 from tensorhub.messages import (

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tensorhub.coordinator import bridges, limits, supply
+from tensorhub.coordinator import bridges, limits, waiting
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Worker
-from tensorhub.coordinator.feeding import Feeding
-from tensorhub.coordinator.source_choice import GAIN_S, SourceChoice
+from tensorhub.coordinator.source_choice import GAIN_S, Feeding, SourceChoice
 from tensorhub.coordinator.states import LeaseState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, Need, ReaderCut
 from tensorhub.scheduler.links import SECONDS_MIN, Distance, distance
@@ -49,7 +48,7 @@ class Readers:
 
     def _lend(self, part: RankPart, holding: Holding, *, partial: bool, need: Need | None = None) -> Grant:
         ident = self._cluster.new_id()
-        flow, yields = Flow(ident, 0, 0.0), supply.yields(part, holding)
+        flow, yields = Flow(ident, 0, 0.0), waiting.yields(part, holding)
         lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=flow, yields=yields, need=need)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
@@ -75,7 +74,7 @@ class Readers:
     def _place(part: RankPart) -> None:
         """Its holding is so far from a complete copy, and is filled so slowly."""
         holding = part.holding
-        lasting = [lease.holding for lease in holding.fillers if supply.lasts(lease)] if holding is not None else []
+        lasting = [lease.holding for lease in holding.fillers if waiting.lasts(lease)] if holding is not None else []
         if holding is not None and lasting:
             holding.depth = 1 + max(each.depth for each in lasting)
             holding.behind = max(each.slowness for each in lasting)
@@ -119,7 +118,7 @@ class Readers:
         self._cluster.note(worker)
         self._cluster.reckon_all_of(worker)
         for lease in (lease for member in worker.members.values() for lease in member.reads.values()):
-            yields = supply.yields(lease.part, lease.holding)
+            yields = waiting.yields(lease.part, lease.holding)
             if lease.state is LeaseState.ACTIVE and yields is not lease.yields:
                 lease.holding.yielding += yields - lease.yields
                 lease.yields = yields
@@ -131,10 +130,10 @@ class Readers:
         shard, on other readers' partial copies. They wait together for what all of them lack (R9).
         """
         for lease in list(part.leases.values()):
-            if supply.is_dry(lease) or (lease.holding.leaving and part.member.worker.read_only):
+            if waiting.is_dry(lease) or (lease.holding.leaving and part.member.worker.read_only):
                 self._move(lease)
         version = part.operation.version
-        if version is None or not supply.needs_source(part):
+        if version is None or not waiting.needs_source(part):
             return []
         if part.bridges:
             return self._bridge(part)
@@ -148,7 +147,7 @@ class Readers:
         """The same for a reader that bridges: what it lacks of each class, and of its own layout."""
         lacking, own, origin = _unfed(part), part.layout.of(part.shard), part.origin
         grants = [self.lend(part, *source) for source in self._choice.sources(part, lacking)] if lacking else []
-        if origin is None or part.is_abandoned or supply.can_be_whole(part) or not supply.needs_source(part):
+        if origin is None or part.is_abandoned or waiting.can_be_whole(part) or not waiting.needs_source(part):
             return grants
         return grants + [self._lend(part, each, partial=True) for each in self._choice.partial_holdings(part, own)]
 
@@ -258,7 +257,7 @@ class Readers:
         self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
         self._feed(part)
-        if supply.wants_source(lease.part):
+        if waiting.wants_source(lease.part):
             self._cluster.wake(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
@@ -287,8 +286,8 @@ class Readers:
         if lease.state is not LeaseState.ACTIVE or lease.dropping:
             return
         part = lease.part
-        needs = supply.lacking(part, without=lease) if part.bridges else []
-        is_spare = supply.is_spare(lease)
+        needs = waiting.lacking(part, without=lease) if part.bridges else []
+        is_spare = waiting.is_spare(lease)
         sources = [] if is_spare else self._choice.sources(part, needs)
         if is_spare or (sources and (not part.bridges or bridges.are_enough(sources, needs))):
             self._leave_for(lease, [self.lend(part, *source) for source in sources], "the source leaves")
@@ -367,7 +366,7 @@ class Readers:
                 if moved:
                     self.move(lease)
                 self._cut(lease, why)
-                if supply.wants_source(lease.part):
+                if waiting.wants_source(lease.part):
                     self._cluster.wake(lease.part.operation)
 
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
@@ -391,4 +390,4 @@ def grant_of(holding: Holding, lease: str, complete: bool, selection: str = "", 
 def _unfed(part: RankPart) -> list[Need]:
     """What a reader that bridges lacks, and nobody of whom it reads already is fed with."""
     fed = [lease.need for lease in part.leases.values() if lease.holding.is_fed and not lease.dropping]
-    return [] if None in fed else [need for need in supply.lacking(part) if need not in fed]
+    return [] if None in fed else [need for need in waiting.lacking(part) if need not in fed]

@@ -5,15 +5,17 @@ Responsible for finding that, and for the texts. Not responsible for what become
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator import bridges, replicas, ways
 from tensorhub.coordinator.entities import Model, Operation, RankPart, Version
-from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import (
     CoordinatorUnavailable,
     GroupAborted,
     IntegrityError,
     ManifestMismatch,
+    TensorHubError,
     VersionUnavailable,
     some,
 )
@@ -24,6 +26,16 @@ NOBODY = "and 'available' waits for nobody"
 BEGUN = "this call was begun under a former coordinator"
 UNCHANGED = "they have digested it again: their bytes are unchanged"
 LEFT = "its last holder has left on purpose"
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Why an operation is aborted. `rank` None: no single rank is to blame, and all get `error` itself."""
+
+    error: TensorHubError
+    rank: int | None = None
+    others: tuple[int, ...] = ()  # ranks that are as much to blame
+    again: bool = False  # its ranks make the same call again by themselves
 
 
 def misfit(operation: Operation, version: Version) -> Blame | None:

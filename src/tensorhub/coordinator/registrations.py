@@ -1,17 +1,34 @@
-"""What may be registered: whether memory fits its group, and whether there is room for it.
+"""What a worker registers and announces: whether that fits and has room, and which manifests have to be asked for.
 
-Responsible for these questions. Not responsible for what becomes of a registration (`membership`).
+A Register or a ReadyToWrite may name a manifest by its id. If the coordinator does not know that manifest, it asks one rank,
+and the other ranks wait for that answer. So a coordinator that has restarted is told each manifest once, and not by each of
+a thousand workers that come back at once. No rank is registered, or ready, while it waits: it says the message again. A rank
+that lacks a manifest that another rank was asked for waits for that manifest first, so that it is asked for the rest once.
+
+An announcement says what a worker holds after a lost connection or a restart of the coordinator. `Announcements` decides
+whether that counts, and makes a holding of it again.
+
+Not responsible for ranks and groups (`membership`), nor for the manifests that are kept (`manifests`).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
+from math import inf, nextafter
 
-from tensorhub.coordinator import limits
+from tensorhub.coordinator import bridges, limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Worker
-from tensorhub.errors import RegistrationError, TensorHubError
-from tensorhub.messages import Register
+from tensorhub.coordinator.entities import Holding, Member, Version, Worker
+from tensorhub.coordinator.holdings import Holdings
+from tensorhub.coordinator.states import ReplicaState
+from tensorhub.coordinator.testimonies import Testimonies
+from tensorhub.errors import ProtocolError, RegistrationError, TensorHubError
+from tensorhub.layouts.published import Published
+from tensorhub.messages import Held, ReadyAgain, ReadyToWrite, Register, RegisterAgain
+from tensorhub.model.manifest import id_of
 from tensorhub.types import Medium, Purpose
 
 
@@ -72,3 +89,207 @@ def too_much(cluster: Cluster, worker: Worker, message: Register, *parts: tuple[
     if not what:
         return None
     return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
+
+
+@dataclass(eq=False, repr=False)
+class Announcements:
+    """Brings back holdings of former sessions."""
+
+    _cluster: Cluster
+    _holdings: Holdings
+    _testimonies: Testimonies
+
+    def heard(self, member: Member, held: Held, parts: tuple[bytes, ...], request: int) -> bool:
+        """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
+
+        What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
+        held before does not count either if its vote has committed the group to another content.
+        """
+        cluster, group, origins = self._cluster, member.group, b""
+        if held.publication:
+            *found, origins = parts
+            parts = tuple(found)
+        committed = None
+        if group.world_size > 1 and member.purpose is Purpose.USE:  # a prefetch may commit to what its handles hold already
+            committed = cluster.committed_content(group.model.name, group.name)
+        if held.voted or committed not in (None, held.content_id):
+            return True
+        if not (member.serves and held.manifest):
+            return False
+        version = group.model.versions.get(held.version)
+        if version is None or not version.visible or version.info.content_id != held.content_id:
+            return False
+        if member.worker.incarnation in version.condemned:
+            return False
+        is_publishers = held.published and group.name == version.publisher.group
+        testimony = version.testimonies.get(member.shard)
+        root = testimony.root if testimony is not None else b""
+        # The other ranks of its group may never come back; this rank has the bytes of that published shard all the same.
+        is_proven = root != b"" and held.root == root and group.world_size == version.info.world_size
+        is_known = not held.publication and (member.fits_any_layout or is_publishers or is_proven)
+        if not is_known and group.layout_id is None:
+            member.unheard = request
+            return True  # it says this again once all ranks are here
+        is_published = version.is_laid_out_as(group)
+        if is_known or (is_published and not held.publication):
+            layout = version.holdings
+        elif held.publication and (is_published or bridges.misfit(group, version) is None):
+            if not (
+                _may_be_origin(version, member, origins) and cluster.manifests.has_room_for(held.manifest, *parts, origins)
+            ):
+                return False
+            layout = cluster.lay_out(version, group, origins)
+        else:
+            return False
+        if member.shard not in layout:
+            return False
+        if layout is version.holdings and root and held.root not in (b"", root):
+            return False  # it is not what was published (R8)
+        recorded = version.recorded(member.shard) if layout is version.holdings else None
+        if recorded is not None and recorded[0] != cluster.manifests.name(held.manifest):
+            return False  # nor are these the tensors
+        if layout is not version.holdings and not layout.takes(member.shard, parts):
+            return False
+        is_described = bool(layout.manifests.get(member.shard)) and member.shard in layout.parts
+        if not is_described and not cluster.manifests.has_room_for(held.manifest, *parts):
+            return False
+        cluster.learn(version, layout, member.shard, held.manifest, bridges.as_known(member, version, parts))
+        replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
+        if replica is None:
+            replica = self._holdings.new_replica(version, member)
+        holding = Holding(replica, member, held.generation, True, True, layout)
+        holding.chunks_verified = member.chunks
+        holding.by_source = not (is_publishers or is_proven)
+        self._holdings.add(holding)
+        if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
+            self._testimonies.publisher_is_back(holding)
+        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
+            self._holdings.make_ready(replica, "announced again by every rank")
+        return True
+
+
+def _may_be_origin(version: Version, member: Member, said: bytes) -> bool:
+    """Whether that describes who holds what. A few bytes may say very many shards, and copies are laid out for as many."""
+    try:
+        shards = len(Published.decode(said, limits.ANNOUNCED_SHARDS_MAX).shards)
+    except ProtocolError:
+        return False
+    if not member.is_of_one_shard or (member.group.reads_as, id_of(said)) in version.others:
+        return True
+    return sum(map(len, version.others.values())) + shards <= limits.ANNOUNCED_SHARDS_MAX
+
+
+ANSWER = 1 / 8  # of a lease, that the one who is asked has; then all others are asked as well
+ANSWER_S_MAX = 5.0  # the same, however long a lease is: callers wait for it
+
+Parts = tuple[bytes, ...]
+Again = RegisterAgain | ReadyAgain
+
+
+class ManifestQuestions:
+    """Those of one coordinator."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        # By id that was asked for: (session, what it will be told, whether that is a part's id) of the others.
+        self._waiting: dict[str, deque[tuple[int, Again, bool]]] = {}
+        self._count = 0  # of all those
+
+    def __repr__(self) -> str:
+        return f"<ManifestQuestions: {len(self._waiting)} asked, {self._count} wait>"
+
+    def with_manifests(self, message: Register) -> tuple[Register, Parts, Parts] | None:
+        """With the manifests themselves, the parts, and those of what is held, of which the last describes its origin if it
+        has one. None: one of them has to be asked for.
+        """
+        find, held = self._cluster.manifests.find, message.held
+        mine = message.manifest or (find(message.manifest_id) if message.manifest_id else b"")
+        parts = self._parts(message.parts, message.part_ids)
+        if mine is None or parts is None:
+            return None
+        if held is None:
+            return replace(message, manifest=mine), parts, ()
+        its = held.manifest or (find(held.manifest_id) if held.manifest_id else b"")
+        held_parts = self._parts(message.parts, held_ids(message))
+        if its is None or held_parts is None:
+            return None
+        return replace(message, manifest=mine, held=replace(held, manifest=its)), parts, held_parts
+
+    def with_parts(self, session: int, message: ReadyToWrite) -> Parts | None:
+        """What it names. None: some of that has to be said first, and it is asked for."""
+        parts = self._parts(message.parts, message.part_ids)
+        if parts is None:
+            said = set(map(id_of, message.parts))
+            unknown = [ident for ident in message.part_ids if self._cluster.manifests.find(ident) is None]
+            missing = dict.fromkeys([ident for ident in unknown if ident not in said], True)
+            self._ask(session, missing, ReadyAgain(message.key, message.rank, tuple(unknown)))
+        return parts
+
+    def _parts(self, blobs: Parts, part_ids: tuple[str, ...]) -> Parts | None:
+        """Those that were said with them, or that are known."""
+        if not part_ids:
+            return ()
+        said = {id_of(blob): blob for blob in blobs if blob}
+        found = [said.get(ident) or self._cluster.manifests.find(ident) for ident in part_ids]
+        return tuple([blob for blob in found if blob]) if all(found) else None
+
+    def ask(self, session: int, message: Register) -> None:
+        """This Register names what is not known. Sooner or later the rank is told to say it again."""
+        named = [each.manifest_id for each in (message, message.held) if each is not None and each.manifest_id]
+        find = self._cluster.manifests.find
+        whole = any(find(ident) is None for ident in named)  # also where it was said now: it is not kept; so below
+        parts = dict.fromkeys(ident for ident in (*message.part_ids, *held_ids(message)) if find(ident) is None)
+        self._ask(session, dict(self._missing(message)), RegisterAgain(message.request, whole, tuple(parts)))
+
+    def _ask(self, session: int, missing: Mapping[str, bool], again: Again) -> None:
+        """Tell it this; or let it wait for one of these ids. Of each it is said whether it is a part's."""
+        cluster = self._cluster
+        for ident, is_part in missing.items():
+            if ident in self._waiting and self._count < limits.WAIT_FOR_MANIFESTS_MAX:
+                self._waiting[ident].append((session, again, is_part))
+                self._count += 1
+                return
+        for ident in missing:
+            if ident not in self._waiting and len(self._waiting) < limits.WAIT_FOR_MANIFESTS_MAX:
+                self._waiting[ident] = deque()
+                cluster.timers.set("manifest", ident, cluster.now + min(cluster.options.lease_s * ANSWER, ANSWER_S_MAX))
+        cluster.send(session, again)
+
+    def _missing(self, message: Register) -> Iterator[tuple[str, bool]]:
+        """The ids of what is neither said nor known, and whether each is a part's."""
+        find, held = self._cluster.manifests.find, message.held
+        said = {id_of(blob) for blob in message.parts}
+        for each in (message,) if held is None else (message, held):
+            if not each.manifest and each.manifest_id and find(each.manifest_id) is None:
+                yield each.manifest_id, False
+            for ident in each.part_ids if each is message else held_ids(message):
+                if ident not in said and find(ident) is None:
+                    yield ident, True
+
+    def came(self, *idents: str) -> None:
+        """What names these was taken: whoever waits for them need not wait longer."""
+        for ident in idents:
+            if ident in self._waiting and self._cluster.manifests.find(ident) is not None:
+                self._cluster.timers.set("manifest", ident, self._cluster.now)
+
+    def due(self, ident: str) -> None:
+        """That is there, or was waited for long enough. A few are told so, and the others in the next steps."""
+        waiting, is_known = self._waiting[ident], self._cluster.manifests.find(ident) is not None
+        for _ in range(min(len(waiting), limits.WOKEN_PER_STEP)):
+            session, again, is_part = waiting.popleft()
+            self._count -= 1
+            if session in self._cluster.sessions:
+                again = replace(again, part_ids=(ident,) if is_part and not is_known else ())
+                if isinstance(again, RegisterAgain):
+                    again = replace(again, whole=not (is_known or is_part))
+                self._cluster.send(session, again)
+        if waiting:
+            self._cluster.timers.set("manifest", ident, nextafter(self._cluster.now, inf))  # not within this step
+        else:
+            del self._waiting[ident]
+
+
+def held_ids(message: Register) -> tuple[str, ...]:
+    """The ids of the parts of what it holds, and of what describes the origin of that."""
+    held = message.held
+    return () if held is None else (*held.part_ids, *((held.publication,) if held.publication else ()))

@@ -1,7 +1,7 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
 Responsible for the policy, for pins, for telling holders what is retained, and for the one question whether a holder may go.
-Not responsible for what follows from the answer: `withdrawals` and `fills` let holders wait, `handovers` finds successors.
+Not responsible for what follows from the answer: `holdings` and `fills` let holders wait, `handovers` finds successors.
 """
 
 from __future__ import annotations

@@ -1,25 +1,133 @@
-"""From whom a reader reads best: which holdings it may read, and which of them brings it everything first.
+"""Which source a reader gets, and which holdings have a source.
 
-Responsible for that choice alone: it changes nothing. Not responsible for leases (`readers`), for which needs a reader has
-(`bridges`), nor for estimates and orders (`scheduler`).
+A holding is *fed* if it is complete, or if its chain of sources ends at a complete holding. The source of a reader is fed,
+or the reader waits for another source. Each holding is filled from one other holding, so the holdings downstream of a
+holding that is fed no more are fed no more either. With partial copies and with reads across layouts a holding has several
+sources, which may form a circle. So `Feeding.settle` takes a whole chain for not fed first, and then looks which holdings of
+the chain have a source outside it.
+
+`SourceChoice` ranks the sources that a reader may read by site, load, depth and slowness, and changes nothing. Not
+responsible for leases (`readers`), for which needs a reader has (`bridges`), nor for estimates and orders (`scheduler`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from tensorhub.coordinator import bridges
 from tensorhub.coordinator.bridges import Source
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, RankPart, ReadLease, Version
-from tensorhub.coordinator.feeding import Feeding
 from tensorhub.coordinator.holders import Holders
-from tensorhub.coordinator.states import WorkerState
+from tensorhub.coordinator.states import LeaseState, WorkerState
+from tensorhub.coordinator.waiting import is_filled_by
 from tensorhub.messages import Need
 from tensorhub.scheduler.choice import Wanted, rank
 from tensorhub.scheduler.links import Distance, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
+
+
+@dataclass(eq=False, repr=False)
+class Feeding:
+    """Changes who is fed; nobody else does."""
+
+    _cluster: Cluster
+    # Who is fed no more in this step. What is filled from it seems to be fed until `settle`.
+    dry: dict[Holding, None] = field(default_factory=dict, init=False)
+
+    def feed(self, holding: Holding | None) -> None:
+        """What a holding has, or is filled from, has changed: so may have what is filled from it."""
+        if holding is None:
+            return
+        self._cluster.reckon(holding)
+        if holding.verified or is_filled_by(holding, _is_surely_fed):
+            self._spread(holding)
+        elif holding.is_fed:
+            self.dry[holding] = None
+            self._become_fed(holding, is_so=False)
+
+    def begun(self, lease: ReadLease, filled: Holding) -> None:
+        """Through this new lease a holding is filled from now on."""
+        self._cluster.reckon(filled)
+        if not lease.holding.is_fed or not (lease.need is None or is_filled_by(filled, _is_fed)):
+            return
+        if lease.partial and self.dry:  # the source may be filled from it: that is not known before all are settled
+            self.dry[filled] = None
+        else:
+            self._spread(filled)
+
+    def settle(self) -> None:
+        """Whoever is fed no more may have found another source by now. If not, what is filled from it is not fed either."""
+        while self.dry:
+            holding, _ = self.dry.popitem()
+            if holding.is_fed:
+                continue
+            dry = [each for each in self.follow(holding) if not each.verified]
+            for each in dry:
+                if each.is_fed:
+                    self._become_fed(each, is_so=False)
+            for each in dry:  # as it was published, and without patches, each was filled from one of the others
+                if (each.peers.patches or each.bridges) and is_filled_by(each, _is_fed):
+                    self._spread(each)
+
+    def _spread(self, holding: Holding) -> None:
+        """It is fed: so is all that is filled from it."""
+        todo = [] if holding.is_fed else [holding]
+        while todo:
+            each = todo.pop()
+            if not each.is_fed:
+                self._become_fed(each, is_so=True)
+                todo += [reader for reader in _filled(each) if not reader.bridges or is_filled_by(reader, _is_fed)]
+
+    def _become_fed(self, holding: Holding, *, is_so: bool) -> None:
+        """Who reads there needs another source from now on, or needs none any more; who lacks one may read what is fed."""
+        holding.is_fed = is_so
+        if is_so:
+            holding.layout.has_grown = True
+            self._cluster.reckon(holding)
+        self._cluster.note(holding.member)
+        for lease in holding.readers.values():
+            self._cluster.wake(lease.part.operation)
+
+    def follow(self, holding: Holding) -> dict[Holding, None]:
+        """What is filled from it. That may be long, so it counts as work of this step."""
+        found = _filled_by(holding)
+        self._cluster.followed += len(found)
+        return found
+
+
+def _filled(holding: Holding) -> list[Holding]:
+    """Those that are filled through leases on it which last."""
+    return [
+        lease.part.holding
+        for lease in holding.readers.values()
+        if lease.part.holding is not None
+        and not lease.part.holding.complete
+        and lease.state is LeaseState.ACTIVE
+        and not lease.dropping
+    ]
+
+
+def _filled_by(holding: Holding) -> dict[Holding, None]:
+    """It, and what is filled from it, directly or through others: each after one that fills it."""
+    todo, seen = [holding], {holding: None}
+    for each in todo:
+        for reader in _filled(each):
+            if reader not in seen:
+                seen[reader] = None
+                todo.append(reader)
+    return seen
+
+
+_is_fed = attrgetter("is_fed")
+
+
+def _is_surely_fed(holding: Holding) -> bool:
+    """Patches may form cycles: what is fed through them may be fed by what is asked about."""
+    return holding.verified or (holding.is_fed and not holding.peers.patches)
+
 
 LOOKS_MAX = 32  # at sources that might be faster
 GAIN_S = 0.25  # so much sooner at least a reader must have the rest elsewhere

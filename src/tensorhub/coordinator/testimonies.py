@@ -27,8 +27,8 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, Testimony, Version, Worker
 from tensorhub.coordinator.holdings import Holdings
-from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.refusals import Blame
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.layouts.published import Published
 from tensorhub.messages import Compare, Compared, Digests, Need, Prepared, TellDigests, digests_bytes_max

@@ -1,31 +1,289 @@
-"""What `describe` shows: the coordinator's knowledge of a model as plain values. Changes nothing.
+"""Answers to questions that every peer may ask, joined or not: Describe, GetManifest, GetPart, GetPublication, Check.
 
-A large model is told in parts, by its workers' names: each part has so many rows, and costs as much, however large the model
-is. (Only to find the next workers, each part looks at all of the model's registrations.)
+The answers change nothing. (The description of a publication is made when it is first asked for, and kept with the version.)
+
+`describe` tells a large model in parts, by the names of its workers. Each part has a bounded number of rows, and a part
+costs as much as its rows, however large the model is. (Only to find the next workers, each part looks at all registrations
+of the model.) The counts of a model are made when they are asked for, in one pass over the groups of the model: they cost
+nothing until then.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop
+from heapq import heapify, heappop, nlargest, nsmallest
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Model, ReadLease, Replica, Worker
-from tensorhub.coordinator.states import WorkerState
-from tensorhub.coordinator.summaries import summarize
-from tensorhub.coordinator.supply import reads_across
+from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
+from tensorhub.coordinator.refusals import held_text
+from tensorhub.coordinator.states import OperationState, ReplicaState, WorkerState
+from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.waiting import reads_across
+from tensorhub.errors import VersionUnavailable
+from tensorhub.messages import (
+    Check,
+    Describe,
+    Description,
+    GetManifest,
+    GetPart,
+    GetPublication,
+    ManifestReply,
+    PublicationReply,
+)
 from tensorhub.types import (
+    AVAILABLE,
     MISSING_TOLD_MAX,
+    CallsSummary,
+    LayoutSummary,
     LeaseView,
     ModelInfo,
     ModelSummary,
+    OpKind,
     ReplicaView,
+    Selector,
     ShardView,
+    SilentWorker,
     VersionSummary,
     VersionView,
     WorkerView,
 )
+
+
+@dataclass(eq=False, repr=False)
+class Answers:
+    """Each is sent to the session that asked."""
+
+    _cluster: Cluster
+    _versions: Versions
+
+    def describe(self, session: int, message: Describe) -> None:
+        """One model, or a part of it, or a page of all."""
+        if message.model is None:
+            models, more, is_cut = page(self._cluster, message.after, message.workers_max)
+            self._cluster.send(session, Description(message.request, models, more, is_cut))
+            return
+        model = self._model(session, message, message.model)
+        if model is None:
+            return
+        if message.version is not None and message.version not in model.versions:
+            error = VersionUnavailable(f"version {message.version} of {model.name!r} is not known here; {held_text(model)}")
+            self._cluster.answer(session, message.request, error)
+            return
+        after = None if message.after is None else (message.after, message.incarnation)
+        found, is_cut = describe(model, self._cluster.now, message.version, after, message.workers_max)
+        self._cluster.send(session, Description(message.request, (found,), is_cut=is_cut))
+
+    def _model(self, session: int, message: Describe | GetPublication, name: str) -> Model | None:
+        """The model of this name; if there is none, the asker hears which ones there are."""
+        model = self._cluster.models.get(name)
+        if model is None:
+            known = ", ".join(self._cluster.model_names[:20]) or "none yet"
+            error = VersionUnavailable(f"no model {name!r} is known here; known models: {known}")
+            self._cluster.answer(session, message.request, error)
+        return model
+
+    def manifest(self, session: int, message: GetManifest) -> None:
+        """That of one shard of a content."""
+        model = self._cluster.models.get(message.model)
+        for version in model.versions.values() if model is not None else ():
+            if version.info.content_id == message.content_id and message.shard in version.manifests:
+                self._cluster.send(session, ManifestReply(message.request, version.manifests[message.shard]))
+                return
+        error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
+        self._cluster.answer(session, message.request, error)
+
+    def part(self, session: int, message: GetPart) -> None:
+        """What is kept under that id."""
+        blob = self._cluster.manifests.find(message.part_id)
+        if blob is None:
+            error = VersionUnavailable("that part of a layout is not known, or not any more: nobody holds its version")
+            self._cluster.answer(session, message.request, error)
+        else:
+            self._cluster.send(session, ManifestReply(message.request, blob))
+
+    def publication(self, session: int, message: GetPublication) -> None:
+        """What was published where, of the version that a selector means now."""
+        model = self._model(session, message, message.model)
+        if model is None:
+            return
+        try:
+            version = self._resolved(model, message.selector)
+        except VersionUnavailable as error:
+            self._cluster.answer(session, message.request, error)
+            return
+        blob = self._cluster.manifests.find(self._cluster.describe(version, version.holdings))
+        assert blob is not None
+        self._cluster.send(session, PublicationReply(message.request, version.info, version.layout_id, blob))
+
+    def _resolved(self, model: Model, selector: Selector) -> Version:
+        """A version that can be described. VersionUnavailable: there is none that the selector means now."""
+        version = (
+            next((v for v in model.visible if v.copies or self._is_of_classes(v)), None)
+            if selector == AVAILABLE
+            else self._versions.resolve(model, selector, None)
+        )
+        if version is None:
+            raise VersionUnavailable(self._versions.waiting_text(model, selector, None), retryable=True)
+        if not version.holdings.is_described:
+            text = f"nobody who is here now has said what is in version {version.number} of {model.name!r}"
+            raise VersionUnavailable(f"{text}; {held_text(model)}", retryable=True)
+        return version
+
+    @staticmethod
+    def _is_of_classes(version: Version) -> bool:
+        """Whether each class of shards can be read, though perhaps not each shard."""
+        return version.holdings.is_described and version.holdings.can_each_class_be_read()
+
+    def check(self, session: int, message: Check) -> None:
+        """Whether a number can still be published."""
+        # Not `conflict`: another rank of the asker's own group may be publishing this very number.
+        model = self._cluster.models.get(message.model)
+        conflict = self._versions.overtaken(model, message.version) if model is not None else None
+        self._cluster.answer(session, message.request, conflict)
+
+
+Waiting = tuple[str, str, float, str]  # a call, what it waits for, since when, whose call it is
+
+
+def summarize(model: Model, now: float) -> tuple[ModelSummary, dict[int, VersionSummary]]:
+    """Its workers, the calls that are under way, and the replicas of its newest versions, by number."""
+    workers = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
+    suspects = [worker for worker in workers.values() if worker.state is not WorkerState.LIVE]
+    replicas: dict[Version, _Replicas] = {version: _Replicas() for version in model.versions.values()}
+    for group in model.serving.values():
+        for replica in group.replicas:
+            if replica.version not in replicas:
+                replicas[replica.version] = _Replicas()
+            replicas[replica.version].add(replica)
+    summary = ModelSummary(
+        workers=len(workers),
+        suspect=len(suspects),
+        groups=len(model.groups),
+        shards=sum(each.shards for each in replicas.values()),
+        reads=len(model.leases),
+        versions_known=len(model.versions),
+        calls=_calls(_waiting(model), now),
+        silent=tuple(
+            SilentWorker(worker.name, worker.incarnation, max(0.0, now - worker.heard_at))
+            for worker in nsmallest(limits.SUMMARIZED_SILENT_MAX, suspects, key=lambda worker: worker.heard_at)
+        ),
+    )
+    newest = nlargest(limits.SUMMARIZED_VERSIONS_MAX, model.versions.values(), key=lambda version: version.number)
+    return summary, {version.number: replicas[version].summary(version) for version in newest}
+
+
+@dataclass(slots=True)
+class _Replicas:
+    """The replicas of one version, counted."""
+
+    states: list[ReplicaState] = field(default_factory=list)  # of each
+    by_layout: dict[str, list[Replica]] = field(default_factory=dict)  # those of which memory is left
+    shards: int = 0
+    doubtful: int = 0
+    quarantined: int = 0
+    readers: int = 0
+
+    def add(self, replica: Replica) -> None:
+        self.states.append(replica.state)
+        for layout_id in {holding.layout.layout_id for holding in replica.holdings.values()}:
+            self.by_layout.setdefault(layout_id, []).append(replica)
+        for holding in replica.holdings.values():
+            self.shards += 1
+            self.readers += holding.active_readers
+            if holding.quarantined:
+                self.quarantined += 1
+            elif holding.member.worker.state is not WorkerState.LIVE:
+                self.doubtful += 1
+
+    def summary(self, version: Version) -> VersionSummary:
+        return VersionSummary(
+            copies=version.copies,
+            ready=self.states.count(ReplicaState.READY),
+            filling=self.states.count(ReplicaState.FILLING),
+            draining=self.states.count(ReplicaState.DRAINING),
+            torn=self.states.count(ReplicaState.TORN),
+            doubtful=self.doubtful,
+            quarantined=self.quarantined,
+            readers=self.readers,
+            layouts_known=len(self.by_layout),
+            layouts=tuple(self._layouts(version)),
+            missing=len(version.holdings.missing()),
+        )
+
+    def _layouts(self, version: Version) -> Iterator[LayoutSummary]:
+        """Nothing, where there is only the published one."""
+        if self.by_layout.keys() <= {version.layout_id}:
+            return
+        in_order = sorted(self.by_layout.items(), key=lambda item: (item[0] != version.layout_id, -len(item[1]), item[0]))
+        for layout_id, replicas in in_order[: limits.SUMMARIZED_LAYOUTS_MAX]:
+            held = [holding for replica in replicas for holding in replica.holdings.values()]
+            yield LayoutSummary(
+                layout_id,
+                layout_id == version.layout_id,
+                replicas=len(replicas),
+                ready=sum(replica.state is ReplicaState.READY for replica in replicas),
+                bridging=len({id(holding.member.group) for holding in held if reads_across(holding)}),
+                shards=len(held),
+                chunks=sum(holding.chunks for holding in held),
+                chunks_verified=sum(holding.chunks_verified for holding in held),
+            )
+
+
+def _calls(waiting: Iterable[Waiting], now: float) -> tuple[CallsSummary, ...]:
+    """As many rows as there are kinds of calls and things to wait for."""
+    rows: dict[tuple[str, str], tuple[int, float, str]] = {}
+    for call, waits_for, since, who in waiting:
+        count, longest_since, longest_who = rows.get((call, waits_for), (0, math.inf, ""))
+        longest = (since, who) if since < longest_since else (longest_since, longest_who)
+        rows[call, waits_for] = count + 1, *longest
+    in_order = sorted(rows.items(), key=lambda item: (item[1][1], item[0]))
+    return tuple(
+        CallsSummary(call, waits_for, count, max(0.0, now - since), who)
+        for (call, waits_for), (count, since, who) in in_order
+    )
+
+
+def _waiting(model: Model) -> Iterator[Waiting]:
+    """The model's calls that are under way."""
+    for group in model.groups.values():
+        if group.operation is not None:
+            waits_for, parts = _waits_for(group.operation)
+            since = min((part.moved_at for part in parts), default=0.0)
+            yield group.operation.kind.value, waits_for, since, group.name
+    for withdrawal in model.withdrawals.values():
+        waits_for = "readers" if withdrawal.begun else "successor"
+        yield "leave", waits_for, withdrawal.asked_at, withdrawal.holding.member.worker.name
+    for waits_for, writes in (("store", model.rollbacks), ("holders", model.unanswered)):
+        for write in writes:
+            yield type(write.message).__name__.lower(), waits_for, write.asked_at, ""
+
+
+def _waits_for(operation: Operation) -> tuple[str, list[RankPart]]:
+    """What an undecided operation waits for, and the parts of it that do; see `CallsSummary`."""
+    parts = list(operation.parts.values())
+    if not operation.gathered:
+        return "ranks", parts
+    if operation.staying:
+        return "successor", parts
+    if operation.version is None:
+        return "version", parts
+    if operation.state is OperationState.PREPARED or operation.kind is OpKind.PUBLISH:
+        return "store", parts
+    if not operation.writing:
+        unready = [part for part in parts if not part.ready]
+        if unready:
+            return "before_write", unready
+        return "store" if operation.all_voted else "source", parts
+    reading = [part for part in parts if part.reads]
+    starving = [part for part in reading if not part.leases]
+    if reading:
+        return ("source", starving) if starving else ("chunks", reading)
+    claiming = [part for part in parts if part.claim is not None]
+    return ("digests", claiming) if claiming else ("store", parts)
+
 
 Place = tuple[str, str | None]  # among workers: a name and an incarnation; None: after all of that name
 Found = tuple[ModelInfo, bool]  # a part of a model, and whether the rest is still to be told

@@ -1,15 +1,107 @@
-"""What an undecided operation waits for: where it is found when that comes, without a look at all others.
+"""What a reader lacks, and what an undecided operation waits for: questions about entities, which change nothing.
 
-Responsible for these questions. Not responsible for who is woken (`Cluster.wake`), nor for how long (`deadlines`).
+An operation is found by what it waits for, without a look at all operations. Not responsible for waking operations
+(`Cluster.wake`), for deadlines (`operations`), nor for which source is best (`source_choice`).
 """
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Operation
+from collections.abc import Callable
+
+from tensorhub.coordinator.entities import Holding, Operation, RankPart, ReadLease
 from tensorhub.coordinator.states import OperationState
-from tensorhub.coordinator.supply import is_to_move, needs_source
-from tensorhub.messages import Fill
+from tensorhub.messages import Fill, Need
 from tensorhub.types import AVAILABLE, OpKey, OpKind
+
+
+def yields(part: RankPart, holding: Holding) -> bool:
+    """Whether the reader does not count as one that shares the source's uplink. A slow reader takes little of the uplink.
+    A seed or a prefetch in another site stalls no worker, and leaves the source to the readers of the source's site.
+    """
+    reader, source = part.member.worker, holding.member.worker
+    is_far = reader.location.site != source.location.site
+    return reader.slowness > 0 or (is_far and part.operation.kind is OpKind.PREFETCH)
+
+
+def lasts(lease: ReadLease) -> bool:
+    """Whether all that it is for comes through it, as far as is known."""
+    return lease.holding.is_fed and not (lease.dropping or lease.partial)
+
+
+def is_dry(lease: ReadLease) -> bool:
+    """Whether it was to bring everything, and its source neither has that any more nor is filled with it."""
+    return not (lease.holding.is_fed or lease.dropping or lease.partial)
+
+
+def is_spare(lease: ReadLease) -> bool:
+    """Whether its reader does without it: others that last bring everything."""
+    part = lease.part
+    if part.bridges:
+        return not lacking(part, without=lease)
+    return any(lasts(each) for each in part.leases.values() if each is not lease)
+
+
+def lacking(part: RankPart, without: ReadLease | None = None) -> list[Need]:
+    """What it needs of other layouts and has no such source for. One of its own layout is enough for everything."""
+    lasting = [lease for lease in part.leases.values() if lasts(lease) and lease is not without]
+    if any(lease.need is None for lease in lasting):
+        return []
+    covered = {lease.need.shard for lease in lasting if lease.need is not None}
+    return [need for need in _reads_now(part) if need.shard not in covered]
+
+
+def _reads_now(part: RankPart) -> tuple[Need, ...]:
+    """All that it needs of other layouts; or what it reads again, since the rest is there."""
+    return (part.needs or ()) if part.rereads is None else (part.rereads,)
+
+
+def wants_source(part: RankPart) -> bool:
+    """Whether it needs a source that is filled from a complete copy, or is one."""
+    return part.reads and _lacks_source(part)
+
+
+def _lacks_source(part: RankPart) -> bool:
+    return bool(lacking(part)) if part.bridges else not any(map(lasts, part.leases.values()))
+
+
+def needs_source(part: RankPart) -> bool:
+    """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
+    return part.reads and (_lacks_source(part) or not can_be_whole(part))
+
+
+def can_be_whole(part: RankPart) -> bool:
+    """Whether somebody holds all that it reads, committed or not."""
+    if part.layout.is_whole(part.shard):
+        return True
+    origin, needs = part.origin, part.needs
+    if origin is None or needs is None:
+        return False
+    return origin.are_whole() or all(origin.is_class_whole(need.shard) for need in needs)
+
+
+def is_to_move(part: RankPart) -> bool:
+    """Whether a read-only worker reads there from a source that leaves. It gets another source when there is one."""
+    if not part.member.worker.read_only:
+        return False
+    return any(lease.holding.leaving and not lease.dropping for lease in part.leases.values())
+
+
+def is_filled_by(holding: Holding, trusted: Callable[[Holding], bool]) -> bool:
+    """Whether all that it lacks comes from holdings of which that is so."""
+    lasting = [lease for lease in holding.fillers if not lease.dropping]
+    if any(lease.need is None and trusted(lease.holding) for lease in lasting):
+        return True
+    part = holding.member.part
+    if not holding.bridges or part is None or part.holding is not holding or part.needs is None or not part.reads:
+        return False
+    fed = {lease.need.shard for lease in lasting if lease.need is not None and trusted(lease.holding)}
+    is_idle = holding.leaving and not part.needs  # who needs nothing has no lease
+    return not is_idle and all(need.shard in fed for need in _reads_now(part))
+
+
+def reads_across(holding: Holding) -> bool:
+    """Whether it is being filled from holders of another layout."""
+    return any(lease.need is not None for lease in holding.fillers)
 
 
 def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:

@@ -1,7 +1,7 @@
 """`describe` of everything: a page at a time, so that nobody else waits for them; and never older than what
 the asker did.
 
-Covers `runtime.control.server` (long answers), with `coordinator.views` and `coordinator.answers`.
+Covers `runtime.control.server` (long answers), with `coordinator.views` and `coordinator.views`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
-from tensorhub.coordinator.answers import Answers
+from tensorhub.coordinator.views import Answers
 from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.testing import StepwiseCluster

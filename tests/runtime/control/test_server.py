@@ -16,7 +16,7 @@ import pytest
 import tensorhub
 from tensorhub import logs
 from tensorhub.coordinator import Entry, Event
-from tensorhub.coordinator.answers import Answers
+from tensorhub.coordinator.views import Answers
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
 from tensorhub.messages import Describe, Description, Join, ReaderCut, Refused, Register, Watch, Welcome
 from tensorhub.protocol import codec

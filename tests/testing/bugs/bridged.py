@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from tensorhub.coordinator import bridges, source_choice, supply
+from tensorhub.coordinator import bridges, source_choice, waiting
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.coverage import Coverage
 from tensorhub.coordinator.entities import Holding, Operation, RankPart, Version
@@ -57,7 +57,7 @@ def bridge_is_not_mended() -> Iterator[None]:
     def lacking(before: Callable[..., list[Any]], part: RankPart, without: Any = None) -> list[Any]:
         return [] if part.leases else before(part, without)
 
-    with around(supply, "lacking", lacking):
+    with around(waiting, "lacking", lacking):
         yield
 
 

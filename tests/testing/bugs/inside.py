@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tensorhub.coordinator import Coordinator, fills
+from tensorhub.coordinator.cluster import Session
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
@@ -26,11 +27,10 @@ from tensorhub.coordinator.entities import (
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.holdings import Holdings
-from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.publishes import Lineages
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
-from tensorhub.coordinator import actions, deadlines, operations
-from tensorhub.coordinator.announcements import Announcements
+from tensorhub.coordinator import actions, operations
+from tensorhub.coordinator.cluster import Session
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
@@ -27,10 +27,10 @@ from tensorhub.coordinator.entities import (
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.membership import Membership
-from tensorhub.coordinator.operation_handlers import Blame
 from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.refusals import Blame
+from tensorhub.coordinator.registrations import Announcements
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.sessions import Session
 from tensorhub.coordinator.source_choice import SourceChoice
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.coordinator.versions import Versions
@@ -364,7 +364,7 @@ def deadline_ends_what_is_prepared() -> Iterator[None]:
         else:
             deadline_passed(self, key)
 
-    everybody = replaced(deadlines, "_impatient", lambda operation: list(operation.parts.values()))
+    everybody = replaced(operations, "_impatient", lambda operation: list(operation.parts.values()))
     with everybody, replaced(Operations, "deadline_passed", broken):
         yield
 

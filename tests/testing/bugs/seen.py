@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorhub.coordinator.entities import Model, Operation, PendingWrite, Version
-from tensorhub.coordinator.lineage import Lineages
+from tensorhub.coordinator.publishes import Lineages
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.versions import Versions
 from tensorhub.testing import Fault

@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.coordinator import testimonies
 from tensorhub.coordinator.entities import RankPart
-from tensorhub.coordinator.operation_handlers import Blame
+from tensorhub.coordinator.refusals import Blame
 from tensorhub.messages import Announce, Need, Register, Watch
 from tensorhub.testing.flow.coordinated import CORE_ALONE_S, SHELL_S, Coordinated
 from tensorhub.testing.flow.run import run_one

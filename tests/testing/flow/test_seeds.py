@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.coordinator import supply
+from tensorhub.coordinator import waiting
 from tensorhub.testing.flow.report import Stalls
 from tensorhub.testing.flow.run import run_one
 from tensorhub.testing.flow.scenario import load
@@ -30,7 +30,7 @@ def test_a_seed_makes_way_for_readers_of_the_trainer_s_site(
     """They shared the trainer's link with it, as long as the WAN took: 2.5 copies, or one."""
     now, copy_s = updates(seed, wan_mbit_per_s)
     with monkeypatch.context() as patched:
-        patched.setattr(supply, "yields", lambda *_: False)
+        patched.setattr(waiting, "yields", lambda *_: False)
         before, _ = updates(seed, wan_mbit_per_s)
     assert now.p95_s is not None
     assert before.p95_s is not None

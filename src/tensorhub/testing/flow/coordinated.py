@@ -14,9 +14,20 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Final
 
-from tensorhub.coordinator.actions import CloseSession, LookFor, Persist, Send
+from tensorhub.coordinator.actions import (
+    CloseSession,
+    Connected,
+    Disconnected,
+    Event,
+    LookFor,
+    Persist,
+    Persisted,
+    Received,
+    Send,
+    Silent,
+    Tick,
+)
 from tensorhub.coordinator.core import Coordinator
-from tensorhub.coordinator.events import Connected, Disconnected, Event, Persisted, Received, Silent, Tick
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import (
     Announce,
