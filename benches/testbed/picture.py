@@ -12,7 +12,6 @@ from typing import Final
 from benches.comparison.picture import box, document, text
 from benches.testbed.report import Row
 from benches.testbed.systems.base import PHASES
-from tensorhub.testing.flow.plots import HATCH, HATCHED
 
 WIDTH: Final = 1100
 LEFT: Final = 340  # of the bars; titles are to the left
@@ -23,6 +22,11 @@ COLOURS: Final = dict(zip(PHASES, ("#999999", "#e69f00", "#0072b2", "#009e73"), 
 STEPS: Final = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 LINES: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999", "#000000")
 DASHES: Final = ("none", "8 4", "2 4")  # of a curve, when the colours begin anew
+HATCH: Final = (  # for a system that has done no update: fill="url(#hatch)"
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<path d="M0 0v6" stroke="#999999" stroke-width="3"/></pattern></defs>'
+)
+HATCHED: Final = "url(#hatch)"
 FAILURE: Final = 110  # characters of one
 HEIGHT: Final = 420  # of a curve
 

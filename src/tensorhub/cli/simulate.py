@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -77,7 +76,6 @@ def simulate(
     ] = None,
     ranks: Annotated[int | None, common.whole_option(1, 65_536, help="With a scenario: ranks of a group.")] = None,
     systems: Annotated[str | None, typer.Option(metavar="A,B", help="With a scenario: only these systems.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="With a scenario: draw it.")] = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -94,7 +92,7 @@ def simulate(
     if scenario is not None:
         from tensorhub.cli.simulate_flow import Wanted, simulate_flow
 
-        wanted = Wanted(scenario, gpus, parameters, ranks, systems, seed, plot)
+        wanted = Wanted(scenario, gpus, parameters, ranks, systems, seed)
         simulate_flow(wanted, as_json=as_json, quiet=quiet)
         return
     search = _search()
@@ -104,7 +102,7 @@ def simulate(
     common.run(partial(_simulate, plan, search, as_json, quiet, verbose))
 
 
-_OF_FLOW = ("gpus", "parameters", "ranks", "systems", "plot")
+_OF_FLOW = ("gpus", "parameters", "ranks", "systems")
 _OF_SEARCH = ("seeds", "start", "jobs", "faults", "events", "failures_max", "verbose")
 
 

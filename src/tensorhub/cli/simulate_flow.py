@@ -1,4 +1,4 @@
-"""`tensorhub simulate SCENARIO`: the flow model, as a table, JSON and a picture."""
+"""`tensorhub simulate SCENARIO`: the flow model, as a table and JSON."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import typer
 from rich.table import Table
 
 from tensorhub.cli import common
-from tensorhub.testing.flow.plots import draw
 from tensorhub.testing.flow.report import Report, Row, cut_bound
-from tensorhub.testing.flow.run import Run, check, possible, run_one
+from tensorhub.testing.flow.run import check, possible, run_one
 from tensorhub.testing.flow.scenario import Scenario, at_scale, in_groups, left_out, load
 
 
@@ -28,7 +26,6 @@ class Wanted:
     ranks: int | None
     systems: str | None
     seed: int | None
-    plot: Path | None
 
 
 def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
@@ -44,26 +41,21 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
             scenario = in_groups(scenario, wanted.ranks)
         names = [name.strip() for name in (wanted.systems or ",".join(possible(scenario))).split(",") if name.strip()]
         check(scenario, names)
-        if wanted.plot is not None:
-            wanted.plot.open("a").close()  # whether it can be written is known before it takes long
     if not names:
         raise common.usage(f"--systems: give some of {', '.join(possible(scenario))}")
-    runs: list[Run] = []
+    rows: list[Row] = []
     try:
         for name in names:
             if not quiet:
                 print(f"{name} ...", file=sys.stderr, flush=True)
-            runs.append(run_one(scenario, name))
+            rows.append(run_one(scenario, name).row)
     except KeyboardInterrupt:
         raise typer.Exit(common.INTERRUPTED) from None
-    report = Report(scenario, [each.row for each in runs])
-    conditions = _conditions(scenario, "" if wanted.gpus is not None else left_out(given, scenario))
-    if wanted.plot is not None:
-        wanted.plot.write_text(draw(scenario, runs, [conditions]))
+    report = Report(scenario, rows)
     if as_json:
         print(json.dumps(report.as_json()), flush=True)
     else:
-        _print(report, conditions)
+        _print(report, _conditions(scenario, "" if wanted.gpus is not None else left_out(given, scenario)))
 
 
 def _conditions(scenario: Scenario, besides: str) -> str:

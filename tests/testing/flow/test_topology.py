@@ -132,15 +132,3 @@ def test_to_open_a_source_takes_three_round_trips_of_its_way() -> None:
     places = topology.places
     assert topology.opening_s(places["trainer-0/0"], places["trainer-0/1"]) == pytest.approx(0.003 + HOP_S)
     assert topology.opening_s(places["trainer-0/0"], places["rollout-1/0"]) == pytest.approx(0.3 + HOP_S)
-
-
-def test_links_of_interest() -> None:
-    topology = Topology(scenario())
-    watched = {kind: [topology.names[link] for link in links] for kind, links in topology.watched().items()}
-    assert watched["out of the trainer"] == [f"trainer-0/{rank} out" for rank in range(3)]
-    assert len(watched["into rollouts"]) == len(watched["out of rollouts"]) == 9
-    assert watched["wan into east"] == ["wan into east"]
-    assert "wan into west" not in watched
-    assert watched["into racks"][0] == "rack-0 of west in"
-    one_site = Topology(scenario(Hosts("rollout", "west", 1)))
-    assert not any("wan" in kind for kind in one_site.watched())

@@ -7,7 +7,7 @@
     transfers     memories that fill, and flows between them
     coordinated   the real coordinator, and thin workers that speak its messages (`thin`)
     workload      a trainer and rollouts, whatever the system; `baselines` are the other systems
-    report        what came of it; `plots` draws it
+    report        what came of it
 
 A chunk is not followed on its way. A flow has a rate, and a reader of memory that still fills is never ahead of it. Not
 responsible for guarantees: `tensorhub.testing.sim` searches for broken ones.

@@ -101,18 +101,6 @@ class Topology:
         """Until the first byte of a source that has it is on its way."""
         return OPENING_ROUND_TRIPS * self.round_trip_s(source.location.site, reader.location.site) + HOP_S
 
-    def watched(self) -> dict[str, list[int]]:
-        """Links of interest for a picture, by what they are together."""
-        found = {"out of the trainer": [self.places[each].up for each in self.places if each.startswith("trainer")]}
-        found["into rollouts"] = [self.places[each].down for each in self.places if each.startswith("rollout")]
-        found["out of rollouts"] = [self.places[each].up for each in self.places if each.startswith("rollout")]
-        for site, (_, into) in self._sites.items():
-            if site != self._scenario.sites[0]:
-                found[f"wan into {site}"] = [into]
-        if self._racks:
-            found["into racks"] = [into for _, into in self._racks.values()]
-        return found
-
 
 def worker_name(group: str, rank: int, ranks: int) -> str:
     return group if ranks == 1 else f"{group}/{rank}"

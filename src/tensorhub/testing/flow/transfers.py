@@ -79,25 +79,14 @@ class Edge:
     ended_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Of what goes over one link, for a picture of it."""
-
-    at_s: float
-    link: int
-    bytes_per_s: float
-
-
 class Transfers:
-    """All of them. `watched`: links whose rates are noted over time."""
+    """All memories and flows of a run."""
 
-    def __init__(self, timeline: Timeline, capacities: list[float], watched: frozenset[int] = frozenset()) -> None:
+    def __init__(self, timeline: Timeline, capacities: list[float]) -> None:
         self._timeline = timeline
         self._network: Network[Flow] = Network(capacities)
         self._touched: dict[Memory, None] = {}
-        self._watched = watched
         self.carried = [0.0] * len(capacities)  # over each link, in all
-        self.changes: list[Change] = []
         self.edges: list[Edge] = []
 
     # -- what others say
@@ -223,13 +212,10 @@ class Transfers:
         if memory.outflows:
             self._touched[memory] = None
 
-    def _set_rate(self, flow: Flow, rate: float) -> None:
-        more, flow.rate = rate - flow.rate, rate
-        memory = flow.reader
-        memory.rate = sum(each.rate for each in memory.inflows)
-        for link in flow.path:
-            if link in self._watched and more:
-                self.changes.append(Change(self._timeline.now, link, more))
+    @staticmethod
+    def _set_rate(flow: Flow, rate: float) -> None:
+        flow.rate = rate
+        flow.reader.rate = sum(each.rate for each in flow.reader.inflows)
 
     def _plan_full(self, memory: Memory) -> None:
         memory.looked += 1

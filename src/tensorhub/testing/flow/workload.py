@@ -88,8 +88,7 @@ class World:
     @classmethod
     def of(cls, scenario: Scenario) -> World:
         timeline, topology = Timeline(), Topology(scenario)
-        watched = frozenset(link for links in topology.watched().values() for link in links)
-        transfers = Transfers(timeline, topology.capacities, watched)
+        transfers = Transfers(timeline, topology.capacities)
         timeline.settled = transfers.settle
         return cls(scenario, timeline, topology, transfers)
 
