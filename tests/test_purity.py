@@ -10,6 +10,7 @@ import tensorhub
 
 SOURCE = Path(tensorhub.__file__).parent
 PURE = ("coordinator", "worker", "scheduler", "layouts")
+JUDGED = tuple(f"tensorhub.{package}" for package in (*PURE, "runtime"))
 FORBIDDEN = frozenset(
     "anyio asyncio concurrent datetime io logging multiprocessing os pathlib random secrets select selectors "
     "signal socket ssl structlog subprocess tempfile threading time torch trio uuid".split()
@@ -40,6 +41,19 @@ def test_pure_packages_are_pure(package: str) -> None:
         f"{path.relative_to(SOURCE)} {impurity}"
         for path in sorted((SOURCE / package).rglob("*.py"))
         for impurity in impurities(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def test_judges_import_no_number_and_no_text_from_what_they_judge() -> None:
+    """A wrong constant would be wrong in the judge, too."""
+    found = [
+        f"{path.name}: {node.module}.{alias.name}"
+        for path in sorted((SOURCE / "testing" / "sim" / "judges").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(JUDGED)
+        for alias in node.names
+        if alias.name.isupper()
     ]
     assert found == []
 

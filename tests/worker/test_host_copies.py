@@ -579,6 +579,28 @@ def test_a_copy_that_is_ordered_out_twice_ends_once() -> None:
     assert list(world.members) == ["a"]
 
 
+def test_a_copy_that_ends_by_itself_while_it_is_closed_or_released_is_no_failure() -> None:
+    """A retention copy after a rollback, which has taken its version; a prefetched copy with its handle."""
+    world = World()
+    handle = world.handle(content=1)
+    world.order("c")
+    world.settle()
+    world.drop("c")
+    closing = world.members["c"].running
+    assert closing is not None
+    assert isinstance(closing.call, CloseCall)
+    world.do(world.copies.freed("c", world.now))
+    assert (list(world.members), world.told) == (["a"], [])
+    world.prefetch(handle)
+    world.settle()
+    world.do(world.copies.free_prefetch("a", world.now))
+    releasing = world.copy().running
+    assert releasing is not None
+    assert isinstance(releasing.call, ReleaseCall)
+    world.do(world._end("a"))
+    assert (world.members, world.told) == ({}, [])
+
+
 def test_a_copy_that_is_not_needed_while_it_is_made() -> None:
     world = World()
     world.order("c")

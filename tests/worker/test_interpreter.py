@@ -437,7 +437,27 @@ def test_a_second_digest_under_another_generation_is_nobodys_fault() -> None:
 
 def test_mutate_takes_back_what_is_published_and_else_nothing() -> None:
     assert rig().interpreter.call_before_body() is None
-    assert rig(5).interpreter.call_before_body() == UnpublishCall()
+    assert rig(5).interpreter.call_before_body() == UnpublishCall(before_body=True)
+
+
+def test_mutate_waits_for_readers_of_a_version_that_was_rolled_back() -> None:
+    """As `unpublish` does; the rollback itself is no error of the mutate."""
+    at = rig(5)
+    at.handle.worker.asks.rollback(4)
+    at.handle.hold_access()
+    at.cluster.run()
+    assert at.handle.member.state is HandleState.EMPTY
+    at.interpreter.check_idle()
+    call = at.interpreter.call_before_body()
+    assert call is not None
+    at.interpreter.check(call)
+    asked = at.handle.call(call, 10.0)
+    at.cluster.advance(1)
+    assert not asked.done
+    at.handle.end_access()
+    at.cluster.run()
+    assert (asked.done, asked.error) == (True, None)
+    at.call(PublishCall(5))
 
 
 def test_a_fence_is_given_up_at_its_deadline_or_as_soon_as_its_call_is_cancelled() -> None:

@@ -24,8 +24,8 @@ did not have then. A known source is asked for what it has. If nothing of that i
 other source is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes
 first.
 
-A source may bring only some of the chunks: one rank of another layout holds no more. It is asked for nothing else. Sources
-take turns only with those that bring some of the same chunks.
+A source may bring only some of the chunks: one rank of another layout holds no more. Such a source is complete, is asked
+for nothing else, and takes no turns.
 
 So a chunk that no source has yet is waited for at some source, and no chunk stays bound to a source
 that lacks it while another source has it. Readers that fill from one another complete one another,
@@ -91,10 +91,6 @@ class _Source:
         if self.has is not None or self.brings is None:
             return self.has
         return [(chunk, 1) for chunk in self.brings]
-
-    def shares(self, other: _Source) -> bool:
-        """Whether both bring one and the same chunk."""
-        return self.brings is None or other.brings is None or not set(self.brings).isdisjoint(other.brings)
 
 
 class Pull:
@@ -181,7 +177,7 @@ class Pull:
             return ()
         self._turns += 1
         if source.brings is not None:
-            batch = self._take_brought(source, source.brings, bytes_max) or self._take_unheld(source, bytes_max)
+            batch = self._take_brought(source, source.brings, bytes_max)
         elif source.has is None:
             batch = self._take(bytes_max, [(self._lowest, len(self._sizes))])
             self._lowest = self._find_wanted(batch[-1] + 1 if batch else self._lowest, len(self._sizes))
@@ -208,13 +204,11 @@ class Pull:
         return batch
 
     def _take_brought(self, source: _Source, brings: Sequence[int], bytes_max: int) -> list[int]:
-        """As `_take`, of what this source brings and has."""
+        """As `_take`, of the chunks that this source brings."""
         states = self._states
         while source.lowest < len(brings) and states[brings[source.lowest]] != _WANTED:
             source.lowest += 1
-        if source.has is None:
-            return self._take(bytes_max, ((brings[at], 1) for at in range(source.lowest, len(brings))))
-        return self._take(bytes_max, _within(brings, source.has))
+        return self._take(bytes_max, ((brings[at], 1) for at in range(source.lowest, len(brings))))
 
     def _find_wanted(self, start: int, end: int) -> int:
         """The first wanted chunk of a range; its end if there is none."""
@@ -227,18 +221,16 @@ class Pull:
             return []
         others = [s for s in self._sources.values() if s is not source and s.state is SourceState.LIVE and s.turn]
         if source.has is None or any(
-            (s.has is None and s.brings is None)
-            or (s.has is not None and not s.in_flight and s.turn < source.turn and s.shares(source))
-            for s in others
+            s.brings is None and (s.has is None or (not s.in_flight and s.turn < source.turn)) for s in others
         ):
             return []
-        gaps = _between([run for s in others for run in s.may_have or ()], len(self._sizes))
-        return self._take(bytes_max, gaps if source.brings is None else _within(source.brings, gaps))
+        return self._take(bytes_max, _between([run for s in others for run in s.may_have or ()], len(self._sizes)))
 
     def lacks(self, lease: LeaseId, chunks: Iterable[int], has: Runs) -> None:
         """The source lacks these chunks, which are in flight there, and has stopped waiting for them. `has`: what it has."""
         source = self._source(lease)
-        source.has = tuple(has)
+        if source.brings is None:
+            source.has = tuple(has)
         for chunk in chunks:
             self._check_in_flight(source, lease, chunk)
             self._want_again(source, chunk)
@@ -362,10 +354,3 @@ def _between(runs: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int,
         at = max(at, first + length)
     if at < count:
         yield at, count - at
-
-
-def _within(chunks: Sequence[int], runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Those of these ascending chunks that are in these runs, each as a run."""
-    for first, count in runs:
-        for at in range(bisect_left(chunks, first), bisect_left(chunks, first + count)):
-            yield chunks[at], 1

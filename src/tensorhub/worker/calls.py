@@ -47,7 +47,7 @@ class FillCall:
 
 @dataclass(frozen=True, slots=True)
 class UnpublishCall:
-    pass
+    before_body: bool = False  # the call is a `mutate`, which needs memory that no reader uses, published or not
 
 
 @dataclass(frozen=True, slots=True)

@@ -449,8 +449,8 @@ class HostCopies:
         """Give a copy's memory back, once its readers are moved or fenced; if that is still wanted when its turn comes."""
         yield from copy.turn.take()
         try:
-            if wanted() and self.budget.reservation(copy.ident) is not None and not self._is_closed(copy.ident):
-                yield from self._call(copy.ident, ReleaseCall(), self._op_timeout_s)
+            if wanted() and self.budget.reservation(copy.ident) is not None:
+                yield from self._give_back(copy, ReleaseCall(), self._op_timeout_s)
         finally:
             copy.turn.give_back()
 
@@ -468,12 +468,20 @@ class HostCopies:
         """Close a copy, with its own leave. A call that runs on it ends first."""
         yield from copy.turn.take()
         try:
-            if not self._is_closed(copy.ident):
-                yield from self._call(copy.ident, CloseCall(), timeout_s)
+            yield from self._give_back(copy, CloseCall(), timeout_s)
         finally:
             copy.turn.give_back()
         if copy.ident in self._copies:
             self._drop(copy)
+
+    def _give_back(self, copy: Copy, call: ReleaseCall | CloseCall, timeout_s: float) -> Steps[None]:
+        """Make this call on a copy. A copy that ends meanwhile, as after a rollback, has no memory any more."""
+        if not self._is_closed(copy.ident):
+            try:
+                yield from self._call(copy.ident, call, timeout_s)
+            except TensorHubError:
+                if copy.ident in self._copies:
+                    raise
 
     def _end_quietly(self, copy: Copy) -> Steps[None]:
         try:

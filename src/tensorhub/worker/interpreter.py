@@ -132,8 +132,8 @@ class Interpreter:
         StateError where nothing can be published.
         """
         check_has_shapes(self.member.shard)
-        if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
-            return UnpublishCall()
+        if self.member.state in (HandleState.READY, HandleState.IN_DOUBT) or self.member.has_pending_work:
+            return UnpublishCall(before_body=True)
         self.guard.raise_spoiled()
         return None
 
@@ -170,14 +170,10 @@ class Interpreter:
             self.guard.check_kept()
 
     def check_idle(self) -> None:
-        """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
+        """Raise StateError if a call runs on the handle, or the handle is closed."""
         self._check_last_ended()
-        title = self.member.shard.title
         if self.member.state is HandleState.CLOSED:
-            raise StateError(f"{title} is closed; register again")
-        if self.member.has_pending_work:
-            text = f"{title}: what it held was ordered out, and is still being read; try again"
-            raise StateError(text, retryable=True)
+            raise StateError(f"{self.member.shard.title} is closed; register again")
 
     def _check_last_ended(self) -> None:
         """A call is over when its fences are: the member is done with it earlier."""
@@ -286,17 +282,18 @@ class Interpreter:
     # --------------------------------------------------------------------------------------------------- its end
 
     def give_up(self, now: float, gives_up_at: float = inf) -> list[Say]:
-        """Nobody wants this registration any more. What is to be said of that, at once: nothing is said of it afterwards.
+        """End this registration. Returns the last messages about the registration, for the coordinator.
 
-        The memory is let go, and a call that still runs ends, when nobody reads or writes that memory any more. At
-        `gives_up_at` the memory is left as it is, closed. Given up once, that time is all that is new.
+        The memory is let go, and a call that still runs ends, once no access to the memory is left. At `gives_up_at` (the
+        hub closes) the memory is left as it is, closed. A second call changes nothing but that time.
         """
         self._gives_up_at = min(self._gives_up_at, gives_up_at)
         if self._last_fence is not None:
             return []
         memory: TensorState = "torn" if self.member.state is HandleState.FILLING else "intact"
         memory = "in_doubt" if self.member.has_voted else memory
-        self._last_error = StateError("the hub was closed while the call was running", memory=memory)
+        ended = f"{self.member.shard.title} was given up" if gives_up_at == inf else "the hub was closed"
+        self._last_error = StateError(f"{ended} while the call was running", memory=memory)
         self._last_fence = Fence(self._generation)
         self.todo.clear()
         self.todo.extend((StopPull(), self._last_fence))

@@ -166,19 +166,24 @@ class Unpublishing(Leaving[UnpublishCall]):
 
     what = "unpublish"
 
+    def __init__(self, call: UnpublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(call, context, memory, timeout_s)
+        self._tells_loss = not call.before_body or memory.state is HandleState.READY
+
     def check_allowed(self) -> None:
         super().check_allowed()
-        state = self._memory.state
-        if state not in (HandleState.READY, HandleState.IN_DOUBT) and self._memory.given_up is None:
-            raise StateError(f"{self._context.title} is {state.value}: there is nothing to unpublish")
+        published = self._memory.state in (HandleState.READY, HandleState.IN_DOUBT)
+        if not (published or self._call.before_body or self._memory.given_up is not None):
+            state = self._memory.state.value
+            raise StateError(f"{self._context.title} is {state}: there is nothing to unpublish")
 
     def _holds_nothing(self) -> None:
-        """It was given up without this call, unless the doubt about it has just been resolved."""
+        """The version was given up without this call, unless a doubt about the version has just been resolved."""
         number, self._memory.given_up = self._memory.given_up, None
-        self._memory.is_loss_unreported = self._memory.is_loss_unreported and number is None
-        if number is None:
+        if number is None or not self._tells_loss:
             self.finish()
             return
+        self._memory.is_loss_unreported = False
         text = f"{self._context.title}: version {number}, which it held, is unknown to the coordinator"
         why = "it was given up or rolled back while this worker was away, or the coordinator has lost its state"
         do = "Nobody reads the memory any more: write it, and publish a new version"

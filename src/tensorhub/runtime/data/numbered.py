@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tensorhub.transport.base import Arrival, Channel, Lacking
-from tensorhub.transport.read_client import runs_of
 
 
 class NumberedChannel:
@@ -25,18 +24,9 @@ class NumberedChannel:
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         answer, numbers = self._channel.receive(bytes_max), self._numbers
         if isinstance(answer, Lacking):
-            return Lacking([numbers[chunk] for chunk in answer.chunks], tuple(self._runs(answer.has)))
+            return Lacking([numbers[chunk] for chunk in answer.chunks], ())
         chunks = [(numbers[chunk], digest) for chunk, digest in answer.chunks]
         return answer._replace(chunks=chunks, made={numbers[chunk]: digest for chunk, digest in answer.made.items()})
-
-    def _runs(self, has: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Runs of a source's chunks in the reader's numbers. A source may name chunks that do not
-        exist.
-        """
-        count = len(self._numbers)
-        for first, length in has:
-            if some := self._numbers[min(first, count) : min(first + length, count)]:
-                yield from runs_of(some)
 
     def close(self) -> None:
         self._channel.close()

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tensorhub.coordinator import Decision, Publication
-from tensorhub.coordinator.refusals import NOBODY
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Outcome, Start
-from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.testing.sim.assertion import HOLDING, NO_AVAILABLE, demand
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Reading
@@ -55,7 +54,7 @@ class AvailabilityJudge:
         if message.key in self._ended:
             return  # what was decided then is said again, to a rank that asks late
         self._ended.add(message.key)
-        if message.error is not None and NOBODY in message.error.message:
+        if message.error is not None and NO_AVAILABLE in message.error.message:
             self._failed(handle, max([record.what.at_least or 0, *held]))
 
     def _bound(self, handle: JudgedHandle, record: JudgedCall, message: Start, held: list[int]) -> None:

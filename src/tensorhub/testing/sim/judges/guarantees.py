@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from math import inf
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
-from tensorhub.coordinator.refusals import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
@@ -32,7 +31,15 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
+from tensorhub.testing.sim.assertion import (
+    CHECKSUM_CONFIRMED,
+    CUT_OFF_LEASES,
+    HOLDING,
+    LATE_S_MAX,
+    LEFT_ON_PURPOSE,
+    GuaranteeBroken,
+    demand,
+)
 from tensorhub.testing.sim.judges.availability import AvailabilityJudge
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
@@ -42,13 +49,10 @@ from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
 from tensorhub.testing.sim.layouts import bytes_read, part_of, tags_in
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
-from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Call, CloseCall, FillCall, UnpublishCall
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.member_memory import Content
-from tensorhub.worker.registration_session import LEASE_MARGIN
 
-LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
 EXONERATED_MAX = 2  # sources that are not at fault: then it is the reader
 TODO_MAX = 1000  # actions that one handle has still to carry out
 RECORD = -1  # stands for a rank: what the store says of an operation
@@ -149,9 +153,9 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._world.user_errors)),
                 f"bounds: every refusal is a typed error: {error!r}",
             )
-            if isinstance(error, IntegrityError) and UNCHANGED in str(error):
+            if isinstance(error, IntegrityError) and CHECKSUM_CONFIRMED in str(error):
                 self._blamed(handle, record, str(error))
-            if isinstance(error, VersionUnavailable) and LEFT in str(error):
+            if isinstance(error, VersionUnavailable) and LEFT_ON_PURPOSE in str(error):
                 self._left(handle, record, str(error))
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
                 for each in {**dict.fromkeys(record.votes), key: None}:
@@ -326,7 +330,7 @@ class Guarantees:
             demand(record.committed, f"update destroys last: {what}, is overwritten by {call}, which is not committed")
         asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not record.granted and not abandons(handle)
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
-            free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._world.options.lease_s
+            free_at = handle.worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
             ok = self._world.now >= free_at - 1e-6
             demand(ok, f"leaving: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
 

@@ -13,14 +13,13 @@ from tensorhub.coordinator.entities import Holding, Member
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.layouts.resharded import publication_in
 from tensorhub.messages import Done
-from tensorhub.testing.sim.assertion import HOLDING, GuaranteeBroken, demand
+from tensorhub.testing.sim.assertion import CUT_OFF_LEASES, HOLDING, GuaranteeBroken, demand
 from tensorhub.testing.sim.judges.call_history import CallHistory
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, UnpublishCall
-from tensorhub.worker.registration_session import LEASE_MARGIN
 
 Layout = tuple[str, str, int]  # what was read, in which layout, and by how many ranks: their copies alone belong together
 AS_PUBLISHED: Layout = ("", "", 0)
@@ -322,7 +321,7 @@ class RetentionJudge:
         worker, cluster = handle.worker, self._world.coordinator.cluster
         if worker.is_online or cluster.members[handle.id].worker.incarnation != worker.incarnation:
             return
-        free_at = worker.cut_off_at + (1 + LEASE_MARGIN) * self._world.options.lease_s
+        free_at = worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
         counted = holding.version.retained and self._world.coordinator._retentions.is_reliable(holding)
         demand(
             cluster.now < free_at or not counted,  # `cluster.now`: when it could last let anybody go
