@@ -9,11 +9,9 @@ from functools import partial
 import pytest
 
 from tensorhub.cuda import cupy_device
-from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing import conformance
 from tensorhub.testing.checking import ConformanceBroken, Source
 from tensorhub.testing.conformance import CHECKS, transport_conformance
-from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport.base import (
     Arrival,
@@ -49,13 +47,6 @@ needs_nixl = pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not ins
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
-class LoopbackSource(ServedSource):
-    """One in this process; nobody serves it, so nobody can fall silent."""
-
-    def freeze(self) -> bool:
-        return False
-
-
 class Parallel(TcpTransport):
     """As a reader in another site has tcp."""
 
@@ -73,15 +64,6 @@ def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
-    owners: dict[Incarnation, SharedOwner] = {}
-    if kind == "loopback":
-
-        def make() -> Source:
-            made = LoopbackSource(SECRET, backend)
-            owners[made.right.incarnation] = made.owner
-            return made
-
-        return Loopback(owners), make
     transports: dict[str, Callable[[Local], Transport]] = {
         "tcp": TcpTransport,
         "parallel": Parallel,
@@ -114,7 +96,6 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
         *(pytest.param("cma", backend, marks=needs_cma) for backend in BACKENDS),
         *(pytest.param("shm", backend, marks=needs_shm) for backend in BACKENDS),
         *(pytest.param("nixl", backend, marks=[pytest.mark.nixl, needs_nixl]) for backend in BACKENDS),
-        *(pytest.param("loopback", backend) for backend in BACKENDS),
         ("staged", "asyncio"),
         pytest.param("cuda_ipc", "asyncio", marks=needs_shm),
     ],
@@ -127,7 +108,7 @@ def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None
 
 
 def test_all_of_it_in_one_call() -> None:
-    transport_conformance(*ways("loopback", "asyncio"))
+    transport_conformance(*ways("tcp", "asyncio"))
 
 
 # --------------------------------------------------------------------------------- what the suite says of bad transports

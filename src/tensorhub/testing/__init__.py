@@ -12,7 +12,6 @@ from tensorhub.testing.conformance import transport_conformance
 from tensorhub.testing.drivers.hosted import WorkerCrashed
 from tensorhub.testing.drivers.stepwise import Choice, StepwiseCluster
 from tensorhub.testing.drivers.virtual import VirtualLoop
-from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.running import RunningCluster
 from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.serving import ServedSource
@@ -34,7 +33,6 @@ __all__ = [
     "ConformanceBroken",
     "Fault",
     "GuaranteeBroken",
-    "Loopback",
     "RunningCluster",
     "SeedReport",
     "ServedSource",
