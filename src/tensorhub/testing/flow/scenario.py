@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from importlib import resources
 from math import inf
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from tensorhub.errors import InvalidValue, shown
 
@@ -283,76 +283,58 @@ def _lines(text: str) -> dict[tuple[str, int, str], int]:
     return found
 
 
-_TABLES: Mapping[str, tuple[str, ...]] = {
-    "": ("format", "title", "seed", "versions", "model", "links", "hosts", "trainer", "rollout", "spot", "kills", "scale"),
-    "model": ("bytes", "chunk_bytes"),
-    "links": tuple(Links.__dataclass_fields__),
-    "hosts": tuple(Hosts.__dataclass_fields__),
-    "trainer": ("every_copies",),
-    "rollout": ("generate_mean_copies", "generate_sigma"),
-    "spot": tuple(Spot.__dataclass_fields__),
-    "kills": tuple(Kills.__dataclass_fields__),
-    "scale": ("parameters", "gpus_per_host", "hosts_per_rack", "chunk_bytes", *Links.__dataclass_fields__),
+class _Number(NamedTuple):
+    least: float
+    most: float = 1e12
+    is_whole: bool = False
+
+
+_Allowed = _Number | str | tuple[str, ...]
+_Keys = Mapping[str, _Allowed]
+
+
+_TEXT, _FLAG, _TABLE = "text", "flag", "table"
+_LINKS: _Keys = {f.name: _Number(0.0 if f.name.endswith("_ms") else 1e-3) for f in fields(Links)}
+_CHUNK_BYTES = _Number(4096, 2**30, True)
+_TABLES: Mapping[str, _Keys] = {
+    "": {
+        "format": _Number(1, 1, True),
+        "title": _TEXT,
+        "seed": _Number(0, 2**63 - 1, True),
+        "versions": _Number(2, 10_000, True),
+        **dict.fromkeys(("model", "links", "hosts", "trainer", "rollout", "spot", "kills", "scale"), _TABLE),
+    },
+    "model": {"bytes": _Number(1, 2**50, True), "chunk_bytes": _CHUNK_BYTES},
+    "links": _LINKS,
+    "hosts": {
+        "role": ROLES,
+        "site": _TEXT,
+        "count": _Number(1, WORKERS_MAX, True),
+        "spot": _FLAG,
+        "slow": _Number(1.0, 1e3),
+    },
+    "trainer": {"every_copies": _Number(0.1)},
+    "rollout": {"generate_mean_copies": _Number(0.0), "generate_sigma": _Number(0.0, 5.0)},
+    "spot": {
+        "on_copies": _Number(0.1),
+        "off_copies": _Number(0.0),
+        "spread": _Number(0.0, 1.0),
+        "notice_share": _Number(0.0, 1.0),
+        "notice_copies": _Number(0.0),
+    },
+    "kills": {"every_copies": _Number(0.1), "back_copies": _Number(0.0)},
+    "scale": {
+        "parameters": _TEXT,
+        "gpus_per_host": _Number(1, 64, True),
+        "hosts_per_rack": _Number(1, WORKERS_MAX, True),
+        "chunk_bytes": _CHUNK_BYTES,
+        **_LINKS,
+    },
 }
 
 
 # What a table may lack; `_links` and `_scale` say when some of it is needed.
 _OPTIONAL = {"spot", "slow", "kills", "scale"} | {f.name for f in fields(Links) if f.default is not MISSING}
-
-
-class _Table:
-    """One table of a file: its values, each of which is checked when it is taken."""
-
-    def __init__(self, reading: _Reading, name: str, number: int, given: object) -> None:
-        self._reading, self.name, self._number = reading, name, number
-        if not isinstance(given, dict):
-            self.refuse("", f"write it as a table, [{name}]")
-        self._given: dict[str, Any] = given
-        for key in given:
-            if key not in _TABLES[name]:
-                whose = f"[{name}]" if name else "a scenario"
-                has = advice(key, _TABLES[name], f"it has {', '.join(_TABLES[name])}")
-                self.refuse(key, f"{whose} has no such key: {has}")
-
-    def refuse(self, key: str, advice: str) -> NoReturn:
-        self._reading.refuse(self.name, self._number, key, advice)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._given
-
-    def number(self, key: str, least: float, most: float = 1e12, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            self.refuse(key, f"{shown(value)}: give a number, {least:g} to {most:g}")
-        return float(value)
-
-    def whole(self, key: str, least: int, most: int, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.refuse(key, f"{shown(value)}: give a whole number, {least} to {most}")
-        return value
-
-    def text(self, key: str, allowed: Sequence[str] = ()) -> str:
-        value = self._value(key, None)
-        if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
-            self.refuse(key, f"{shown(value)}: give 1 to 200 printable characters, in quotes")
-        if allowed and value not in allowed:
-            give = advice(value, allowed, f"give {', '.join(map(repr, allowed))}")
-            self.refuse(key, f"{shown(value)}: {give}")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self._value(key, False)
-        if not isinstance(value, bool):
-            self.refuse(key, f"{shown(value)}: give true or false")
-        return value
-
-    def _value(self, key: str, default: object) -> Any:
-        value = self._given.get(key, default)
-        if value is None:
-            lacking = [each for each in _TABLES[self.name] if each not in self._given and each not in _OPTIONAL]
-            self.refuse("", f"it lacks {', '.join(map(repr, lacking))}")
-        return value
 
 
 class _Reading:
@@ -369,38 +351,52 @@ class _Reading:
         raise ScenarioError(f"{place}: {what}{': ' * bool(what)}{advice}")
 
     def scenario(self, given: dict[str, Any], name: str) -> Scenario:
-        top = _Table(self, "", 0, given)
-        top.whole("format", 1, 1)
-        model, trainer, rollout = (self._table(given, each) for each in ("model", "trainer", "rollout"))
+        top = self._values("", 0, given)
+        found = {each: self._table(given, each) for each in ("model", "trainer", "rollout")}
         hosts = tuple(self._hosts(given))
-        links = self._links(self._table(given, "links"), several_sites=len({each.site for each in hosts}) > 1)
-        spot = self._spot(self._table(given, "spot")) if "spot" in top else None
-        kills = self._table(given, "kills") if "kills" in top else None
-        found = Scenario(
-            name=name,
-            title=top.text("title"),
-            seed=top.whole("seed", 0, 2**63 - 1),
-            versions=top.whole("versions", 2, 10_000),
-            rank_bytes=model.whole("bytes", 1, 2**50),
-            chunk_bytes=model.whole("chunk_bytes", 4096, 2**30),
-            links=links,
-            hosts=hosts,
-            every_copies=trainer.number("every_copies", 0.1),
-            generate_mean_copies=rollout.number("generate_mean_copies", 0.0),
-            generate_sigma=rollout.number("generate_sigma", 0.0, 5.0),
-            spot=spot,
-            kills=Kills(kills.number("every_copies", 0.1), kills.number("back_copies", 0.0)) if kills else None,
-            scale=self._scale(self._table(given, "scale"), hosts) if "scale" in top else None,
-        )
+        several_sites = len({each.site for each in hosts}) > 1
+        links = self._links("links", self._table(given, "links"), several_sites)
+        spot = Spot(**self._table(given, "spot")) if "spot" in given else None
         for number, each in enumerate(hosts):
             if each.spot and spot is None:
                 self.refuse("hosts", number, "spot", "there is no [spot], which says how long spot hosts are there")
-        return found
+        return Scenario(
+            name=name,
+            title=top["title"],
+            seed=top["seed"],
+            versions=top["versions"],
+            rank_bytes=found["model"]["bytes"],
+            chunk_bytes=found["model"]["chunk_bytes"],
+            links=links,
+            hosts=hosts,
+            spot=spot,
+            kills=Kills(**self._table(given, "kills")) if "kills" in given else None,
+            scale=self._scale(self._table(given, "scale"), several_sites) if "scale" in given else None,
+            **found["trainer"],
+            **found["rollout"],
+        )
 
-    def _table(self, given: dict[str, Any], name: str) -> _Table:
+    def _table(self, given: dict[str, Any], name: str) -> dict[str, Any]:
         if name not in given:
             raise ScenarioError(f"{self._where}: it has no table [{name}], with {', '.join(_TABLES[name])}")
-        return _Table(self, name, 0, given[name])
+        return self._values(name, 0, given[name])
+
+    def _values(self, name: str, number: int, given: object) -> dict[str, Any]:
+        """The checked values of one table."""
+        keys = _TABLES[name]
+        if not isinstance(given, dict):
+            self.refuse(name, number, "", f"write it as a table, [{name}]")
+        for key in given:
+            if key not in keys:
+                whose = f"[{name}]" if name else "a scenario"
+                has = advice(key, tuple(keys), f"it has {', '.join(keys)}")
+                self.refuse(name, number, key, f"{whose} has no such key: {has}")
+        if lacking := [key for key in keys if key not in given and key not in _OPTIONAL]:
+            self.refuse(name, number, "", f"it lacks {', '.join(map(repr, lacking))}")
+        for key, value in given.items():
+            if wrong := _wrong(value, keys[key]):
+                self.refuse(name, number, key, f"{shown(value)}: {wrong}")
+        return {key: float(given[key]) if _is_number(keys[key]) else given[key] for key in keys if key in given}
 
     def _hosts(self, given: dict[str, Any]) -> Iterator[Hosts]:
         tables = given.get("hosts")
@@ -408,15 +404,12 @@ class _Reading:
             raise ScenarioError(f"{self._where}: it has no hosts: write [[hosts]] with {', '.join(_TABLES['hosts'])}")
         roles: dict[str, int] = {}
         for number, each in enumerate(tables):
-            table = _Table(self, "hosts", number, each)
-            role: Any = table.text("role", ROLES)
-            site, count = table.text("site"), table.whole("count", 1, WORKERS_MAX)
-            hosts = Hosts(role, site, count, table.flag("spot"), table.number("slow", 1.0, 1e3, default=1.0))
-            if hosts.spot and role != "rollout":
-                table.refuse("spot", f"a {role} is no spot host here; rollouts may be")
-            roles[role] = roles.get(role, 0) + hosts.count
+            hosts = Hosts(**self._values("hosts", number, each))
+            if hosts.spot and hosts.role != "rollout":
+                self.refuse("hosts", number, "spot", f"a {hosts.role} is no spot host here; rollouts may be")
+            roles[hosts.role] = roles.get(hosts.role, 0) + hosts.count
             if roles.get("trainer", 0) > 1:
-                table.refuse("role", "there is one trainer, of count 1")
+                self.refuse("hosts", number, "role", "there is one trainer, of count 1")
             yield hosts
         for role in ("trainer", "rollout"):
             if role not in roles:
@@ -424,41 +417,40 @@ class _Reading:
         if sum(roles.values()) > WORKERS_MAX:
             raise ScenarioError(f"{self._where}: it has {sum(roles.values())} hosts, more than {WORKERS_MAX}")
 
-    @staticmethod
-    def _links(table: _Table, *, several_sites: bool) -> Links:
-        given = {
-            key: table.number(key, 0.0 if key.endswith("_ms") else 1e-3)
-            for key in Links.__dataclass_fields__
-            if key in table or key in ("nic_mbit_per_s", "round_trip_ms")
-        }
+    def _links(self, table: str, given: dict[str, Any], several_sites: bool) -> Links:
         for key in ("wan_mbit_per_s", "wan_round_trip_ms") if several_sites else ():
             if key not in given:
-                table.refuse("", f"there are several sites, and it lacks {key!r}")
-        return Links(**given)
+                self.refuse(table, 0, "", f"there are several sites, and it lacks {key!r}")
+        return Links(**{key: value for key, value in given.items() if key in _LINKS})
 
-    @staticmethod
-    def _spot(table: _Table) -> Spot:
-        return Spot(
-            on_copies=table.number("on_copies", 0.1),
-            off_copies=table.number("off_copies", 0.0),
-            spread=table.number("spread", 0.0, 1.0),
-            notice_share=table.number("notice_share", 0.0, 1.0),
-            notice_copies=table.number("notice_copies", 0.0),
-        )
-
-    def _scale(self, table: _Table, hosts: Sequence[Hosts]) -> Scale:
-        gpus_per_host = table.whole("gpus_per_host", 1, 64)
-        if gpus_per_host > 1 and "local_mbit_per_s" not in table:
-            table.refuse("gpus_per_host", "hosts have several workers, and 'local_mbit_per_s' is lacking")
-        text = table.text("parameters")
+    def _scale(self, given: dict[str, Any], several_sites: bool) -> Scale:
+        if given["gpus_per_host"] > 1 and "local_mbit_per_s" not in given:
+            self.refuse("scale", 0, "gpus_per_host", "hosts have several workers, and 'local_mbit_per_s' is lacking")
         try:
-            parameters(text)
+            parameters(given["parameters"])
         except ScenarioError as error:
-            table.refuse("parameters", str(error))
-        return Scale(
-            parameters=text,
-            gpus_per_host=gpus_per_host,
-            hosts_per_rack=table.whole("hosts_per_rack", 1, WORKERS_MAX),
-            chunk_bytes=table.whole("chunk_bytes", 4096, 2**30),
-            links=self._links(table, several_sites=len({each.site for each in hosts}) > 1),
-        )
+            self.refuse("scale", 0, "parameters", str(error))
+        links = self._links("scale", given, several_sites)
+        return Scale(**{key: value for key, value in given.items() if key not in _LINKS}, links=links)
+
+
+def _is_number(allowed: _Allowed) -> bool:
+    return isinstance(allowed, _Number) and not allowed.is_whole
+
+
+def _wrong(value: object, allowed: _Allowed) -> str:
+    """What has to be given instead; "": the value may stand there."""
+    if isinstance(allowed, _Number):
+        kind = int if allowed.is_whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kind) or not allowed.least <= value <= allowed.most:
+            if allowed.is_whole:
+                return f"give a whole number, {allowed.least} to {allowed.most}"
+            return f"give a number, {allowed.least:g} to {allowed.most:g}"
+    elif allowed == _FLAG:
+        return "" if isinstance(value, bool) else "give true or false"
+    elif allowed != _TABLE:
+        if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
+            return "give 1 to 200 printable characters, in quotes"
+        if allowed != _TEXT and value not in allowed:
+            return advice(value, tuple(allowed), f"give {', '.join(map(repr, allowed))}")
+    return ""
