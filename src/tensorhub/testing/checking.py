@@ -19,8 +19,8 @@ class ConformanceBroken(AssertionError):
 
 
 class Source(Protocol):
-    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Each chunk is a region. Used by
-    one thread. Inherit from it, for what is usual.
+    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Each chunk is a region. One
+    thread uses it. A source inherits the usual behaviour from it.
     """
 
     endpoint: Endpoint

@@ -1,7 +1,7 @@
 """The transport conformance suite: the rules of `tensorhub.transport.base`, as checks that any transport can be put to.
 
-A transport's author says how a source of his transport is made (`Source`); for what TensorHub's own workers serve there is
-`tensorhub.testing.serving.ServedSource`. Then
+A transport's author says how a source of the transport is made (`Source`). `tensorhub.testing.serving.ServedSource` is one
+that serves as TensorHub's own workers do. Then
 
     transport_conformance(transport, make_source)
 
@@ -9,7 +9,8 @@ raises ConformanceBroken, with the rule, or returns. `CHECKS` has each by name, 
 channels in the calling thread, and in threads of their own that have ended when a check returns. They take as long as the
 transport takes to find out that a source is silent.
 
-Responsible for what a channel promises its lane. Not responsible for how fast it is, nor for what a source promises others.
+Responsible for what a channel promises its lane. Not responsible for its speed, nor for what a source promises to further
+readers.
 """
 
 from __future__ import annotations
@@ -153,7 +154,9 @@ def check_spoilt(transport: Transport, make_source: MakeSource) -> None:
 
 
 def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
-    """2: what is named was read under the right's generation, also when that ends in mid-read; then it is refused."""
+    """2: a named chunk was read under the right's generation, also when that generation ends in mid-read; then it is
+    refused.
+    """
     with made(make_source) as source, _opened(transport, source) as (channel, target, _):
         _fill(source)
         channel.submit(range(len(SIZES)))

@@ -134,13 +134,13 @@ class RunningCluster:
         prefetch: bool = False,
         options: Options | None = None,
     ) -> Opening[Hub]:
-        """As `tensorhub.connect`, as a simulated process of its own: the same `Hub`, the same errors.
+        """As `tensorhub.connect`, as a simulated process of its own, with the real `Hub` and its errors.
 
         `address`, `token` and `transports` are not looked at. `name`: one at a time of each. `location`: default: a host of
         its own. Of `options`, `op_timeout_s`, `chunk_bytes`, `integrity` and `host_memory_bytes` count.
 
-        Raises as `tensorhub.connect`, and WorkerCrashed out of the block when the process crashes, or is preempted: what
-        runs in the block is cancelled. Without a block it is raised by each call of the hub and its handles then.
+        Raises as `tensorhub.connect`, and WorkerCrashed out of the block when the process crashes, or is preempted: the
+        code in the block is cancelled. Without a block it is raised by each call of the hub and its handles then.
         """
         check_flag("prefetch", prefetch)
         options = options or Options()
@@ -380,7 +380,9 @@ class RunningCluster:
     # -- the end of faults
 
     def heal(self) -> None:
-        """Nothing goes wrong by chance any more, what is broken is mended, and what was started and has died runs again."""
+        """Nothing goes wrong by chance any more, all broken parts are mended, and started processes that have died run
+        again.
+        """
         self._end_faults()
         for name in self._dead():
             self.restart(name)

@@ -32,7 +32,7 @@ def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int 
     """Run one seed to its end.
 
     `faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least while faults happen. Raises
-    GuaranteeBroken, whose text has the last lines of the trace and ends with one line that runs this seed again.
+    GuaranteeBroken, with the last lines of the trace, and at the end one line that runs this seed again.
     """
     with counting_transitions() as transitions:
         cluster = SimulatedCluster(seed, faults=faults, events=events)

@@ -1,4 +1,4 @@
-"""A source for the conformance suite: a real owner, whose readers are served as a worker's are, on a thread of its own."""
+"""A source for the conformance suite: a real owner that serves its readers as a worker does, on a thread of its own."""
 
 from __future__ import annotations
 

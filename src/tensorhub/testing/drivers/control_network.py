@@ -1,4 +1,4 @@
-"""The connections between workers and the coordinator in virtual time: what is on its way, and what lies unread.
+"""The connections between workers and the coordinator in virtual time: messages on their way, and messages that lie unread.
 
 Also what the coordinator's process does with connections, as `runtime.control.server` has it. Not responsible for what
 messages mean, nor for faults: it asks `injecting` of each thing that could be struck.
@@ -52,8 +52,8 @@ class ControlNetwork:
     # -- what lies unread at the coordinator
 
     def _read(self, worker: SimWorker, link: Link, act: Callable[[SimWorker, Link], None]) -> None:
-        """The coordinator comes to this at once, or when it has read what came before over that connection. Over others it
-        may have read what came later.
+        """The coordinator reads this at once, or after the earlier messages of that connection. Later messages of further
+        connections may have been read before.
         """
         if not link.unread and self._faults.reads_at(worker) <= self._timeline.now:
             act(worker, link)
@@ -140,7 +140,7 @@ class ControlNetwork:
             self._world.step(Silent((session,)))
 
     def link_lost(self, worker: SimWorker, link: Link) -> None:
-        """The worker's end is gone: the coordinator will notice, after what is on its way; if it can."""
+        """The worker's end is gone: the coordinator will notice after the messages on their way, if it can."""
         timeline = self._timeline
         self._faults.link_lost(link)
         link.up_due = max(link.up_due, timeline.now + self.latency())

@@ -97,7 +97,7 @@ class CoordinatorProcess:
     # -- its end
 
     def crash(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
-        """It dies, and is back after so long; `kept`: what was being written is durable; `lost`: nothing ever was."""
+        """It dies, and is back after `down_s`. `kept`: running writes become durable. `lost`: all its state is gone."""
         self._world.driver.note(f"the coordinator dies; kept={kept}")
         self._timeline.coordinator.alive = False
         self._world.coordinator_died(kept=kept)

@@ -1,5 +1,4 @@
-"""A simulated cluster whose users are a caller's tasks: the driver that shares their clock, and the
-state of each user.
+"""A simulated cluster with a caller's tasks as users: the driver that shares their clock, and the state of each user.
 
 Theory of operation. The simulation's queue of events is driven by a task of the caller's own loop, in that loop's virtual
 time: when every other task waits, the next event happens; if it is due later, the loop's clock moves on, to a timer of the
@@ -137,7 +136,7 @@ class HostedUser:
 
 
 class HostedCluster(StruckUsers):
-    """A cluster whose users are a caller's tasks; it acts as those users towards the faults."""
+    """A cluster with a caller's tasks as users; faults strike the tasks through it."""
 
     def __init__(
         self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
@@ -238,7 +237,7 @@ class HostedCluster(StruckUsers):
         return user
 
     def users(self) -> dict[str, HostedUser]:
-        """Those whose processes are alive, by their names."""
+        """The users with a live process, by name."""
         return {worker.name: user for worker, user in self._users.items() if worker.alive}
 
     def expect_error(self, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """When the shells of simulated handles and workers go on, in virtual time, and what a trace shows of it.
 
-A shell carries out what it can, one action after the other. Between two of them its process may do
-something else first. Not responsible for the effect of an action (`sim.handle`).
+A shell carries out its actions one by one. Between two actions its process may do something else first. Not responsible
+for the effect of an action (`sim.handle`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Shells:
             self._timeline.after(seconds, handle.worker, self._do, handle)
 
     def _do(self, handle: HandlePort) -> None:
-        """Its shell carries out what it can, as far as it comes."""
+        """Its shell carries out its actions, up to one that takes time."""
         self._doing.discard(handle)
         self._touched[handle] = None
         todo = handle.todo

@@ -1,4 +1,4 @@
-"""A cluster whose caller decides what happens when: for tests of one interaction, and for Hypothesis."""
+"""A cluster in which the caller picks each next event: for tests of one interaction, and for Hypothesis."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class StepwiseCluster:
         self.world.check_agreement()
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
-        """The coordinator dies and comes back on what is durable; `kept`: running writes have
+        """The coordinator dies and comes back on its durable state; `kept`: running writes have
         become durable, too.
 
         `lost`: without its state, as a new cluster. Then earlier publications must not come back
@@ -227,7 +227,7 @@ class StepwiseCluster:
         return found
 
     def _running_handles(self) -> Iterator[SimHandle]:
-        """Those of workers whose threads run."""
+        """The handles of workers that are not stopped."""
         return (handle for handle in self.live_handles() if handle.worker.stopped_until <= self.now)
 
     def _running_workers(self) -> list[SimWorker]:

@@ -1,6 +1,4 @@
-"""A registration of a caller's own tensors in a simulated cluster: the simulated handle, whose
-cells are real bytes.
-"""
+"""A registration of a caller's own tensors in a simulated cluster: a simulated handle with real bytes as cells."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ from tensorhub.worker.registration_session import Shard
 
 
 class TensorHandle(SimHandle):
-    """`memory` None: it is host memory, whose bytes no caller sees. The `on_` functions are its
+    """`memory` None: it is host memory, and no caller sees its bytes. The `on_` functions are its
     caller's.
     """
 

@@ -95,9 +95,8 @@ class Users(StruckUsers):
         return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
 
     def _habits(self, usual: dict[str, int]) -> tuple[str, ...]:
-        """What is done in this seed, as often as it stands there: some calls never come, so that
-        the rest come thick and fast (a swarm, as for faults: Groce and others, "Swarm testing",
-        2012).
+        """The kinds of calls of this seed, each as often as it stands there. Some kinds never come, so that the rest come
+        thick and fast (a swarm, as for faults: Groce et al., "Swarm testing", 2012).
         """
         habits: list[str] = []
         for what, often in usual.items():

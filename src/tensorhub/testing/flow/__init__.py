@@ -1,8 +1,8 @@
 """The flow model: the real coordinator over a network in which bytes flow, for what faults do not decide: time.
 
     scenario      what a scenario file says; `built_in` names those that come along
-    timetable     what is drawn by its seed: generations, spot hosts, kills
-    topology      who is where, and which links a flow crosses
+    timetable     drawn by its seed: generations, spot hosts, kills
+    topology      where each worker is, and which links a flow crosses
     network       max-min fair shares
     transfers     memories that fill, and flows between them
     coordinated   the real coordinator, and thin workers that speak its messages (`thin`)

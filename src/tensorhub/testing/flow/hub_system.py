@@ -176,7 +176,7 @@ class TensorHub:
             peer.end()
 
     def newest(self, rollout: Rollout) -> int:
-        """Where there are seeds or a prefetch, it updates to what is near."""
+        """Where there are seeds or a prefetch, it updates to the newest version near it."""
         group = self._groups[rollout]
         if self._prefetches and group.held:
             return _copied(group)

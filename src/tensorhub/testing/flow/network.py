@@ -1,8 +1,8 @@
 """Max-min fair shares: what each flow gets of the links that it crosses.
 
 `max_min` is the definition, by progressive filling: all rates grow alike. A flow stops when one of its links is full, or
-when it has what bounds it: the rate at which that fills whose bytes it passes on. `Network` keeps the shares of flows that
-come and go, and looks again only at flows that share a link with what has changed, and at what follows them.
+when it reaches its bound: the rate at which its source fills. `Network` keeps the shares of flows that come and go. After a
+change it looks again only at flows that share a link with a changed flow, and at the flows that follow them.
 
 Pure. Not responsible for a flow's progress, nor for the flow that it must follow (`transfers`).
 """
@@ -50,7 +50,7 @@ def max_min(
     heapify(ahead)
 
     def stop(flow: F, level: float) -> None:
-        """Its rate is this one. It bounds those who follow it, by no less than that."""
+        """Its rate is fixed. Flows that follow it are bounded by this rate or a higher one."""
         if flow in rates:
             return
         rates[flow] = level
@@ -134,7 +134,7 @@ class Network(Generic[F]):
             self._changed[flow] = None
 
     def settle(self) -> dict[F, None]:
-        """Give every flow its share. Returns the flows whose rates have changed."""
+        """Give every flow its share. Returns the flows with a changed rate."""
         moved: dict[F, None] = {}
         looks: dict[F, int] = {}
         while self._changed:

@@ -77,7 +77,7 @@ class Row:
     phases: dict[str, float] = field(default_factory=dict)
 
     def times(self, ours: Row) -> float | None:
-        """How many times the mean stall of that one."""
+        """How many times the mean stall of `ours`."""
         if self.updates.mean_s is None or not ours.updates.mean_s:
             return None
         return self.updates.mean_s / ours.updates.mean_s
@@ -134,7 +134,7 @@ def cut_bound(scenario: Scenario) -> tuple[float, str]:
 
 
 def parents(edges: Sequence[Edge]) -> dict[str, str]:
-    """From whom each reader had most of its bytes."""
+    """The source from which each reader had most of its bytes."""
     most: dict[str, Edge] = {}
     for edge in edges:
         if edge.source != edge.reader and (edge.reader not in most or edge.nbytes > most[edge.reader].nbytes):
@@ -143,7 +143,7 @@ def parents(edges: Sequence[Edge]) -> dict[str, str]:
 
 
 def depths(tree: dict[str, str]) -> dict[str, int]:
-    """How many steps each is from one that read from nobody."""
+    """The distance of each worker from a worker that read from no source."""
     found: dict[str, int] = {}
     for name in tree:
         way = list[str]()

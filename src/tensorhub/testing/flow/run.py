@@ -1,4 +1,4 @@
-"""One scenario under several systems, one after the other."""
+"""One scenario under several systems, one by one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(scenario: Scenario, systems: Sequence[str]) -> None:
 
 
 def last_edges(world: World, workload: Workload) -> list[Edge]:
-    """Who gave the last version to whom."""
+    """The flows that carried the last version."""
     since = workload.puts[-1][0] if workload.puts else 0.0
     return [edge for edge in world.transfers.edges if edge.ended_s > since]
 

@@ -1,7 +1,7 @@
-"""What a scenario file says, checked; docs/simulation.md explains each key.
+"""A scenario file, checked; docs/simulation.md explains each key.
 
-A mistake is a `ScenarioError` that names the file, the line, and what may stand there. Not responsible for what is drawn by
-the scenario's seed (`timetable`).
+A mistake is a `ScenarioError` that names the file, the line, and what may stand there. Not responsible for the chances
+that the scenario's seed decides (`timetable`).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def read(text: str, name: str, where: str = "scenario") -> Scenario:
 
 
 def advice(given: str, known: Sequence[str], said: str) -> str:
-    """What an error says there is, after a question for the closest of what is known, if one is close."""
+    """The part of an error that lists the known names, after a question for the closest name, if one is close."""
     close = get_close_matches(given, known, 1)
     return f"did you mean {close[0]!r}? {said[0].upper()}{said[1:]}" if close else said
 
@@ -182,9 +182,9 @@ def parameters(text: str) -> int:
 
 
 def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | None = None) -> Scenario:
-    """The same with so many rollout GPUs, and a trainer's group beside them, by its `[scale]`. `of`: parameters, as "7B";
-    `ranks`: of a group; as few as their memory has room for, if not given. The WAN is so many times as wide, so that a copy
-    takes as long over it.
+    """This scenario with so many rollout GPUs, and a trainer's group beside them, by its `[scale]`. `of`: parameters,
+    as "7B"; `ranks`: of a group; as few as their memory has room for, if not given. The WAN is so many times as wide,
+    so that a copy takes as long over it.
     """
     scale = scenario.scale
     if scale is None:
@@ -223,8 +223,8 @@ def at_scale(scenario: Scenario, gpus: int, of: str | None = None, ranks: int | 
 
 
 def in_groups(scenario: Scenario, ranks: int) -> Scenario:
-    """The same on about as many hosts, where the trainer, each rollout and each seed have several. The WAN is so many times
-    as wide, so that a copy takes as long over it.
+    """This scenario on about as many hosts, where the trainer, each rollout and each seed have several. The WAN is so
+    many times as wide, so that a copy takes as long over it.
     """
     _check_ranks(ranks)
     hosts = tuple(

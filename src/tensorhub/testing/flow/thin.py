@@ -73,7 +73,7 @@ class Layout:
     name: str
 
     def parts(self, rank: int) -> tuple[bytes, ...]:
-        """What describes a rank's: catalogue, arrangement, coordinates. Nobody here looks into them."""
+        """Parts that describe a rank's memory: catalogue, arrangement, coordinates. The coordinator only compares them."""
         return b"a catalogue", f"by {self.name}".encode(), self.id_of(rank).encode()
 
     def id_of(self, rank: int) -> str:
@@ -329,7 +329,7 @@ class Shell(Protocol):
 
 @dataclass(eq=False, slots=True)
 class ThinRank(ThinWorker):
-    """A worker of the flow model. `beside`: the same rank in host memory, from which it is filled first."""
+    """A worker of the flow model. `beside`: its rank's host copy, from which it is filled first."""
 
     shell: Shell = field(kw_only=True)
     report_s: float = field(kw_only=True)
@@ -417,7 +417,7 @@ class ThinRank(ThinWorker):
             self.read(grant)
 
     def _copy(self, source: Memory, grants: tuple[Grant, ...]) -> None:
-        """What is in host memory comes from there first, then the rest from others."""
+        """The part that is in host memory comes from there first, then the rest from further sources."""
         transfers, memory, key = self.shell.transfers, self.memory, self.key
         transfers.advance(source)
         there = source.have

@@ -1,4 +1,4 @@
-"""Simulated time: what is due when, in an order that is always the same."""
+"""Simulated time: due calls, in an order that never varies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timeline:
         self.at(self.now + seconds, call)
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Do what is due, until nothing is, or that time has come, or it `is_over`."""
+        """Make the due calls, until none is left, or that time has come, or it `is_over`."""
         while self._due and self._due[0][0] <= until and not is_over():
             self.now = self._due[0][0]
             while self._due and self._due[0][0] <= self.now:

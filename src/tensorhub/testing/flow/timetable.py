@@ -1,7 +1,7 @@
-"""What a scenario's seed decides: how long each generation takes, when spot hosts come and go, who is killed when.
+"""What a scenario's seed decides: how long each generation takes, when spot hosts come and go, when rollouts are killed.
 
-Everything is drawn here, and by name, so that every system, and the testbed of real processes, meets the same. Times are in
-seconds from the first publication on.
+Everything is drawn here, and by name, so that every system, and the testbed of real processes, meets equal chances.
+Times are in seconds from the first publication on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rollouts(scenario: Scenario) -> Iterator[tuple[str, Hosts]]:
 
 
 def generations(scenario: Scenario, rollout: str) -> Iterator[float]:
-    """How many seconds each generation of this rollout takes, one after the other; those of all its lives."""
+    """How many seconds each generation of this rollout takes, one by one, through all its lives."""
     random, sigma = Random(f"{scenario.seed}/generations/{rollout}"), scenario.generate_sigma
     mean_s = scenario.generate_mean_copies * scenario.copy_s
     while True:
@@ -66,7 +66,7 @@ def _spot(scenario: Scenario, name: str) -> Iterator[Presence]:
 
 
 def _kill(scenario: Scenario, found: dict[str, list[Presence]]) -> None:
-    """One reliable rollout after the other is killed; who is away is not."""
+    """Reliable rollouts are killed one by one; a rollout that is away is not."""
     kills, copy_s = scenario.kills, scenario.copy_s
     assert kills is not None
     random = Random(f"{scenario.seed}/kills")

@@ -1,7 +1,7 @@
-"""Who is where, and which links a flow crosses.
+"""Where each worker is, and which links a flow crosses.
 
 Every link carries so much in each direction. Workers of one host reach each other without their NICs; racks of one site
-share what is above them; sites share the WAN.
+share the links above them; sites share the WAN.
 """
 
 from __future__ import annotations

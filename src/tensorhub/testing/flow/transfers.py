@@ -1,12 +1,12 @@
 """Memories that fill, and the flows that fill them.
 
 Theory of operation. A memory has its bytes from the first one on. A flow into it goes on where it is, and runs at its
-max-min share. Of a source that still fills, a reader has what the source had a *lag* ago: one chunk, since chunks are passed
-on when they are whole, and what comes in the time that a hop takes. Where it has come so near, it *follows*: it gets no more
-than its source gets. Where it is nearer, since its former source was farther, it waits. So the pipelining of a chain is in
-the rates alone, and events are few: a flow begins, comes near, or ends.
+max-min share. Of a source that still fills, a reader has what the source had a *lag* ago: one chunk, since chunks are
+passed on when they are whole, and what comes in the time that a hop takes. A reader that has come so near *follows*: it
+gets no more than its source gets. A reader that is nearer, since its previous source was farther, waits. So the
+pipelining of a chain is in the rates alone, and events are few: a flow begins, comes near, or ends.
 
-Responsible for what each memory has at which time. Not responsible for who reads from whom.
+Responsible for what each memory has at which time. Not responsible for the choice of sources.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A flow that has ended: who has given how much to whom."""
+    """A flow that has ended: its source, its reader, and the bytes that it carried."""
 
     source: str
     reader: str
@@ -155,7 +155,7 @@ class Transfers:
     # -- after each moment
 
     def settle(self) -> None:
-        """Give flows their shares, and plan what is next."""
+        """Give flows their shares, and plan the next events."""
         replan: dict[Memory, None] = {}
         while self._touched:
             touched, self._touched = self._touched, {}
@@ -208,7 +208,7 @@ class Transfers:
             self._fed_changed(flow.reader)
 
     def _fed_changed(self, memory: Memory) -> None:
-        """Who follows it follows others from now on."""
+        """Flows that follow this memory's flows follow different flows from now on."""
         if memory.outflows:
             self._touched[memory] = None
 

@@ -162,7 +162,7 @@ class Workload:
         self.system.go(rollout)
 
     def _get(self, rollout: Rollout) -> None:
-        """Its generation has ended: it fetches what is newest."""
+        """Its generation has ended: it fetches the newest version."""
         rollout.is_idle = False
         if rollout.attempt is None:
             rollout.attempt = Attempt(rollout.name, not rollout.held, self.world.timeline.now)

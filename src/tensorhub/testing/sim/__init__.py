@@ -1,1 +1,1 @@
-"""The simulated world: what there is, what each step does, what goes wrong, and who judges it."""
+"""The simulated world: its parts, what each step does, what goes wrong, and the judges."""

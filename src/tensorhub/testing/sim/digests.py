@@ -20,12 +20,12 @@ class SimDigests:
         self._handle = handle
 
     def tell_made(self) -> None:
-        """Say which digests were made of what is published."""
+        """Report the digests that were made of the publication."""
         for message in self._handle.interpreter.tell_made(self._handle.worker.owner)[0]:
             self._handle.worker.say(message)
 
     def tell(self, question: TellDigests) -> None:
-        """Say which digests the cells of this memory have, or of what is staged for it."""
+        """Report the digests of this memory's cells, or of its staged cells."""
         handle, generation, content = self._handle, question.generation, self._handle.member.content
         owner = handle.worker.owner
         if content is not None and handle.interpreter.must_make(question):

@@ -69,7 +69,7 @@ class FaultPlan:
         return random.choices(list(self.weights), list(self.weights.values()))[0]
 
     def broaden(self, random: Random) -> None:
-        """One kind more: what was drawn finds nobody to strike."""
+        """One kind more: the drawn kinds find no victim."""
         others = [kind for kind in self._kinds if kind not in self.weights]
         if others:
             self.weights[random.choice(others)] = max(self.weights.values(), default=1.0)

@@ -1,8 +1,9 @@
-"""One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and what is still to be done.
+"""One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and the actions still to
+be done.
 
-Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
+Responsible for carrying out the member's actions in order, and for the verbs with which a test calls
 it. A new action of `worker.calls` gets its case in `HandleShell._do`. Not responsible for what a fill writes (`filler`), nor
-for what is said of digests (`digests`), nor for when anything happens.
+for reports of digests (`digests`), nor for when anything happens.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class HandleWorker(SimWorkerPort, Protocol):
 
 
 class Callers:
-    """Who calls the handles of a world. These look for themselves, and hear nothing."""
+    """The callers of a world's handles. These look for themselves, and hear nothing."""
 
     def hook_called(self, handle: HandleShell) -> None:
         """Its before_write runs."""
@@ -150,7 +151,7 @@ class HandleShell:
             self.pull.books.check_invariants()
 
     def shut_readers(self, accesses: Container[int]) -> None:
-        """Shut the lanes out to whom these accesses belong."""
+        """Shut out the lanes of these accesses."""
         for lane in list(self.serving):
             if lane.access is not None and lane.access.number in accesses:
                 self.cluster.data.lane_shut(lane)
@@ -181,7 +182,7 @@ class HandleShell:
     # -- accesses of its own
 
     def hold_access(self) -> None:
-        """One of its own lanes begins to digest (or copy) a chunk, which nobody can end but itself."""
+        """One of its own lanes begins to digest (or copy) a chunk; only that lane can end the access."""
         content = self.member.content
         if self.access is None and content is not None:
             content_id = ContentId(content.version.content_id)
@@ -274,7 +275,7 @@ class HandleShell:
         ended()
 
     def give_up(self) -> None:
-        """Nobody wants this registration any more; see `Interpreter.give_up`."""
+        """This registration is given up; see `Interpreter.give_up`."""
         self.cluster.driver.note(f"{self.name} is given up")
         self.cluster.guarantees.retained.lost(self)
         self.worker.router.leave(self.shard)
@@ -378,7 +379,7 @@ class HandleShell:
             self.worker.copies.take(self.id, manifest.nbytes, self.shard.purpose)
 
     def take_staging(self, nbytes: int) -> None:
-        """Take memory for what is staged, of which there is room."""
+        """Take memory for a staged fill, which has room."""
         self.worker.copies.take(self.staging_id, nbytes)
 
     def pull_done(self, start: calls.StartPull) -> None:
@@ -422,7 +423,7 @@ class HandleShell:
         self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
 
     def was_written(self, chunk: int) -> bool:
-        """Whether its own user has put there what is there now."""
+        """Whether its own user has written the present cell."""
         return False
 
     def written_tensors(self) -> list[str]:
@@ -430,7 +431,7 @@ class HandleShell:
         return []
 
     def _fence(self, action: calls.Fence) -> None:
-        """Let nobody in; shut readers out that do not leave by themselves; then say that it stands, or cannot."""
+        """Let no reader in; shut out readers that do not leave by themselves; then say that the fence stands, or cannot."""
         now, owner = self.cluster.now, self.worker.owner
         owner.close(self.id)
         if self.fencing_since is None:

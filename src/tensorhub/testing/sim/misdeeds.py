@@ -1,4 +1,4 @@
-"""What users do to published memory that nobody may."""
+"""Forbidden writes of users to published memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def overwrite(handle: HandleShell) -> bool:
 
 
 def lie(handle: HandleShell) -> bool:
-    """Overwrite what was read from others, and forget its digests, so that those of the new bytes vouch for them.
-    False: it holds nothing of that kind, or nobody could know better.
+    """Overwrite a replica, and forget its digests, so that digests of the new bytes vouch for them. False: it holds no
+    replica, or no worker could find out.
 
-    Memory of another layout lies to those who copy its chunks.
+    Memory of another layout lies to readers that copy its chunks.
     """
     content, cluster, is_other = handle.member.content, handle.cluster, is_of_other_layout(handle.grid)
     if content is None or handle.member.state is not HandleState.READY or handle.access is not None or content.published:
@@ -50,9 +50,9 @@ def lie(handle: HandleShell) -> bool:
 
 
 def plot(handle: HandleShell) -> str:
-    """It will lie before it votes, of what it reads of another layout now. So it may be the first to say digests of that, as
-    who has read it from its publisher, and is believed until somebody who can know better says otherwise. Which content that
-    is; "": it reads none.
+    """It will lie before it votes, about the content that it reads of another layout now. So it may be the first that
+    reports digests of that content, as a reader of its publisher, and is believed until a better digest source
+    contradicts it. Returns the content id; "": it reads none.
     """
     content_id = _reads(handle)
     if content_id and handle.pull is not None:
@@ -91,7 +91,7 @@ def _lie_of(handle: HandleShell, content_id: str, chunk: int) -> str:
 
 
 def _chunk_to_spoil(handle: HandleShell) -> int:
-    """Often one that somebody has read, which others may notice."""
+    """Often a chunk with a digest: readers may notice its change."""
     number = next(handle.cluster.numbers)
     held = handle.worker.owner._memories.get(handle.id)
     known = [chunk for chunk, digest in enumerate(held.own.digests) if digest is not None] if held is not None else []

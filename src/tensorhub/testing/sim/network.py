@@ -1,6 +1,6 @@
 """Connections between workers and the coordinator: in order on each, in any order across them.
 
-Responsible for what is on its way. Not responsible for when it arrives: who drives the cluster decides that.
+Responsible for messages on their way. Not responsible for when they arrive: the cluster's driver decides that.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class HandlePort(JudgedHandle, Protocol):
         """What that chunk of a selection holds, or ("") of its own grid."""
 
     def take_staging(self, nbytes: int) -> None:
-        """Take memory for what is staged, of which there is room."""
+        """Take memory for a staged fill, which has room."""
 
     def lay_out(self, manifest: Manifest) -> None:
         """From now on its cells are that manifest's chunks."""
@@ -80,14 +80,14 @@ class HandlePort(JudgedHandle, Protocol):
         """From now on its memory is no version's any more, but for these chunks."""
 
     def shut_readers(self, accesses: Container[int]) -> None:
-        """Shut the lanes out to whom these accesses belong."""
+        """Shut out the lanes of these accesses."""
 
     def give_up(self) -> None:
-        """Nobody wants this registration any more: it is no more once nobody reads it."""
+        """This registration is given up: it ends once no reader reads it."""
 
 
 class Driver(Protocol):
-    """Who decides when the shells of handles and workers go on, and hears what they have done."""
+    """Decides when the shells of handles and workers go on, and hears what they have done."""
 
     @property
     def fence_grace_s(self) -> float:
@@ -124,4 +124,4 @@ class WorldPort(JudgedWorld, Protocol):
     verified: VerifiedChunks
 
     def kind_of(self, registration: str) -> str:
-        """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
+        """The kind of memory a worker copies from: of its own registrations, or staged for one."""

@@ -1,7 +1,7 @@
 """A running fill: the real `scheduler.Pull`, and a lane to each granted source, as `runtime.data.lanes` has them.
 
 A lane is both of its ends: the reader's, which takes batches and settles what arrives, and the owner's, which begins an
-access for what it was asked, and sends when that ends. Who drives the cluster takes it from one step to the next.
+access for what it was asked, and sends when that ends. The cluster's driver takes it from one step to the next.
 
 Responsible for what each step does to the books, to memory and to the owner. Not responsible for when it happens.
 """
@@ -32,8 +32,8 @@ from tensorhub.worker.calls import StartPull
 
 
 class Frame(NamedTuple):
-    """What is on its way to a reader: chunks (number, what the cell held, its digest); or those that its source lacks, and
-    what it has; or why there will be no more.
+    """One answer on its way to a reader: chunks (number, the cell, its digest); or the chunks that its source lacks, and
+    the chunks that it has; or why the lane ends.
     """
 
     chunks: tuple[tuple[int, str, int | None], ...] = ()
@@ -167,11 +167,11 @@ class SimLane:
         return [batch[::-1] if self.reader.reads_backwards else batch for batch in batches]
 
     def _mine(self, chunks: Sequence[int]) -> tuple[int, ...]:
-        """The same chunks in the reader's numbers."""
+        """These chunks in the reader's numbers."""
         return tuple(chunks) if self.brings is None else tuple([self.brings[chunk] for chunk in chunks])
 
     def settle(self, frame: Frame) -> None:
-        """Take what arrived: check it, enter it into the books, and offer it to others."""
+        """Take an arrived frame: check it, enter it into the books, and offer its chunks to readers."""
         if frame.failure:
             self.end(frame.failure, frame.at_source)
             return
@@ -261,7 +261,7 @@ class SimLane:
     # -- its end
 
     def end(self, failure: str = "", chunk: int | None = None) -> None:
-        """Nobody writes for it any more; `failure`: why, where its reader did not want it; `chunk`: that was corrupt."""
+        """The lane writes no more; `failure`: why, if its reader did not want it; `chunk`: that was corrupt."""
         if self.ended:
             return
         self.ended, self.ended_at = True, self.reader.cluster.now
@@ -281,7 +281,7 @@ class SimLane:
 
 
 class Reading:
-    """What a fill still lacks, and whom it may read from."""
+    """The chunks that a fill still lacks, and the sources that it may read from."""
 
     def __init__(self, reader: LaneEnd, start: StartPull) -> None:
         self.reader = reader

@@ -9,7 +9,7 @@ from tensorhub.testing.sim.ports import SimWorkerPort
 
 
 class SimQuestions:
-    """Those of one worker. Each returns the number of its request, whose answer will be in `answers`."""
+    """The questions of one worker. Each returns the number of its request; the answer will be in `answers`."""
 
     def __init__(self, worker: SimWorkerPort) -> None:
         self._worker = worker
@@ -60,7 +60,7 @@ class SimQuestions:
         return request
 
     def answered(self, message: Done | Refused) -> None:
-        """Also what somebody else in this process has asked for."""
+        """Also an answer to a question of the process's own code."""
         request, refused = message.request, isinstance(message, Refused)
         self._cluster.guarantees.history.answered(self._worker, message)
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None

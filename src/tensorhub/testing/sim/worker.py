@@ -38,7 +38,9 @@ class SimHandle(HandleShell):
     worker: SimWorker
 
     def write(self, version: int = 0) -> None:
-        """Fill the memory with something that nobody else ever wrote; or with what its twins write for that version."""
+        """Fill the memory with cells that no further handle ever wrote; identical shards write equal cells for one
+        version.
+        """
         assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
         self.grid = self.shard.manifest
         chunks = self.grid.chunk_count if self.grid is not None else self.cluster.chunks
@@ -77,7 +79,7 @@ class SimHandle(HandleShell):
         return copy
 
     def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CallRecord:
-        """The one call of what `SimWorker.fetcher` made."""
+        """The one call of a handle that `SimWorker.fetcher` made."""
         return self.call(FillCall(OpKind.FETCH, selector), timeout_s)
 
     def unpublish(self, timeout_s: float = 60.0) -> CallRecord:
@@ -107,7 +109,7 @@ class WorkerWorld(HandleWorld, Protocol):
 
 
 class Keeper(Protocol):
-    """Who keeps workers connected."""
+    """Keeps workers connected."""
 
     def connect(self, worker: SimWorker) -> None:
         """It is to have a connection."""
@@ -117,7 +119,7 @@ class Keeper(Protocol):
 
 
 class WorkerUsers(Callers):
-    """Whose code runs in workers, and calls their handles."""
+    """The code that runs in workers, and calls their handles."""
 
     def welcomed(self, worker: SimWorker) -> None:
         """It is welcomed over a new connection, and has said what it has to say."""
@@ -139,7 +141,7 @@ class WorkerUsers(Callers):
 
 
 class ControlPlane(Protocol):
-    """When what is said between workers and the coordinator arrives."""
+    """Decides when messages between workers and the coordinator arrive."""
 
     def new_link(self, worker: SimWorker) -> Link:
         """A connection that the coordinator will see."""
@@ -279,7 +281,7 @@ class SimWorker:
         self.say(messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
     def disconnect(self) -> None:
-        """The connection breaks; what was on its way is lost, and the coordinator will notice some time."""
+        """The connection breaks; messages on their way are lost, and the coordinator will notice some time."""
         link = self.link
         if link is None:
             return
@@ -339,7 +341,7 @@ class SimWorker:
         self.say(self.beats.next())
 
     def heard_soon(self) -> list[messages.FromCoordinator | None]:
-        """What is on its way here."""
+        """The messages on their way here."""
         return list(self.link.down) if self.link is not None else []
 
     # -- what it hears
@@ -359,7 +361,7 @@ class SimWorker:
             self.cluster.guarantees.retained.stays(handle, content_id)
 
     def hear(self, message: messages.FromCoordinator) -> None:
-        """Carry out what it is to whom it concerns."""
+        """Hand the message to its handle or module."""
         self.beats.heard(message)
         if isinstance(message, messages.Welcome):
             self._welcomed(message)
@@ -446,7 +448,9 @@ class SimWorker:
         self.cluster.users.anew(self, step)
 
     def _dismissed(self, message: messages.Dismissed) -> None:
-        """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
+        """This incarnation is lost for good; its memory goes on under a new incarnation, and its present readers are
+        served no more.
+        """
         self.dismissals.append(message.reason)
         self.lives += 1
         self.incarnation = f"{self.name}.{self.lives}"

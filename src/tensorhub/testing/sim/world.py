@@ -1,9 +1,8 @@
 """A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
 
-`World` is what there is: the coordinator with its store, workers and connections. It knows what each step does. Others
-decide when that happens, and whoever puts a cluster together gives them to it: a driver of shells, two planes, the
-coordinator's process, who keeps workers connected, and users. In `drivers.stepwise` the caller picks one step after the
-other; `drivers.timed` has a clock and faults.
+`World` has the coordinator with its store, workers and connections. It knows what each step does. A cluster gives the world
+the parts that decide when a step happens: a driver of shells, two planes, the coordinator's process, the keeper of
+connections, and users. In `drivers.stepwise` the caller picks each step; `drivers.timed` has a clock and faults.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class World:
         self.ident += "'"
 
     def start_coordinator(self) -> None:
-        """A new one begins, on what is durable."""
+        """A new one begins, on the durable entries."""
         self.epoch += 1
         self._joined.clear()
         self._called.clear()
@@ -164,7 +163,7 @@ class World:
         )
 
     def coordinator_died(self, *, kept: bool) -> None:
-        """`kept`: what was being written is durable."""
+        """`kept`: running writes become durable."""
         if kept:
             for persist in self.unstored.values():
                 self.keep(persist.entry)
@@ -182,7 +181,7 @@ class World:
         return (handle for handle in self.all_handles() if handle.worker.alive)
 
     def handle_of(self, registration: str) -> SimHandle | None:
-        """Whose registration that is, unless it is no more."""
+        """The handle of that registration, unless it has ended."""
         return self.by_registration.get(registration)
 
     def find(self, grant: Grant) -> SimHandle | None:
@@ -191,7 +190,7 @@ class World:
         return handle if handle is not None and handle.worker.alive else None
 
     def kind_of(self, registration: str) -> str:
-        """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
+        """The kind of memory a worker copies from: of its own registrations, or staged for one."""
         handle = self.handle_of(registration)
         return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
 
@@ -218,7 +217,7 @@ class World:
     # -- the coordinator
 
     def mates(self, handle: JudgedHandle) -> list[SimHandle]:
-        """The other ranks of its group."""
+        """The remaining ranks of its group."""
         return [h for h in self.live_handles() if h.shard.group == handle.shard.group and h is not handle]
 
     def step(self, event: Event) -> None:
@@ -290,14 +289,14 @@ class World:
 
     @staticmethod
     def _is_reply(action: Action, event: Event) -> bool:
-        """Whether it only says something over, or closes, the connection over which that was said (anybody may ask)."""
+        """Whether it only answers over, or closes, the connection of that event (every session may ask)."""
         if isinstance(action, Persist | WorkerLost):
             return False
         here = isinstance(event, Received) and action.session == event.session
         return here and not (isinstance(action, Send) and isinstance(action.message, Welcome))
 
     def _welcome(self, session: int, worker: SimWorker, message: Welcome) -> None:
-        """Whom a coordinator has known once it knows ever after, or it is lost for good (G9)."""
+        """A coordinator that has known an incarnation knows it ever after, or the incarnation is lost for good (G9)."""
         incarnation = self.coordinator.cluster.sessions[session].incarnation
         new = incarnation not in self._joined
         demand(new != message.known, f"incarnations: {incarnation} is welcomed as {message}, and was in {self._joined}")
@@ -333,7 +332,7 @@ class World:
             self.guarantees.check_handle(handle)
 
     def check_agreement(self) -> None:
-        """At rest, the coordinator knows exactly what is held, and under which generation."""
+        """At rest, the coordinator knows exactly each holding and its generation."""
         for handle in self.live_handles():
             member = self.coordinator.cluster.members.get(handle.id)
             content, state = handle.member.content, handle.member.state

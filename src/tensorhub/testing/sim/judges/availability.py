@@ -112,8 +112,8 @@ class AvailabilityJudge:
         return version.is_laid_out_as(model.groups[shard.group]) if shard.serves else shard.layout_id == ""
 
     def _is_heard_of(self, content_id: str) -> bool:
-        """Whether each shard of it is held as a whole by some worker that is heard of, or a twin of it, which others than
-        those of that layout read as well: it may be gone since.
+        """Whether a live worker holds each shard of it completely, or an identical shard, which readers of another layout
+        read as well. The holding may be gone since.
         """
         held = [
             (m.shard, m.holding)

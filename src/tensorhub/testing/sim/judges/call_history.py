@@ -1,6 +1,6 @@
-"""What simulated callers call, are told and return, as the reference model of each model hears it.
+"""What simulated callers call and return, and what they are told, as the reference model of each model hears it.
 
-Responsible for which of a handle's and a worker's doings are whose calls. What is possible is the model's affair.
+Responsible for the calls that a handle's and a worker's actions stand for. What is possible is the model's affair.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Contents:
         return sum(map(area, held)) >= self.nbytes(content_id)
 
     def nbytes(self, content_id: str) -> int:
-        """Of the tensor; twins have the same part of it."""
+        """Of the tensor; identical shards count once."""
         ranks = self._publishers[self.publications[content_id]]
         return sum(map(area, {_box_of(rank) for rank in ranks.values()}))
 
@@ -113,8 +113,8 @@ class Contents:
         return self._resharded[name]
 
     def published_as(self, handle: JudgedHandle, cell: str) -> str:
-        """That cell, whenever it was read: where a chunk was overwritten, each grid in which it is read has its own first
-        digest, so that one may say what it was before, and another one what it is since.
+        """That cell, whenever it was read. If a chunk was overwritten, each grid in which it is read has a first digest of
+        its own: of the cell before, or of the cell since.
         """
         if not is_of_other_layout(handle.grid):
             return cell

@@ -1,12 +1,12 @@
 """No byte of a version is brought into a site twice by groups of one layout, as long as nothing goes wrong.
 
-A group follows another group of its layout in its site: what the earlier group has read from another site, the later group
-reads from the earlier one. Both may read it from another site where the earlier group gives up, where a holder leaves, where
-the earlier group stages what it reads, or where it does not move. Groups of different layouts, and the ranks of one group,
+A group follows an earlier group of its layout in its site: the later group reads from the earlier group all bytes that the
+earlier group has read from another site. Both may read bytes from another site if the earlier group gives up, stages its
+fill or makes no progress, or if a holder leaves. Groups of different layouts, and the ranks of one group,
 each read for themselves.
 
-Responsible for groups whose ranks are in one site. Not responsible for copies of one shard and fetches, which read what was
-published, nor for anything once a fault has happened: then bytes may be lost that had come.
+Responsible for groups whose ranks are in one site. Not responsible for copies of one shard and fetches, which read the
+published layout, nor for anything after a fault: then bytes that had arrived may be lost.
 """
 
 from __future__ import annotations

@@ -415,9 +415,9 @@ class Guarantees:
             raise GuaranteeBroken(f"bounds: {handle} has {len(handle.todo)} actions to carry out")
 
     def check_in_time(self, handle: JudgedHandle) -> None:
-        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
-        staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses
-        and goes on a moment after they have ended.)
+        """G10: a call ends at its deadline, also if its worker is cut off. Three exceptions: a stopped process ends
+        nothing; a committed staged fill is put in place first; and memory that was given up is fenced first, which
+        waits for the owner's own accesses and a moment more.
         """
         record, worker = handle.last_call, handle.worker
         if record is None or record.done or (record.committed and isinstance(record.what, FillCall) and record.what.staged):
@@ -436,8 +436,8 @@ class Guarantees:
             self.contents.check_cells(handle, content.version)
 
     def check_closed(self, handle: JudgedHandle) -> None:
-        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory
-        is not: its own worker may read it, under a generation that no other worker knows.)
+        """G2: no reader can begin to read memory that its owner may write. (The rest of a broken fill in host memory is
+        no such memory: its own worker may read it, under a generation that no further worker knows.)
         """
         if handle.shard.medium is Medium.HOST and handle.member.state is HandleState.TORN:
             return

@@ -1,7 +1,7 @@
-"""A reference model of what callers may see of one model: it judges each return by what was called and returned before it.
+"""A reference model of the versions that callers may see: it judges each return by the earlier calls and returns.
 
 Theory of operation. There is one line of published versions, and each call that succeeds takes effect at one moment between
-its begin and its end (it is linearizable: Herlihy and Wing, 1990). Nobody sees that moment, so the model knows of each
+its begin and its end (it is linearizable: Herlihy and Wing, 1990). No caller sees that moment, so the model knows of each
 version when it *may* have been visible (since its publish had begun, and until a rollback past it had returned) and when it
 *surely* was (since some call had returned it, and until a rollback past it had begun). A return is possible if there is a
 moment between its call's begin and its end at which no version that surely was visible contradicts it, and enough that may
@@ -29,7 +29,7 @@ OLD = 2  # so many newer versions, and one that nothing keeps may be forgotten
 
 @dataclass(eq=False)
 class Call:
-    """Somebody's call; of no more than that where it shows no version, like `unpublish`."""
+    """A caller's call; this plain class if the call shows no version, like `unpublish`."""
 
     who: str
     began = 0
@@ -38,7 +38,7 @@ class Call:
 
 @dataclass(eq=False)
 class Publishing(Call):
-    """Of one rank; `who` is its group."""
+    """A rank's publish; `who` names its group."""
 
     number: int
     left = False  # nobody will hear what has become of it
@@ -90,7 +90,7 @@ class _Version:
 
 
 class ReferenceModel:
-    """What was called and returned. Each return that is impossible raises GuaranteeBroken."""
+    """All calls and returns. Each impossible return raises GuaranteeBroken."""
 
     def __init__(self) -> None:
         self._tick = 0
@@ -185,7 +185,7 @@ class ReferenceModel:
         self._demand(call, is_not_there, f"selectors: {call.who} was told that there is no {number}, which there is")
 
     def announced(self, who: str, info: VersionInfo | None) -> None:
-        """`who` is told that this is the newest version now, or was not long ago; None: there is none."""
+        """A caller is told that this is the newest version now, or was not long ago; None: there is none."""
         (last, then), now = self._heard.get(who, (-1, 0)), self._next()
         began = max(then, self._listens.get(who, 0))
         version, number = (None, -1) if info is None else (self._see(info, began), info.version)
@@ -238,7 +238,7 @@ class ReferenceModel:
         call.done = now
 
     def unpinned(self, call: Pinning) -> None:
-        """Its caller ends it, or has lost the connection over which it was said: nobody can count on it."""
+        """Its caller ends it, or has lost the connection over which it was said: the pin protects nothing any more."""
         self._pins.remove(call)
 
     def state_lost(self) -> None:
@@ -288,7 +288,7 @@ class ReferenceModel:
         demand(any(map(holds, self._moments(call.began, call.ended))), text)
 
     def _see(self, info: VersionInfo, began: int, published: int | None = None) -> _Version:
-        """Somebody who has called then is told of it now: it was visible in between."""
+        """A call that began then is told of it now: the version was visible in between."""
         now, version = self._tick, self._versions.get(info.content_id)
         if version is None:
             if published is None:  # by somebody who has not heard so yet, if ever
@@ -325,7 +325,7 @@ class ReferenceModel:
         return (version for version in self._versions.values() if self._is_there(version, t))
 
     def _may_be_there(self, t: int, but: str = "") -> set[int]:
-        """Numbers that may have been visible then; of publishes that nobody has seen, too, unless `but` still makes them."""
+        """Numbers that may have been visible then, also of unseen publishes, unless `but` still makes them."""
         unseen = {p.number for p in self._publishes if p.began <= t < p.ended and (p.who != but or p.left)}
         return unseen | {version.number for version in self._versions.values() if version.may_be_there(t)}
 

@@ -1,6 +1,6 @@
-"""What fills have verified, as seen from outside: no book of the reader's own is believed (G8, R9).
+"""Which chunks fills have verified, as seen from outside: no record of the reader's own is believed (G8, R9).
 
-Cells are what is remembered, so that what a user has written since is not taken for what was read.
+The judge remembers cells, so that it does not mistake a user's later write for a read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class VerifiedChunks:
         self._filled: dict[RegistrationId, _Filled] = {}
 
     def begins(self, memory: RegistrationId, content_id: str, cells: Cells, kept: Collection[int], grid: Manifest) -> None:
-        """It is to be filled with that, in chunks of that grid; `kept`: those that it has already. What a fill of the same
-        content that was broken off has verified, in whichever grid, and nobody has written since, is kept.
+        """It is to be filled with that, in chunks of that grid; `kept`: the chunks that it has already. Unchanged
+        chunks that a broken fill of this content has verified, in whichever grid, must be kept.
         """
         before = self._filled.get(memory)
         if before is not None and before.content_id == content_id:
@@ -40,7 +40,7 @@ class VerifiedChunks:
         self._filled[memory] = _Filled(content_id, grid, {chunk: cells[chunk] for chunk in kept})
 
     def holds(self, memory: RegistrationId, content_id: str) -> None:
-        """It is opened as that: what was there before is of no use any more."""
+        """It is opened as that: earlier chunks are of no use any more."""
         before = self._filled.get(memory)
         if before is not None and before.content_id != content_id:
             del self._filled[memory]
@@ -50,7 +50,7 @@ class VerifiedChunks:
         self._filled.pop(memory, None)
 
     def revoked(self, memory: RegistrationId, chunks: Iterable[int]) -> None:
-        """These were verified against their source only, and are not what was published."""
+        """These were verified against their source only, and differ from the publication."""
         filled = self._filled.get(memory)
         if filled is not None:
             for chunk in chunks:
@@ -71,7 +71,7 @@ class VerifiedChunks:
 
 
 def _in_grid(filled: _Filled, grid: Manifest) -> dict[int, str]:
-    """What is there in whole chunks of that grid."""
+    """The verified bytes, in whole chunks of that grid."""
     if not is_laid_out_anew(filled.grid, grid):
         return {chunk: cell for chunk, cell in filled.cells.items() if chunk < grid.chunk_count}
     if sum(filled.grid.sizes) != sum(grid.sizes):
