@@ -14,7 +14,7 @@ CHUNK = 2**16
 
 
 def changed(weights: sync.Weights) -> tuple[str, ...]:
-    return finish_blocking(changed_tensors(weights._weights))
+    return finish_blocking(changed_tensors(weights._async))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -366,7 +366,7 @@ looked_up.wait()
 )
 def test_what_does_not_end_in_time_is_left(watcher: tuple[str, sync.Hub], busy: str) -> None:
     program = (
-        f"hub = connect(tensorhub.Options(exit_timeout_s=0.5))\nthread = hub._hub._thread\n{busy}\nprint('ends', flush=True)"
+        f"hub = connect(tensorhub.Options(exit_timeout_s=0.5))\nthread = hub._async._thread\n{busy}\nprint('ends', flush=True)"
     )
     with child(watcher[0], program) as process:
         assert process.stdout is not None

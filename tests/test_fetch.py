@@ -520,7 +520,7 @@ def test_the_blocking_facade_fetches_too() -> None:
                 fetched = reader.fetch("m", names="layers.*", timeout=WAIT_S)
                 assert equal(fetched, {name: source[name] for name in source if name.startswith("layers.")})
                 memory = AllocatedMemory("head")
-                assert finish_blocking(fetch_into(reader._hub, "m", 1, memory))[0].version == 1
+                assert finish_blocking(fetch_into(reader._async, "m", 1, memory))[0].version == 1
                 assert torch.equal(memory.tensors()["head"], source["head"])
 
 

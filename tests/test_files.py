@@ -38,7 +38,7 @@ class Cluster:
         """The name of a model whose files were published, replicated, and withdrawn by their publisher."""
         model = f"model-{next(self._numbers)}"
         with FileMemory(path) as memory:
-            files = sync.Weights(finish_blocking(register_memory(self._publisher._hub, model, memory)))
+            files = sync.Weights(finish_blocking(register_memory(self._publisher._async, model, memory)))
             files.publish(0)
             loaded = [load_file(file) for file in memory.paths]
             zeros = {name: torch.zeros_like(tensor) for part in loaded for name, tensor in part.items()}
@@ -50,7 +50,7 @@ class Cluster:
 
     def fetch(self, model: str, out: Path) -> None:
         with FileTarget(out) as target:
-            finish_blocking(fetch_into(self._publisher._hub, model, "latest", target))
+            finish_blocking(fetch_into(self._publisher._async, model, "latest", target))
             target.commit()
 
 

@@ -126,7 +126,7 @@ async def test_nothing_is_waited_for_in_the_librarys_own_thread() -> None:
                 said.append(error)
             hub.close()
 
-        hub._hub._thread.post(finalizer)
+        hub._async._thread.post(finalizer)
         await until(lambda: bool(said))
         assert "a thread of the library cannot wait for the library" in str(said[0])
         await anyio.to_thread.run_sync(hub.close)

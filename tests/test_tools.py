@@ -23,7 +23,7 @@ def hub() -> Iterator[sync.Hub]:
 
 def test_versions_that_are_published_alike_are_described_once(hub: sync.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
-    coordinator: Any = hub._hub._worker.coordinator
+    coordinator: Any = hub._async._worker.coordinator
     part = coordinator.part
 
     def asked_for(part_id: str, timeout_s: float) -> Any:
@@ -31,7 +31,7 @@ def test_versions_that_are_published_alike_are_described_once(hub: sync.Hub, mon
         return part(part_id, timeout_s)
 
     def found(version: int, before: PublishedTensors | None) -> PublishedTensors:
-        made = finish_blocking(published_tensors(hub._hub, "m", version, 30.0, before))
+        made = finish_blocking(published_tensors(hub._async, "m", version, 30.0, before))
         assert made.version.version == version
         return made
 

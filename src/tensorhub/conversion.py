@@ -20,9 +20,8 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import anyio.to_thread
 
 from tensorhub.api.hub import Hub
 from tensorhub.api.opening import Unpicklable
@@ -33,6 +32,7 @@ from tensorhub.layouts.entries import Sources
 from tensorhub.memory.describing import local_of
 from tensorhub.memory.module_state import PLAIN
 from tensorhub.memory.resolving import resolve, resolve_all
+from tensorhub.runtime.loop_thread import CallerMode
 from tensorhub.types import as_integer
 
 if TYPE_CHECKING:
@@ -130,13 +130,6 @@ async def register_converted(
     `buffers`: with `retain(latest=n)`, n + 1 buffers let a version be published without a wait. Raises as
     `Hub.register`.
     """
-    return await registering(hub, model, conversion, group, rank, world_size, buffers, in_thread=True)
-
-
-async def registering(
-    hub: Hub, model: str, conversion: Conversion, group: str, rank: int, world_size: int, buffers: int, *, in_thread: bool
-) -> ConvertedWeights:
-    """See `register_converted`. `in_thread`: a CPU converts in a thread of its own, beside the caller's loop."""
     if not isinstance(group, str):
         raise InvalidType(f"group={shown(group)}: give a string, the same on all ranks")
     count = as_integer(buffers)
@@ -158,7 +151,7 @@ async def registering(
             with contextlib.suppress(TensorHubError):
                 await buffer.weights.close(abandon=True)
         raise
-    return ConvertedWeights(conversion, made, in_thread=in_thread)
+    return ConvertedWeights(conversion, made, hub._thread.mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +163,10 @@ class _Buffer:
 class ConvertedWeights(Unpicklable):
     """One rank's converted copies. Made by `register_converted`."""
 
-    def __init__(self, conversion: Conversion, buffers: list[_Buffer], *, in_thread: bool) -> None:
+    def __init__(self, conversion: Conversion, buffers: list[_Buffer], mode: CallerMode) -> None:
         self._conversion = conversion
         self._buffers = buffers
-        is_on_device = any(getattr(tensor, "is_cuda", False) for tensor in buffers[0].tensors.values())
-        self._in_thread = in_thread and not is_on_device  # a GPU's work is queued on the stream of the caller's thread
+        self._mode = mode
 
     def __repr__(self) -> str:
         versions = ", ".join(str(buffer.weights.version) for buffer in self._buffers)
@@ -195,10 +187,11 @@ class ConvertedWeights(Unpicklable):
         began = time.perf_counter()
         async with buffer.weights.mutate(version, timeout):
             reclaimed = time.perf_counter()
-            if self._in_thread:
-                await anyio.to_thread.run_sync(self._conversion.convert, buffer.tensors)
+            convert = partial(self._conversion.convert, buffer.tensors)
+            if any(getattr(tensor, "is_cuda", False) for tensor in buffer.tensors.values()):
+                convert()  # a GPU's work is queued on the stream of the caller's thread
             else:
-                self._conversion.convert(buffer.tensors)
+                await self._mode.off_loop(convert)
             converted = time.perf_counter()
         published = time.perf_counter()
         seconds = reclaimed - began, converted - reclaimed, published - converted

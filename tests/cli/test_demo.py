@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 
 from tests.cli.processes import WAIT_S, alive, children, eventually, line_with, run_here, started
 
-ENDLESS = ("--versions", "10000")
-
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
@@ -23,16 +21,15 @@ def weights(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not tensors at all", b"\2\0\0\0\0\0\0\0{}"])
+@pytest.mark.parametrize("content", [None, b"not tensors at all", b"\2\0\0\0\0\0\0\0{}"])
 def test_weights_that_are_none(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.bin"
     if content is not None:
         path.write_bytes(content)
     done = run_here("demo", "--weights", str(path))
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("error: usage: --weights")
     assert str(path) in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def secret_of(pid: int) -> str:
@@ -44,59 +41,41 @@ def secret_of(pid: int) -> str:
     return variables["TENSORHUB_TOKEN"]
 
 
-class TestRun:
-    @pytest.fixture(autouse=True)
-    def _needs_the_engine(self) -> None:
-        pytest.importorskip("tensorhub.api.hub", exc_type=ImportError)
+@pytest.mark.usefixtures("prepared_with_torch")
+def test_every_rollout_gets_the_trainers_bytes(weights: Path) -> None:
+    done = run_here("demo", "--weights", str(weights), "--versions", "2", "--rollouts", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["ok"], result["problems"], result["tensors"]) == (True, [], 10)
+    digests = {version["version"]: version["digest"] for version in result["versions"]}
+    assert (list(digests), len({*digests.values()})) == ([1, 2], 2)
+    names = [(fetch["version"], fetch["worker"]) for fetch in result["fetches"]]
+    assert names == [(version, f"rollout-{number}") for version in (1, 2) for number in (1, 2)]
+    for fetch in result["fetches"]:
+        assert (fetch["digest"], fetch["same_output"]) == (digests[fetch["version"]], True)
+        assert fetch["bytes_read"] >= result["bytes"]
 
-    @pytest.mark.parametrize("pace", ["wait", pytest.param("free", marks=pytest.mark.slow)])
-    @pytest.mark.usefixtures("prepared_with_torch")
-    def test_every_rollout_gets_the_trainers_bytes(self, weights: Path, pace: str) -> None:
-        options = ("--versions", "2", "--rollouts", "2", "--pace", pace, "--json")
-        done = run_here("demo", "--weights", str(weights), *options)
-        assert done.returncode == 0, done.stderr
-        result = json.loads(done.stdout)
-        assert (result["ok"], result["problems"], result["tensors"]) == (True, [], 10)
-        assert [version["version"] for version in result["versions"]] == [1, 2]
-        assert len({version["sha256"] for version in result["versions"]}) == 2
-        last = result["versions"][-1]
-        assert [worker["worker"] for worker in last["workers"]] == ["rollout-1", "rollout-2"]
-        for version in result["versions"]:
-            assert len(version["workers"]) + len(version["skipped_by"]) == 2
-            assert pace == "free" or version["skipped_by"] == []
-            for worker in version["workers"]:
-                assert worker["sha256"] == version["sha256"]
-                assert worker["same_output"]
-                assert worker["bytes_read"] >= result["bytes"]
-        assert {read["reader"] for read in result["reads"]} == {"rollout-1", "rollout-2"}
 
-    @pytest.mark.usefixtures("prepared_with_torch")
-    def test_tables(self, weights: Path) -> None:
-        done = run_here("demo", "--weights", str(weights), "--versions", "1", "--rollouts", "1", "--pace", "free")
-        assert done.returncode == 0, done.stderr
-        assert "who read from whom" in done.stdout
-        assert "every byte and every output equal" in " ".join(done.stdout.split())
-        assert "rollout-1: version 1 in " in done.stderr
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_the_processes_start(weights: Path, number: signal.Signals, code: int) -> None:
+    with started("demo", "--weights", str(weights), "--versions", "10000") as demo:
+        assert eventually(lambda: bool(children(demo.pid)))
+        pids = children(demo.pid)
+        demo.send_signal(number)
+        _, err = demo.communicate(timeout=WAIT_S)
+        assert "Traceback" not in err
+        assert demo.returncode == code
+        assert eventually(lambda: not alive(pids))
 
-    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-    def test_a_signal_while_the_processes_start(self, weights: Path, number: signal.Signals, code: int) -> None:
-        with started("demo", "--weights", str(weights), *ENDLESS) as demo:
-            assert eventually(lambda: bool(children(demo.pid)))
-            pids = children(demo.pid)
-            demo.send_signal(number)
-            _, err = demo.communicate(timeout=WAIT_S)
-            assert "Traceback" not in err
-            assert demo.returncode == code
-            assert eventually(lambda: not alive(pids))
 
-    def test_a_rollout_that_dies_is_named(self, weights: Path) -> None:
-        with started("demo", "--weights", str(weights), "--rollouts", "1", *ENDLESS) as demo:
-            line_with("rollout-1: version 1", demo.stderr)
-            pids = children(demo.pid)
-            assert not any(secret_of(pids[0]) in Path(f"/proc/{pid}/cmdline").read_text() for pid in (demo.pid, *pids))
-            rollout = next(pid for pid in pids if "rollout-1" in Path(f"/proc/{pid}/cmdline").read_text())
-            subprocess.run(["kill", "-9", str(rollout)], check=True)
-            _, err = demo.communicate(timeout=WAIT_S)
-            assert demo.returncode == 1
-            assert err.splitlines()[-1] == "error: DemoFailed: rollout-1 ended with exit code -9: it left no message"
-            assert alive(pids) == []
+def test_a_rollout_that_dies_is_named(weights: Path) -> None:
+    with started("demo", "--weights", str(weights), "--rollouts", "1", "--versions", "10000") as demo:
+        line_with("rollout-1: version 1", demo.stderr)
+        pids = children(demo.pid)
+        assert not any(secret_of(pids[0]) in Path(f"/proc/{pid}/cmdline").read_text() for pid in (demo.pid, *pids))
+        rollout = next(pid for pid in pids if "rollout-1" in Path(f"/proc/{pid}/cmdline").read_text())
+        subprocess.run(["kill", "-9", str(rollout)], check=True)
+        _, err = demo.communicate(timeout=WAIT_S)
+        assert demo.returncode == 1
+        assert err.splitlines()[-1] == "error: DemoFailed: rollout-1 ended with exit code -9: it left no message"
+        assert alive(pids) == []

@@ -53,7 +53,7 @@ class Side(TensorHubTransport):
 
     @property
     def worker(self) -> Worker:
-        worker = self._hub()._hub._worker
+        worker = self._hub()._async._worker
         assert isinstance(worker, Worker)
         return worker
 

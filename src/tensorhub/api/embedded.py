@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
 
 from tensorhub.api.arguments import checked_options
 from tensorhub.api.opening import Opening, Unpicklable
 from tensorhub.errors import InvalidType, InvalidValue, shown
-from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
+from tensorhub.protocol.secret import check_open_access, resolve_token
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
+from tensorhub.runtime.loop_thread import CallerMode, LoopThread
 from tensorhub.types import Options, as_integer, invalid
 
 
@@ -64,18 +61,6 @@ def serve(
     file that cannot be used).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
-    serves = serving(host, port, secret, state_dir, options)
-    return Opening(lambda: serves(AsyncMode()), "serve")
-
-
-def serving(
-    host: str,
-    port: int,
-    token: Secret | Path,
-    state_dir: str | os.PathLike[str] | None,
-    options: Options | None,
-) -> Callable[[CallerMode], Coroutine[Any, Any, Coordinator]]:
-    """What `serve` is, for either kind of caller, with its arguments checked."""
     if not isinstance(host, str):
         raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
     number = as_integer(port)
@@ -88,8 +73,8 @@ def serving(
         raise InvalidValue(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
     checked = checked_options(options)
 
-    async def serve(mode: CallerMode) -> Coordinator:
-        secrets = open_keyring(token)
+    async def begin(mode: CallerMode) -> Coordinator:
+        secrets = open_keyring(secret)
         check_open_access(secrets[0], host)
         store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
         server: list[CoordinatorServer] = []
@@ -107,4 +92,4 @@ def serving(
             raise
         return Coordinator(server[0], thread)
 
-    return serve
+    return Opening(begin, "serve")

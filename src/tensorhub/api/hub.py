@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -31,11 +30,11 @@ from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.memory.unallocated import described
 from tensorhub.model.read_plan import ReadPlan
-from tensorhub.protocol.secret import Secret, resolve_token
+from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.control.addresses import check_address
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
+from tensorhub.runtime.loop_thread import CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.registering import CallersWorker
 from tensorhub.runtime.worker.worker import Worker
@@ -89,20 +88,6 @@ def connect(
     `prefetch` without host memory, a lack of file descriptors).
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
-    joins = joining(address, name, location, secret, transports, options, prefetch)
-    return Opening(lambda: joins(AsyncMode()), "connect")
-
-
-def joining(
-    address: str | Sequence[str],
-    name: str | None,
-    location: Location | None,
-    token: Secret | Path,
-    transports: Sequence[str] | None,
-    options: Options | None,
-    prefetch: bool,
-) -> Callable[[CallerMode], Coroutine[Any, Any, Hub]]:
-    """What `connect` is, for either kind of caller, with its arguments checked."""
     if not isinstance(address, str) and not is_list(address):
         raise InvalidType(f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them')
     addresses = [address] if isinstance(address, str) else list(address)
@@ -126,7 +111,7 @@ def joining(
     make = partial(Worker, addresses, name=called, location=here, transports=transports, options=checked, prefetch=prefetch)
 
     async def join(mode: CallerMode) -> Hub:
-        secrets = open_keyring(token)
+        secrets = open_keyring(secret)
         worker: list[Worker] = []
 
         async def main(thread: LoopThread) -> None:
@@ -141,7 +126,7 @@ def joining(
         await thread.start()
         return Hub(worker[0], thread)
 
-    return join
+    return Opening(join, "connect")
 
 
 class Hub(Unpicklable):

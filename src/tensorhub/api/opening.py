@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from tensorhub.errors import StateError
+from tensorhub.runtime.loop_thread import AsyncMode, BlockingMode, CallerMode, finish_blocking
 
 
 def wrong_use(text: str) -> Callable[..., NoReturn]:
@@ -42,8 +43,8 @@ T = TypeVar("T", bound=AsyncClosable)
 class Opening(Generic[T]):
     """`await` it for what it opens, which is then closed by its `close()`, or `async with` it. Nothing happens before."""
 
-    def __init__(self, opens: Callable[[], Coroutine[Any, Any, T]], call: str) -> None:
-        """`call`: its name, for errors."""
+    def __init__(self, opens: Callable[[CallerMode], Coroutine[Any, Any, T]], call: str) -> None:
+        """`opens`: told how its caller waits. `call`: its name, for errors."""
         self._opens = opens
         self._call = call
         self._is_used = False
@@ -62,7 +63,11 @@ class Opening(Generic[T]):
         if self._is_used:
             raise StateError(f"this {self._call}() was opened already: call {self._call}() again for another one")
         self._is_used = True
-        return await self._opens()
+        return await self._opens(AsyncMode())
+
+    def finish_blocking(self) -> T:
+        """What it opens, for a caller without a loop."""
+        return finish_blocking(self._opens(BlockingMode()))
 
     async def __aenter__(self) -> T:
         self._opened = await self._open()

@@ -14,7 +14,6 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -33,17 +32,11 @@ from tensorhub.memory.safetensors import read_header
 LEAVE_S = 20.0  # for processes that were told to stop
 
 
-class Pace(StrEnum):
-    WAIT = "wait"  # a step begins when every rollout has the version before
-    FREE = "free"  # a step begins when the version before is published
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     versions: int
     rollouts: tuple[str, ...]
     weights: Path | None
-    pace: Pace
     seed: int
     timeout_s: float
     as_json: bool
@@ -56,9 +49,6 @@ def demo(
     weights: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A safetensors file, instead of all-MiniLM-L6-v2.")
     ] = None,
-    pace: Annotated[
-        Pace, typer.Option(help="wait: each step waits until every rollout has the version before; free: it does not.")
-    ] = Pace.WAIT,
     seed: Annotated[int, typer.Option(help="The seed of the training's randomness.")] = 0,
     timeout_s: Annotated[
         float, common.seconds_option(1, 86_400, help="Give up after so many seconds without news.")
@@ -77,7 +67,7 @@ def demo(
         with common.checking("--weights", instead="a safetensors file"):
             if not read_header(weights).entries:
                 raise ValueError(f"{weights} holds no tensor")
-    common.run(partial(_demo, Settings(versions, names, weights, pace, seed, timeout_s, as_json, quiet)))
+    common.run(partial(_demo, Settings(versions, names, weights, seed, timeout_s, as_json, quiet)))
 
 
 async def _demo(settings: Settings) -> int:
@@ -117,7 +107,7 @@ class Run:
     is_over: bool = False  # from here on children end, because they were told to
 
     async def conduct(self) -> None:
-        """Everyone is ready; then, for each version, a step, and news until the next may begin; then everyone leaves."""
+        """All processes get ready; then, for each version, a step, and news until every rollout has it; then all leave."""
         async with anyio.create_task_group() as tasks:
             for child in self.children.values():
                 tasks.start_soon(self._listen, child)
@@ -125,8 +115,7 @@ class Run:
             for version in range(1, self.settings.versions + 1):
                 self.tell(TRAINER, f"version {version}: an optimizer step")
                 await self.children[TRAINER].tell(do="step", version=version)
-                wait = self.settings.pace is Pace.WAIT or version == self.settings.versions
-                await self._until(partial(self.results.is_done, version, wait))
+                await self._until(partial(self.results.is_done, version))
             self.is_over = True
             for child in self.children.values():
                 await child.tell(do="stop")
@@ -171,9 +160,7 @@ def _print_results(settings: Settings, results: Results) -> None:
     if settings.as_json:
         print(json.dumps(results.as_json(str(settings.weights or "all-MiniLM-L6-v2"))), flush=True)
         return
-    common.print_table(results.fetch_table())
-    print()
-    common.print_table(results.read_table())
+    common.print_table(results.table())
     if not results.problems():
         print(f"\n{results.summary()}", flush=True)
 

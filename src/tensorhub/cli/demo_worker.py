@@ -3,7 +3,7 @@
 It is an ordinary user of the public API, over TCP. It digests its tensors' own memory, outside the library.
 
 Commands of its parent (see `child_processes`): {"do": "step", "version": n} for the trainer, and {"do": "stop"}.
-What it says has an "event": ready, published (the trainer), retry and fetched (a rollout), failed.
+What it says has an "event": ready, published (the trainer), fetched (a rollout), failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,13 +28,12 @@ from tensorhub.cli.common import FAILED, USAGE, import_shipped, leaf_of, logs_to
 from tensorhub.cli.demo_results import TRAINER
 from tensorhub.errors import TensorHubError, install
 from tensorhub.memory.safetensors import Header, read_header
-from tensorhub.types import FetchReport, VersionInfo
+from tensorhub.types import VersionInfo
 
 if TYPE_CHECKING:
     import torch
 
 MODEL = "encoder"
-ATTEMPTS_MAX = 50  # of one fetch; each begins with the version that is the newest by then
 
 
 class Model(Protocol):
@@ -189,50 +188,24 @@ class Worker:
     async def _follow(
         self, hub: tensorhub.Hub, weights: tensorhub.Weights, model: Model, tensors: dict[str, torch.Tensor]
     ) -> None:
-        held = -1
-        async for newest in hub.watch(MODEL):
-            if newest.version <= held:
-                continue
-            report, stall_s, attempts = await self._update(weights)
-            held = report.version
-            self._say(
-                "fetched",
-                version=held,
-                stall_s=stall_s,
-                attempts=attempts,
-                digest=digest(tensors),
-                probe=model.probe().tolist(),
-                report=plain(report),
-            )
-
-    async def _update(self, weights: tensorhub.Weights) -> tuple[FetchReport, float, int]:
-        """Take the newest version: the report, the seconds in which the weights were of no use, and the attempts.
-
-        An error that a retry may cure is retried: if a version was superseded while it moved, its successor is there.
-        """
-        paused: float | None = None
+        paused = 0.0
 
         async def pause(_: VersionInfo) -> None:  # an engine would stop generating here
             nonlocal paused
-            paused = paused or time.monotonic()
+            paused = time.monotonic()
 
-        for attempt in range(1, ATTEMPTS_MAX + 1):
-            try:
-                report = await weights.update("latest", before_write=pause)
-            except TensorHubError as error:
-                if not error.retryable or attempt == ATTEMPTS_MAX:
-                    raise
-                self._say("retry", kind=type(error).__name__, text=str(error))
-                await anyio.sleep(min(0.05 * attempt, 1.0))
-            else:
-                break
-        return report, (time.monotonic() - paused if paused is not None else 0.0), attempt
-
-
-def plain(report: FetchReport) -> dict[str, object]:
-    """The report as JSON values; the version is said beside it."""
-    fields = asdict(report)
-    return {name: fields[name] for name in ("seconds", "bytes_read", "reread_bytes", "retries", "phases", "sources")}
+        async for newest in hub.watch(MODEL):
+            report = await weights.update(newest.version, before_write=pause)
+            self._say(
+                "fetched",
+                version=report.version,
+                stall_s=time.monotonic() - paused,
+                digest=digest(tensors),
+                probe=model.probe().tolist(),
+                seconds=report.seconds,
+                bytes_read=report.bytes_read,
+                sources={source.name: source.bytes_read for source in report.sources if source.bytes_read},
+            )
 
 
 async def main() -> int:

@@ -148,7 +148,7 @@ class TensorHubTransport(TensorTransportManager):
         tensors = {str(place): each for place, each in enumerate(target_buffers)}
         if sum([each.nbytes for each in target_buffers]) < SERVED_BYTES_MIN:
             try:
-                finish_blocking(fetch_into(hub._hub, of.model, of.version, RegisteredMemory(tensors), timeout=FETCH_S))
+                finish_blocking(fetch_into(hub._async, of.model, of.version, RegisteredMemory(tensors), timeout=FETCH_S))
             except TensorHubError as error:
                 error.memory = "torn"  # the memory may be partly written
                 raise

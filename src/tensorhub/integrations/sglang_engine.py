@@ -166,7 +166,7 @@ class Receiver:
             if is_older and order.version != self._hub.wait_for(order.model, at_least=0, timeout=order.timeout_s).version:
                 text = f"version {order.version} is older than the one that the engine serves, {served.version}"
                 raise VersionConflict(f"{text}; to go back, call hub.rollback({order.model!r}, to=...) and publish anew")
-        asked = published_tensors(self._hub._hub, order.model, order.version, order.timeout_s, self._published)
+        asked = published_tensors(self._hub._async, order.model, order.version, order.timeout_s, self._published)
         self._published = finish_blocking(asked)
         if self._plan is None or self._plan.specs != self._published.kinds:
             self._make_plan(self._hub, order, self._published.kinds)

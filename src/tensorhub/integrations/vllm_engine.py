@@ -334,7 +334,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
             made = len(plan.processed) + len(plan.computed)
             text = f"{made} layer(s) of the engine hold what was made of published tensors"
             raise StateError(f"{text}: to compare it, give TrainerInit(digests=True)")
-        differ = {} if self._weights is None else dict.fromkeys(finish_blocking(changed_tensors(self._weights._weights)))
+        differ = {} if self._weights is None else dict.fromkeys(finish_blocking(changed_tensors(self._weights._async)))
         if self._staged:
             differ.update({name: None for name in self._live if not layers.same_bytes(self._live[name], self._staged[name])})
         differ.update({name: None for name, each in self._made(plan) if layers.digest(each) != self._digests.get(name)})
@@ -370,7 +370,7 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
 
     def _prepare(self, hub: sync.Hub, version: int) -> _Plan:
         """The plan for this version's tensors: made once, and again when they change."""
-        asked = published_tensors(hub._hub, self._name, version, self._timeout_s, self._published)
+        asked = published_tensors(hub._async, self._name, version, self._timeout_s, self._published)
         self._published = finish_blocking(asked)
         specs = self._published.kinds
         if self._plan is None or self._plan.specs != specs:

@@ -64,6 +64,10 @@ class CallerMode(Protocol):
         """Which kind of loop the library's thread gets."""
         ...
 
+    async def off_loop(self, call: Callable[[], object]) -> None:
+        """Make a call that takes long, and keep no loop waiting."""
+        ...
+
 
 class AsyncMode:
     """The owner is a task, on asyncio or trio; the library's loop is of the same kind."""
@@ -77,6 +81,9 @@ class AsyncMode:
     def backend(self) -> str:
         return running_backend()
 
+    async def off_loop(self, call: Callable[[], object]) -> None:
+        await anyio.to_thread.run_sync(call)
+
 
 class BlockingMode:
     """The owner is a thread. What it awaits blocks it and never suspends: see `finish_blocking`."""
@@ -89,6 +96,9 @@ class BlockingMode:
 
     def backend(self) -> str:
         return "asyncio"
+
+    async def off_loop(self, call: Callable[[], object]) -> None:
+        call()
 
 
 class _ThreadWaiter:

@@ -54,7 +54,7 @@ class _Opening(Opening[Hub]):
     """Its block is cancelled where the process crashes."""
 
     def __init__(self, opens: Callable[[], Coroutine[Any, Any, Hub]], block: AbstractAsyncContextManager[Hub]) -> None:
-        super().__init__(opens, "connect")
+        super().__init__(lambda _: opens(), "connect")
         self._block = block
 
     async def __aenter__(self) -> Hub:
