@@ -78,8 +78,6 @@ class _Opened(_Facade[C]):
 
     _call: ClassVar[str]  # by which it is opened
 
-    close = _blocking(AsyncClosable.close)
-
     def __enter__(self) -> Self:
         return self
 
@@ -106,6 +104,8 @@ class Coordinator(_Opened[_embedded.Coordinator]):
     def address(self) -> str:
         """What `connect` takes: "tcp://host:port"."""
         return self._async.address
+
+    close = _blocking(_embedded.Coordinator.close)
 
 
 class Weights(_Facade[_weights.Weights]):
@@ -181,6 +181,7 @@ class Hub(_Opened[_hub.Hub]):
     rollback = _blocking(_hub.Hub.rollback)
     fetch = _blocking(_hub.Hub.fetch)
     plan = _blocking(_hub.Hub.plan)
+    close = _blocking(_hub.Hub.close)
 
     def newest(self, model: str) -> VersionInfo | None:
         """The newest version that this worker has heard of, without I/O; see `tensorhub.Hub.newest`."""

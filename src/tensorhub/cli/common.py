@@ -30,8 +30,8 @@ from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, State
 
 if TYPE_CHECKING:
     from anyio.abc import TaskStatus
+    from rich.console import RenderableType
     from rich.progress import Progress, ProgressColumn
-    from rich.table import Table
 
     from tensorhub.api.hub import Hub
     from tensorhub.api.opening import Opening
@@ -42,7 +42,7 @@ INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-WIDE = 1000  # of a line that no terminal wraps
+WIDE = 100_000  # of a line that no terminal wraps
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # why a file takes no more
 _PREFIXES = "kMGTP"
 _SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
@@ -292,15 +292,17 @@ def leaf_of(error: BaseException) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, CommandError | TensorHubError)), leaves[0])
 
 
-def print_table(table: Table) -> None:
+def print_table(table: RenderableType) -> None:
     """A table on stdout. In a file or a pipe: plain text, and each row whole, on one line."""
     from rich.console import Console
+    from rich.table import Table
 
     console = Console()
     if console.is_terminal:
         console.print(table)
         return
-    table.box, table.pad_edge = None, False
+    if isinstance(table, Table):
+        table.box, table.pad_edge = None, False
     with (wide := Console(width=WIDE)).capture() as text:
         wide.print(table)
     print("\n".join(line.rstrip() for line in text.get().splitlines()), flush=True)

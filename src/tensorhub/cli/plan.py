@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 
 from tensorhub.api.tools import plan_group
 from tensorhub.cli import common
@@ -130,10 +130,8 @@ def _of_rank(layout: Callable[[int, int], Any], rank: int, world_size: int, part
 def _print(plans: Sequence[ReadPlan], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([plan.as_dict() for plan in plans]), flush=True)
-    elif sys.stdout.isatty():
-        Console().print(Group(*(sheet.table() for plan in plans for sheet in sheets(plan))))
     else:
-        print("\n".join(line for plan in plans for sheet in sheets(plan) for line in sheet.lines()), flush=True)
+        common.print_table(Group(*(sheet.table() for plan in plans for sheet in sheets(plan))))
 
 
 def sheets(plan: ReadPlan) -> list[Sheet]:

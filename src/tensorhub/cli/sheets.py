@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -33,15 +33,8 @@ class Sheet:
     columns: tuple[str, ...] = ()
     rows: tuple[tuple[str, ...], ...] = ()
 
-    def lines(self) -> list[str]:
-        """Plain text, each row whole and on one line: for files, pipes and other programs."""
-        cells = [self.columns, *(tuple(map(_shown, row)) for row in self.rows)] if self.rows else []
-        widths = [max(cell_len(row[at]) for row in cells) for at in range(len(self.columns) if cells else 0)]
-        padded = ((cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells)
-        return [_shown(self.title), *("  ".join(row).rstrip() for row in padded)]
-
     def table(self) -> RenderableType:
-        """For a terminal: what does not fit goes on in the next line of its column, and nothing is cut."""
+        """What does not fit goes on in the next line of its column, and nothing is cut."""
         title = Text(_shown(self.title), "bold" if not self.rows else "italic")
         if not self.rows:
             return title
@@ -72,8 +65,8 @@ def sheets(models: Sequence[ModelInfo], *, counted: bool = False) -> list[Sheet]
 
 
 def tables(models: Sequence[ModelInfo], *, counted: bool = False) -> RenderableType:
-    """`sheets`, for a terminal."""
-    rows = sum(model.summary.rows for model in models if counted and model.summary is not None)
+    """The sheets, and on a terminal a hint."""
+    rows = sum(model.summary.rows for model in models if counted and model.summary is not None and sys.stdout.isatty())
     hint = [Text(f"{rows:,} rows: --details shows them", "dim")] if rows else []
     return Group(*(sheet.table() for sheet in sheets(models, counted=counted)), *hint)
 

@@ -8,21 +8,19 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
 import anyio
 import typer
-from rich.console import Console
 from rich.live import Live
 
 import tensorhub
-from tensorhub.api.arguments import WORKERS_OF_PAGE_MAX
 from tensorhub.cli import common
-from tensorhub.cli.sheets import sheets, tables
+from tensorhub.cli.sheets import tables
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
-from tensorhub.types import VERSION_MAX, ModelInfo, check_name
+from tensorhub.types import ModelInfo
 
 ROWS_MAX = 40  # that a terminal shows unasked; more are counted instead
 
@@ -35,11 +33,6 @@ def status(
     token_file: common.TokenFileOption = None,
     summary: Annotated[bool, typer.Option("--summary", "-s", help="Counts, however few rows there are.")] = False,
     details: Annotated[bool, typer.Option("--details", "-d", help="All rows, however many there are.")] = False,
-    version: Annotated[int | None, common.whole_option(0, VERSION_MAX, help="Rows of one version of MODEL.")] = None,
-    after: Annotated[str | None, typer.Option(metavar="WORKER", help="Rows of MODEL's workers after this name.")] = None,
-    limit: Annotated[
-        int | None, common.whole_option(1, WORKERS_OF_PAGE_MAX, help="Rows of so many of MODEL's workers, by name.")
-    ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
     interval_s: Annotated[float, common.seconds_option(0.1, 3600, help="With --watch: how often.")] = 1.0,
     as_json: common.JsonOption = False,
@@ -52,47 +45,21 @@ def status(
     models on one line; with --watch too, one such line each time. --watch goes on while the coordinator is away, and says so
     on stderr; in a file or a pipe it begins each answer with the time.
     """
-    question = _Question(model, summary, details, version, after, limit)
-    question.check()
-    may_count = sys.stdout.isatty() and not as_json
-    asks = partial(question.ask, may_count=may_count)
+    if summary and details:
+        raise common.usage("--summary counts everything: leave --details out")
+    may_count = not details and sys.stdout.isatty() and not as_json
+    asks = partial(ask, model, rows_max=0 if summary else ROWS_MAX if may_count else None)
     body = partial(_status, common.connecting(address, token_file), asks, interval_s if watch else None, as_json)
     common.run(body, logs=logging.WARNING if watch else logging.ERROR)
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What the user wants to see."""
-
-    model: str | None
-    summary: bool
-    details: bool
-    version: int | None
-    after: str | None
-    limit: int | None
-
-    @property
-    def is_of_part(self) -> bool:
-        return (self.version, self.after, self.limit) != (None, None, None)
-
-    def check(self) -> None:
-        if self.summary and (self.details or self.is_of_part):
-            raise common.usage("--summary counts everything: leave --details, --version, --after and --limit out")
-        if self.is_of_part and self.model is None:
-            raise common.usage("--version, --after and --limit choose a part of one model: give MODEL, too")
-        if self.after is not None:
-            with common.checking("--after"):
-                check_name("worker", self.after)
-
-    async def ask(self, hub: tensorhub.Hub, *, may_count: bool) -> Models:
-        """Counts if they are wanted, or (`may_count`) if there would be too many rows; else the rows."""
-        if self.summary or (may_count and not self.details and not self.is_of_part):
-            counts = (await hub.describe(self.model, limit=0),) if self.model is not None else await hub.describe(limit=0)
-            if self.summary or sum(each.summary.rows for each in counts if each.summary is not None) > ROWS_MAX:
-                return counts, True
-        if self.model is None:
-            return await hub.describe(), False
-        return (await hub.describe(self.model, version=self.version, after=self.after, limit=self.limit),), False
+async def ask(model: str | None, hub: tensorhub.Hub, *, rows_max: int | None) -> Models:
+    """Rows of one model, or (None) of all; counts if there would be more than `rows_max` rows (None: never)."""
+    if rows_max is not None:
+        counts = await hub.describe(limit=0) if model is None else (await hub.describe(model, limit=0),)
+        if not rows_max or sum(each.summary.rows for each in counts if each.summary is not None) > rows_max:
+            return counts, True
+    return await hub.describe() if model is None else (await hub.describe(model),), False
 
 
 async def _status(
@@ -127,8 +94,4 @@ def _print_json(models: Models) -> None:
 
 
 def _print(models: Models) -> None:
-    found, counted = models
-    if sys.stdout.isatty():
-        Console().print(tables(found, counted=counted))
-    else:
-        print("\n".join(line for sheet in sheets(found, counted=counted) for line in sheet.lines()), flush=True)
+    common.print_table(tables(models[0], counted=models[1]))
