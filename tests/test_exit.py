@@ -365,9 +365,10 @@ looked_up.wait()
     ids=["the library is stuck", "a name is being looked up"],
 )
 def test_what_does_not_end_in_time_is_left(watcher: tuple[str, sync.Hub], busy: str) -> None:
-    program = (
-        f"hub = connect(tensorhub.Options(exit_timeout_s=0.5))\nthread = hub._async._thread\n{busy}\nprint('ends', flush=True)"
-    )
+    program = f"""hub = connect(tensorhub.Options(exit_timeout_s=0.5))
+thread = hub._async._thread
+{busy}
+print('ends', flush=True)"""
     with child(watcher[0], program) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ends\n"

@@ -8,8 +8,6 @@ from argparse import Namespace
 import pytest
 
 from benches import gpu
-from benches.gpu_processes import publisher_main, reader_main
-from benches.remotes import Remote
 
 
 def test_a_step_that_fails_or_hangs_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,27 +21,3 @@ def test_a_step_that_fails_or_hangs_ends(monkeypatch: pytest.MonkeyPatch, capsys
         assert gpu._run("ipc", Namespace(), limit_s, figures) == outcome
     assert [figure["value"] for figure in figures] == [2.5]
     assert "speed: 2.5 TB/s  (bar 1.5: reached)  quiet" in capsys.readouterr().out
-
-
-@pytest.mark.slow  # three interpreters that import torch
-def test_its_processes_copy_and_count() -> None:
-    publisher = Remote("publisher", publisher_main, 2**22, 2**21, "cpu")
-    started = [publisher]
-    try:
-        address, sizes = publisher.hear()
-        assert list(sizes.values()) == [2**21, 2**21]
-        reader = Remote("reader", reader_main, address, 2**22, 2**21, "cpu", ("tcp",))
-        started.append(reader)
-        reader.hear()
-        for version, model in ((1, "digested"), (2, "plain")):
-            publisher.ask("publish", version)
-            report = reader.ask("fetch", model, version)
-            assert report["transports"] == ["tcp"]
-            assert 0 < report["stall"] <= report["seconds"]
-            assert reader.ask("sum") == publisher.ask("sum") > 0
-            reader.ask("unpublish", model)
-            reader.ask("clear")
-            assert publisher.ask("unpublish") > 0
-    finally:
-        for remote in reversed(started):
-            remote.end()

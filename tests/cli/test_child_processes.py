@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -74,13 +73,6 @@ async def test_a_line_without_an_end_is_no_line(monkeypatch: pytest.MonkeyPatch)
     assert ended.code == -signal.SIGKILL
 
 
-async def test_what_goes_to_the_parents_standard_error_is_not_kept() -> None:
-    async with closing_all() as running:
-        running.append(child_of("raise SystemExit(4)", keeps_errors=False))
-        with pytest.raises(ChildEnded, match=r"exit code 4$"), anyio.fail_after(WAIT_S):
-            await running[0].hear()
-
-
 async def test_a_child_that_does_not_read_costs_no_deadline() -> None:
     async with closing_all() as running:
         running.append(child := child_of("import time; time.sleep(600)"))
@@ -106,27 +98,3 @@ time.sleep(600)
         parent.kill()
         parent.stdout.read()
     assert eventually(lambda: not alive(pids))
-
-
-async def test_a_child_may_end_in_order_when_its_input_does() -> None:
-    program = f"{IMPORTS}import threading\nover = threading.Event()\nParent(print, over.set)\nover.wait()\nsys.exit(5)"
-    async with closing_all() as running:
-        running.append(child := child_of(program))
-        child.end_input()
-        assert child.wait(WAIT_S) == 5
-
-
-@pytest.mark.usefixtures("prepared_with_torch")
-async def test_the_demos_children_name_what_they_cannot_use(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("weights") / "bad.safetensors"
-    path.write_bytes(b"no")
-    settings = {"name": "trainer", "address": "tcp://127.0.0.1:1", "weights": str(path), "seed": 0, "op_timeout_s": 60}
-    command = [sys.executable, "-m", "tensorhub.cli.demo_worker", json.dumps(settings)]
-    async with closing_all() as running:
-        running.append(child := AsyncChildProcess("trainer", command, environment=os.environ))
-        with anyio.fail_after(WAIT_S):
-            line = await child.hear()
-            assert (line["event"], line["kind"]) == ("failed", "usage")
-            assert line["text"].startswith(f"{path} is not a safetensors file: ")
-            with pytest.raises(ChildEnded, match="exit code 2"):
-                await child.hear()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import anyio
 import pytest
@@ -13,8 +12,6 @@ from tensorhub.cli.common import (
     USAGE,
     CommandError,
     check_address,
-    check_token_file,
-    checking,
     format_bytes,
     report,
     run,
@@ -24,7 +21,6 @@ from tensorhub.cli.common import (
     whole,
 )
 from tensorhub.errors import CoordinatorUnavailable, VersionConflict
-from tensorhub.types import check_name
 
 
 def exit_code(error: Exception | None = None, number: int | None = None) -> int:
@@ -129,32 +125,9 @@ def test_what_cleaning_up_after_a_signal_raises_is_not_the_outcome() -> None:
     assert ended.value.exit_code == 143
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "m" * 513])
-def test_a_name_that_no_model_can_have_cannot_be_used(name: str) -> None:
-    with pytest.raises(CommandError, match=r"--model: .* cannot name a model") as refused, checking("--model"):
-        check_name("model", name)
-    assert refused.value.code == USAGE
-
-
 def test_addresses() -> None:
     assert check_address("tcp://[::1]:80") == "tcp://[::1]:80"
     with pytest.raises(CommandError, match="TENSORHUB_ADDRESS"):
         check_address(None)
     with pytest.raises(CommandError, match=r'give "tcp://HOST:PORT"'):
         check_address("http://here")
-
-
-def test_token_files(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    assert check_token_file(None) is None
-    file.touch(0o600)
-    file.write_text(" secret\n")
-    assert check_token_file(file) == file
-    file.write_text("\n")
-    with pytest.raises(CommandError, match="is empty"):
-        check_token_file(file)
-    file.chmod(0o644)
-    with pytest.raises(CommandError, match="run chmod 600"):
-        check_token_file(file)
-    with pytest.raises(CommandError, match="No such file"):
-        check_token_file(tmp_path / "gone")

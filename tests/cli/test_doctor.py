@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import resource
 import sys
 
@@ -83,23 +82,11 @@ def test_how_many_workers_may_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run().splitlines()[-1] == ROOM
 
 
-def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\nrdma: {why}\n{NO_NIXL}\ntcp: available\n{ROOM}\n"
-
-
 def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
     for fault, said in (("no driver", "not available: no driver"), (None, "available: for tensors on a GPU")):
         monkeypatch.setattr(cupy_device, "fault_here", lambda fault=fault: fault)
         assert run().splitlines()[0].startswith(f"cuda_ipc: {said}")
-
-
-@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
-def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
-    assert run().splitlines()[2] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
 
 
 def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

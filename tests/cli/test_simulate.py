@@ -108,13 +108,6 @@ def test_a_seed_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["failures"][0]["failure"] == "it did not end within 6 s"
 
 
-def test_the_imports_of_a_process_are_not_the_time_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.cli.simulate.SEED_S_MAX", 3.0)
-    monkeypatch.setenv("START_S", "3")
-    done = simulate("--seed", 60, "--events", 10, search="tests.testing.slow_start")
-    assert done.returncode == 0, done.stdout
-
-
 def test_a_process_that_does_not_start_is_an_error_and_no_failed_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("START_S", "never")
     done = simulate("--seed", 60, "--events", 10, search="tests.testing.slow_start")

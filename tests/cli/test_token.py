@@ -64,12 +64,6 @@ def test_nothing_is_overwritten(file: Path, command: tuple[str, ...]) -> None:
     assert (done.exit_code, done.stderr) == (2, f"error: usage: {file / 'below'} cannot be made: Not a directory\n")
 
 
-def test_the_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
-    out = tmp_path / "config" / "tensorhub" / "token"
-    assert run("token", "new", "--out", str(out)).exit_code == 0
-    assert (out.parent.stat().st_mode & 0o777, out.stat().st_mode & 0o777) == (0o700, 0o600)
-
-
 def test_the_read_only_token_is_that_of_the_first_line(file: Path, tmp_path: Path) -> None:
     done = run("token", "read-only", "--token-file", str(file))
     assert (done.exit_code, done.stdout, done.stderr) == (0, f"{READ_ONLY}\n", "")

@@ -11,17 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tensorhub import (
     CoordinatorUnavailable,
     InvalidValue,
-    ManifestMismatch,
     StateError,
     VersionConflict,
     VersionUnavailable,
@@ -36,7 +33,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # n
 
 from examples import ray_weights  # noqa: E402
 from tensorhub.integrations import ray as tensorhub_ray  # noqa: E402
-from tensorhub.integrations.ray_transport import register_transport  # noqa: E402
 from tensorhub.types import parse_address  # noqa: E402
 from tests.frameworks.ray_objects import SIZE, Destination, Source  # noqa: E402
 from tests.frameworks.ray_workers import Rollout, Trainer, started  # noqa: E402
@@ -283,20 +279,6 @@ def test_workers_that_die_in_an_update_leave_the_others_and_the_trainer_whole(
     assert tensorhub_ray.look_up("tensorhub") == there
 
 
-def test_a_second_trainer_and_a_rollout_of_another_model_are_refused(coordinator: Callable[..., str]) -> None:
-    address = coordinator()
-    first, second = actors(Trainer, 2, address)
-    ray.get(first.publish.remote(2), timeout=DEADLINE_S)
-    for version in (1, 2):
-        with pytest.raises(VersionConflict, match="the newest number so far is 2"):
-            ray.get(second.publish.remote(version), timeout=DEADLINE_S)
-    with sync.connect(address) as hub:
-        other = hub.register("actor", {"w": torch.zeros(7), "extra": torch.zeros(1)})
-        with pytest.raises(ManifestMismatch) as error:
-            other.update(2, timeout=DEADLINE_S)
-        assert sorted(text.partition("'")[2].partition("'")[0] for text in error.value.differences) == ["extra", "w"]
-
-
 def test_a_process_that_has_not_joined_ray_is_told_so_and_starts_no_cluster() -> None:
     program = """
 import ray
@@ -367,19 +349,6 @@ def test_objects_of_ray_are_fetched_in_place_and_closed_when_ray_frees_them(coor
     with pytest.raises(VersionUnavailable, match="has lost its last source"):  # and no actor is killed for that
         ray.get(destinations[1].take.remote(tensors), timeout=DEADLINE_S)
     assert ray.get(destinations[1].take.remote(source.tensors.remote(3)), timeout=DEADLINE_S) == filled(3)
-
-
-def test_another_release_of_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "__version__", "2.61.0")
-    calls = (
-        register_transport,
-        partial(tensorhub_ray.start_coordinator, state_dir="/state"),
-        partial(tensorhub_ray.look_up, "tensorhub"),
-        tensorhub_ray.location,
-    )
-    for call in calls:
-        with pytest.raises(StateError, match=r"ray 2.61.0 is installed, .* made for 2.60.x"):
-            call()
 
 
 @pytest.mark.usefixtures("coordinator")  # to end the one that it starts

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tensorhub import CoordinatorUnavailable, InvalidValue, Location, VersionConflict, VersionUnavailable, sync
+from tensorhub import CoordinatorUnavailable, Location, VersionConflict, VersionUnavailable, sync
 
 ray: Any = pytest.importorskip("ray")
 
 from ray._private.ray_constants import RDT_FETCH_FAIL_TIMEOUT_SECONDS  # noqa: E402
 from ray.experimental.rdt.tensor_transport_manager import CommunicatorMetadata  # noqa: E402
-from ray.experimental.rdt.util import transport_manager_info  # noqa: E402
 
 from tensorhub.integrations import ray as tensorhub_ray, ray_transport  # noqa: E402
-from tensorhub.integrations.ray_transport import FETCH_S, PublishedTensors, TensorHubTransport, register_transport  # noqa: E402
+from tensorhub.integrations.ray_transport import FETCH_S, PublishedTensors, TensorHubTransport  # noqa: E402
 from tensorhub.runtime.worker.worker import Worker  # noqa: E402
 from tensorhub.types import RegistrationId  # noqa: E402
 
@@ -239,49 +237,6 @@ def test_a_process_joins_once_where_ray_has_it(sides: tuple[Side, Side], monkeyp
         source.put(f"{number}", 1)
     (model,) = source._hub().describe()
     assert [(each.location.site, each.location.rack) for each in model.workers] == [("elsewhere", "r")]
-
-
-def test_what_ray_asks_of_a_transport(sides: tuple[Side, Side]) -> None:
-    register_transport()
-    info = transport_manager_info["TENSORHUB"]
-    register_transport()
-    assert transport_manager_info["TENSORHUB"] is info
-    side = sides[0]
-    assert side.tensor_transport_backend() == "TENSORHUB"
-    assert side.is_one_sided(), "the source's actor goes on with its own work"
-    assert side.can_abort_transport(), "else Ray kills the actors of a fetch that has failed"
-    assert side.actor_has_tensor_transport(None)
-    assert isinstance(side.get_communicator_metadata(None, None), CommunicatorMetadata)
-    side.abort_transport("o", BY)
-
-
-@pytest.mark.parametrize(
-    ("labels", "site", "rack"),
-    [
-        ({}, "default", ""),
-        ({"tensorhub/rack": "a", "ray.io/gpu-domain": "b"}, "default", "a"),
-        ({"tensorhub/rack": "", "ray.io/gpu-domain": "b", "ray.io/availability-region": "r"}, "r", "b"),
-        ({"ray.io/availability-zone": "z", "ray.io/availability-region": "r"}, "z", ""),
-        ({"tensorhub/site": "s", "ray.io/availability-zone": "z"}, "s", ""),
-    ],
-)
-def test_the_first_label_of_a_node_says_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, labels: dict[str, str], site: str, rack: str
-) -> None:
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_labels=lambda: labels))
-    assert tensorhub_ray.location() == Location(site=site, rack=rack)
-
-
-def test_bundles_say_which_rack_if_all_of_this_node_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ray.get_runtime_context().get_node_id()
-    monkeypatch.setattr(tensorhub_ray, "get_current_placement_group", object)
-    bundles = {"bundles_to_node_id": {0: here, 1: "another", 2: here}}
-    monkeypatch.setattr(tensorhub_ray, "placement_group_table", lambda group: bundles)
-    assert tensorhub_ray.location({0: "a", 1: "b", 2: "a"}).rack == "a"
-    with pytest.raises(InvalidValue, match=r"says nothing of bundle\(s\) \[2\], which are on this node"):
-        tensorhub_ray.location({0: "a", 1: "b"})
-    with pytest.raises(InvalidValue, match=r"several racks: its bundles are \[0, 2\]"):
-        tensorhub_ray.location({0: "a", 1: "b", 2: "b"})
 
 
 def test_a_coordinator_that_nobody_has_started_is_asked_for_by_name() -> None:

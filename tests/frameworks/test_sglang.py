@@ -358,23 +358,6 @@ def test_what_is_no_engine(trainers: Any) -> None:
         trainers(actor(), object())
 
 
-def test_an_unsupported_release_is_refused(rank: sglang_cpu.Rank, trainers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sglang
-
-    from tensorhub.integrations import sglang_engine
-
-    trainer = trainers(actor(), pause=None)
-    before = rank.checksums()
-    with monkeypatch.context() as patch:
-        patch.setattr(sglang_engine, "SGLANG_VERSION", "0.5.22")
-        with pytest.raises(StateError, match=r"SGLang 0\.5\.22 is installed.*made for 0\.5\.23:"):
-            trainer.send_weights()
-        patch.setattr(sglang, "__version__", "0.6.0")
-        with pytest.raises(StateError, match=r"SGLang 0\.6\.0 is installed"):
-            trainers(actor(), model="other")
-    assert rank.checksums() == before
-
-
 def test_a_server_that_is_not_up(coordinator: sync.Coordinator) -> None:
     from tensorhub.integrations.sglang import Trainer
 

@@ -30,14 +30,12 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
 
 from examples.trl_async_grpo import PROMPTS, Rollouts, main  # noqa: E402
-from tensorhub import sync  # noqa: E402
 from tensorhub.errors import (  # noqa: E402
     CoordinatorUnavailable,
     InvalidType,
     ManifestMismatch,
     StateError,
     TensorHubError,
-    VersionConflict,
 )
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer  # noqa: E402
 
@@ -194,17 +192,6 @@ def test_settings_of_a_rollout_that_are_none(model: Path) -> None:
             RolloutWeights(policy, wrong)  # type: ignore[arg-type]
 
 
-def test_a_second_run_goes_on_above_the_versions_of_the_first(model: Path, tmp_path: Path) -> None:
-    with sync.serve(token="") as coordinator, sync.connect(coordinator.address, token="") as hub:
-        for before in (0, 4):
-            transfer = Seen(address=coordinator.address)
-            worker = Worker(model, transfer)
-            trainer(model, tmp_path, transfer, worker).train()
-            assert (worker.error, worker.told) == (None, [1, 2, 3, 4])
-            assert {version: transfer.sent[version - 1] for version in worker.seen} == worker.seen
-            assert hub.describe("actor").mark == before + 4
-
-
 def test_a_rollout_that_dies_does_not_hold_the_trainer_up(model: Path, tmp_path: Path) -> None:
     """A second reader, in a process of its own, is killed while it holds a version: others may read that from it only."""
 
@@ -255,25 +242,3 @@ def test_a_policy_of_another_shape_and_calls_in_the_wrong_order(model: Path) -> 
     with pytest.raises(TensorHubError):
         weights.refresh()
     weights.close()
-
-
-def test_two_trainers_of_one_model(model: Path) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(model)
-    with sync.serve(token="") as coordinator:
-        first, second = (WeightTransfer(address=coordinator.address, timeout_s=30.0) for _ in range(2))
-        for each in (first, second):
-            each.init_weight_transfer()
-        first.send_weights(policy.named_parameters())
-        with pytest.raises(VersionConflict, match="the newest number so far is 1"):
-            second.send_weights(policy.named_parameters())
-        rollout = RolloutWeights(policy, first.rollout_settings, timeout_s=30.0)
-        assert rollout.refresh() == 1
-        rollout.close()
-        for each in (first, second):
-            each.destroy()
-
-
-def test_another_release_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.17.0")
-    with pytest.raises(StateError, match=r"trl 1.17.0 is installed, .* made for 1.16.x"):
-        WeightTransfer()

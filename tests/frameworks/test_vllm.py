@@ -562,11 +562,3 @@ def test_an_older_version_than_the_one_that_is_served(llm: Any, trainers: Any) -
 def test_a_client_that_cannot_pause(trainers: Any) -> None:
     with pytest.raises(InvalidValue, match="cannot pause its engine"):
         trainers(actor(), client=object())
-
-
-def test_an_unsupported_release_is_refused(llm: Any) -> None:
-    from tensorhub.integrations.vllm import register
-
-    register()  # once more
-    with pytest.raises(StateError, match=r"vLLM 0\.31\.2 is installed.*0\.32\.x, 0\.33\.x"):
-        register("0.31.2")

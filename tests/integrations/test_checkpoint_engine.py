@@ -106,13 +106,6 @@ def test_the_same_number_again_brings_it_to_who_lacks_it(make: Make) -> None:
         update(sender, receiver, 2.0, 1)
 
 
-def test_a_trainer_that_starts_anew_has_another_coordinator(make: Make) -> None:
-    first, receiver = make(), make()
-    assert update(first, receiver, 9.0, 9) == [9.0, 9.0]
-    first.close()
-    assert update(make(), receiver, 1.0, 1) == [1.0, 1.0]
-
-
 def test_a_sender_that_was_closed_begins_anew(make: Make) -> None:
     sender, receiver = make(), make()
     assert update(sender, receiver, 9.0, 9) == [9.0, 9.0]
@@ -136,15 +129,6 @@ def test_who_does_not_send_leaves_what_its_own_prepare_has_opened(make: Make) ->
         other.prepare()  # NeMo-RL calls it on each
         other.join(role, meeting)
         assert threads() == opened
-
-
-def test_what_an_update_has_cost_is_said_by_name(make: Make) -> None:
-    sender = make()
-    sender.join("sender", sender.prepare())
-    costs = sender.send(weights(1.0), 3)
-    assert sorted(costs) == ["tensorhub/bytes", "tensorhub/copy_s", "tensorhub/seconds", "tensorhub/version"]
-    assert (costs["tensorhub/version"], costs["tensorhub/bytes"]) == (3.0, 4.0 * 17)
-    assert 0 < costs["tensorhub/copy_s"] < costs["tensorhub/seconds"]
 
 
 def test_a_coordinator_that_is_given_by_its_address_is_joined_by_a_token_file(make: Make, tmp_path: Path) -> None:

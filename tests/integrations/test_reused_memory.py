@@ -56,16 +56,6 @@ def test_what_is_kept_is_bounded_and_of_the_last() -> None:
     assert repr(memory).startswith("<ReusedMemory that keeps ")
 
 
-def test_what_does_not_fit_is_kept_and_not_lent() -> None:
-    """Objects of two sizes that take turns each have their own memory again."""
-    memory = ReusedMemory()
-    small, large = (((SMALL_BYTES * number,), torch.uint8) for number in (2, 4))
-    at_first = [places(memory.tensors([each])) for each in (small, large)]
-    for _ in range(3):
-        assert [places(memory.tensors([each])) for each in (large, small)] == at_first[::-1]
-    assert places(memory.tensors([((SMALL_BYTES * 3,), torch.uint8)])) not in at_first
-
-
 def test_threads_never_have_the_same_memory() -> None:
     memory, together, right = ReusedMemory(), threading.Barrier(4, timeout=30), list[bool]()
 

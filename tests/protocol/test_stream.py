@@ -216,14 +216,6 @@ async def test_frames_that_come_with_the_last_proof_are_kept(ends: Ends) -> None
         assert await worker.receive() == m.HeartbeatAck(1)
 
 
-async def test_a_truncated_frame_is_an_error(ends: Ends) -> None:
-    _, coordinator = streams(ends)
-    await ends[0].send(frame(codec.encode(m.Watch("actor")), MOST)[:-1])
-    await ends[0].send_eof()
-    with anyio.fail_after(WAIT_S), pytest.raises(ProtocolError, match="ended inside a frame"):
-        await coordinator.receive()
-
-
 async def test_what_the_peer_may_not_say_and_what_is_too_large(ends: Ends) -> None:
     worker, coordinator = streams(ends)
     await coordinator.send(m.Heartbeat(1))

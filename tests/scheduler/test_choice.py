@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tensorhub.scheduler.choice import Load, Wanted, finish_s
+from tensorhub.scheduler.choice import Load, Wanted
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance, distance
 from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import Location
@@ -135,12 +135,3 @@ def test_few_chunks_make_a_chain_no_faster_than_a_star() -> None:
     slow = (1e9, 25e6, 25e6, 25e6)
     assert max(joined(8, 64 * 2**20, chunks=1, rates=slow).values()) > 1
     assert max(joined(8, 64 * 2**20, chunks=8, rates=slow).values()) == 1
-
-
-def test_more_of_anything_bad_is_never_sooner() -> None:
-    def finish(apart: Distance, readers: int, depth: int, slowness: int = 0) -> float:
-        return finish_s(apart, Load(readers, slowness), depth, Wanted(100 * GB, GB), SUPPOSED_BYTES_PER_S)
-
-    least = finish(Distance.RACK, 0, 0)
-    more = (finish(Distance.RACK, 1, 0), finish(Distance.RACK, 0, 1), finish(Distance.FAR, 0, 0))
-    assert min(*more, finish(Distance.RACK, 0, 0, slowness=1)) > least

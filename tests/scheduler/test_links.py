@@ -8,7 +8,6 @@ from hypothesis import given, strategies as st
 
 from tensorhub.messages import Flow
 from tensorhub.scheduler.links import (
-    LATENCY_S,
     RATE_MAX,
     RATE_MIN,
     SECONDS_MIN,
@@ -32,22 +31,9 @@ def links_of(*bytes_per_s: float, apart: Distance = RACK, sharers: int | None = 
     return links
 
 
-def test_before_anything_is_told_links_are_as_supposed() -> None:
-    assert Links().rates(0.0) == SUPPOSED_BYTES_PER_S
-    assert len(LATENCY_S) == len(SUPPOSED_BYTES_PER_S) == len(Distance)
-
-
 def test_one_reader_alone_makes_links_slower_not_faster() -> None:
     assert links_of(SLOW).rates(0.0)[RACK] == links_of(SLOW, sharers=0).rates(0.0)[RACK] == SLOW
     assert links_of(FAST).rates(0.0)[RACK] == SUPPOSED_BYTES_PER_S[RACK]
-
-
-def test_nearer_links_are_never_slower() -> None:
-    """What readers in a rack tell is bounded by what is known within hosts."""
-    links = links_of(FAST, FAST)
-    assert links.rates(0.0)[RACK] == FAST
-    links.heard("a", Distance.HOST, int(5e9), 1.0, 1, 0.0)
-    assert links.rates(0.0)[:2] == (5e9, 5e9)
 
 
 def test_what_is_farther_and_not_known_is_slower_in_proportion() -> None:

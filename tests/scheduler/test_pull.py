@@ -51,23 +51,6 @@ def test_chunks_of_a_dropped_source_are_wanted_again_only_when_its_lane_has_ende
     assert pull.retries == 2
 
 
-def test_a_chunk_with_another_digest_is_wanted_again() -> None:
-    pull = pull_from(A)
-    pull.next_batch(A, 20)
-    pull.arrived(A, 0, ok=False)
-    pull.arrived(A, 1, ok=True)
-    assert pull.next_batch(A, 20) == (0, 2)
-    assert (pull.bytes_read, pull.reread_bytes, pull.retries) == (20, 0, 1)
-
-
-def test_bytes_of_a_broken_chunk_count_as_read_but_not_as_arrived() -> None:
-    pull = pull_from(A)
-    pull.next_batch(A, 10)
-    pull.discarded(A, 4)
-    pull.lane_ended(A)
-    assert (pull.bytes_read, pull.source_bytes(A), pull.chunks_verified) == (4, 4, 0)
-
-
 def test_a_source_that_lacks_a_chunk_is_asked_for_what_it_has() -> None:
     pull = pull_from(A, B)
     assert pull.next_batch(A, 1000) == (0, 1, 2, 3, 4, 5)
@@ -140,12 +123,6 @@ def test_a_source_is_through_when_all_that_it_brings_is_verified_wherever_that_c
     assert not pull.is_through(B)
     pull.arrived(B, 3, ok=True)
     assert pull.is_through(B)
-
-
-@pytest.mark.parametrize("brings", [[1, 0], [1, 1], [-1], [6]])
-def test_what_a_source_brings_is_ascending_and_there(brings: list[int]) -> None:
-    with pytest.raises(IllegalStep, match="not ascending"):
-        Pull([10] * 6).add_source(A, complete=True, brings=brings)
 
 
 def test_it_is_through_when_all_that_it_brings_is_verified() -> None:

@@ -78,8 +78,6 @@ class Handshake(abc.ABC, Generic[PeerHello]):
     """What both sides share: bytes in, bytes out, and the peer's hello once it is `done`."""
 
     def __init__(self, role: str, incarnation: str, nonce: bytes) -> None:
-        if len(nonce) != NONCE_BYTES:
-            raise ValueError(f"a nonce has {NONCE_BYTES} random bytes, not {len(nonce)}")
         self.role = role
         self.incarnation = incarnation
         self.done = False  # True once each side has proved itself to the other
@@ -183,9 +181,8 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
 
 class ClientHandshake(Handshake[ServerHello]):
-    """The connecting side. `expected_incarnation`: refuse a server of another incarnation.
-
-    ValueError for a role other than "worker", "observer" and "reader", or a nonce of another length.
+    """The connecting side: a "worker", "observer" or "reader". `expected_incarnation`: refuse a server of another
+    incarnation.
     """
 
     def __init__(
@@ -198,8 +195,6 @@ class ClientHandshake(Handshake[ServerHello]):
         expected_incarnation: str | None = None,
     ) -> None:
         super().__init__(role, incarnation, nonce)
-        if role not in SERVER_OF:
-            raise ValueError(f"a client's role is one of {', '.join(SERVER_OF)}, not {role!r}")
         self._secret = Secret(secret)
         self._expected_incarnation = expected_incarnation
         self._hello = ClientHello(PROTOCOL_VERSION, role, incarnation, nonce)
@@ -252,22 +247,15 @@ class ClientHandshake(Handshake[ServerHello]):
 
 
 class ServerHandshake(Handshake[ClientHello]):
-    """The listening side. `secrets`: each is accepted, for a change of secrets without a stop, and so is the read-only
-    secret that belongs to it; b"" is open access, and has none.
+    """The listening side: a "coordinator" or an "owner". `secrets`: each is accepted, for a change of secrets without a
+    stop, and so is the read-only secret that belongs to it; b"" is open access, and has none.
 
     Once `done`: `secret`, the accepted secret that the client knows, or to which its read-only secret belongs;
     `read_only`.
-
-    ValueError for a role other than "coordinator" and "owner", no secret at all, or a nonce of another
-    length.
     """
 
     def __init__(self, role: str, incarnation: str, secrets: Sequence[bytes], nonce: bytes) -> None:
         super().__init__(role, incarnation, nonce)
-        if role not in SERVER_OF.values():
-            raise ValueError(f"a server's role is coordinator or owner, not {role!r}")
-        if not secrets:
-            raise ValueError('no secret would let anybody in: give at least one, b"" for open access')
         self.secret = Secret()
         self.read_only = False
         self._secrets = tuple(Secret(secret) for secret in secrets)

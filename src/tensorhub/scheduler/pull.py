@@ -40,7 +40,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import lt
 from typing import Final
 
 from tensorhub.machine import IllegalStep, Story, count_transition
@@ -124,8 +123,6 @@ class Pull:
         """
         if lease in self._sources:
             raise IllegalStep(f"lease {lease} was a source before", self._story)
-        if brings and not (brings[0] >= 0 and brings[-1] < len(self._sizes) and all(map(lt, brings, brings[1:]))):
-            raise IllegalStep(f"lease {lease} brings chunks that are not ascending, or not there", self._story)
         self._sources[lease] = source = _Source(brings=brings)
         if brings is not None:
             self._partial.append(source)

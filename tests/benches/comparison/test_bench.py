@@ -16,8 +16,8 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from benches.comparison import environments, process_tree, suite
-from benches.comparison.backends import BACKENDS, Backend, Kind
+from benches.comparison import process_tree, suite
+from benches.comparison.backends import BACKENDS, Backend
 from benches.comparison.suite import Plan, Visit
 from tensorhub.cli.app import app
 from tests.benches.comparison import standin
@@ -77,18 +77,6 @@ def test_a_backend_that_delivers_other_bytes_is_found_out(notes: Path, prepared_
     assert not visit.copies
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [("hangs", "no end of its start within 2 s"), ("dies", "the source ended with exit code -6: words")],
-)
-def test_a_backend_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case: str, reason: str) -> None:
-    found = visits_of(Backend(f"{standin.__name__}:{case}", case, Kind.PEER, ""), timeout_s=2.0 if case == "hangs" else 60.0)
-    assert [visit.reason for visit in found] in ([reason], [reason.replace("the source", "receiver 1")])
-    started = [int(line) for line in notes.read_text().split()]
-    assert started or case == "hangs"  # on a busy machine it may not have come so far
-    assert eventually(lambda: not alive(started), 5)
-
-
 PROGRAM = """
 import benches.comparison.command as command
 from tensorhub.cli import main
@@ -132,10 +120,6 @@ assert here() == before
 """
 
 
-def test_the_hosts_network_is_as_it_was() -> None:
-    subprocess.run([sys.executable, "-c", NETWORK], check=True, timeout=60)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -149,17 +133,3 @@ def test_the_hosts_network_is_as_it_was() -> None:
 def test_what_cannot_be_run_is_refused(given: str, said: str) -> None:
     done = CliRunner().invoke(app, ["bench", *given.split()])
     assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend", [backend for backend in BACKENDS if backend.kind is Kind.PEER], ids=lambda backend: backend.name
-)
-def test_a_peer(backend: Backend) -> None:
-    """Whichever is installed where `tensorhub bench --install` puts it, or TENSORHUB_BENCH_ENVIRONMENTS says."""
-    directory = Path(os.environ.get("TENSORHUB_BENCH_ENVIRONMENTS") or environments.default_directory())
-    if (reason := environments.lacking(directory, backend.environment, backend.programs)) is not None:
-        pytest.skip(reason)
-    (visit,) = visits_of(backend, directory=directory)
-    assert visit.reason is None
-    assert len(visit.copies) == 1

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benches.child_processes import ROOT, children as relays_of
 from benches.testbed import network
 from benches.testbed.network import Host, Network, Wan
-from tests.cli.processes import alive, eventually
+from tests.cli.processes import eventually
 
 HOSTS = [Host("a", "near", 100.0), Host("b", "near", 100.0), Host("c", "far", 50.0)]
 WAN = Wan(25.0, 20.0)
@@ -81,40 +79,3 @@ def test_a_link_is_shared_by_who_reads() -> None:
         for text, offset in ((out, 16), (into, 12)):  # of the destination, and of the source, in an IP packet
             for address in ("0ad50001", "0ad50002", "0ad50101"):
                 assert f"match {address}/ffffffff at {offset}" in text
-
-
-@pytest.mark.root
-@pytest.mark.usefixtures("can_be_made")
-def test_nothing_is_left_by_a_program_that_is_killed() -> None:
-    """Neither namespaces nor the WAN's relay, which is in two of them."""
-    code = """
-import os, time
-from benches.testbed.network import *
-hosts = [Host("a", "near", 100.0), Host("b", "far", 100.0)]
-with Network(hosts, Wan(25.0, 20.0)) as net:
-    print(*(os.readlink(net.path(name)) for name in ("a", "b", "near", "far")), flush=True)
-    time.sleep(60)
-"""
-    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
-    assert program.stdout is not None
-    made = set(program.stdout.readline().split())
-    assert len(made) == 4
-    relays = relays_of(program.pid)
-    assert len(relays) == 1
-    program.send_signal(signal.SIGKILL)
-    program.communicate(timeout=20)
-    eventually(lambda: not made & spaces() and not alive(relays))
-
-
-@pytest.mark.parametrize(
-    ("hosts", "wan", "problem"),
-    [
-        ([HOSTS[0], HOSTS[0]], None, "one name"),
-        (HOSTS, None, "a WAN joins two sites; here are 2, and no WAN"),
-        (HOSTS[:2], WAN, "a WAN joins two sites; here are 1, and a WAN"),
-        ([*HOSTS, Host("d", "third", 1.0)], WAN, "here are 3"),
-    ],
-)
-def test_impossible_networks_are_refused(hosts: list[Host], wan: Wan | None, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Network(hosts, wan)

@@ -15,7 +15,7 @@ import anyio.abc
 import anyio.lowlevel
 import pytest
 
-from tensorhub.coordinator import Action, Coordinator, Event, Received, WorkerLost
+from tensorhub.coordinator import Action, Coordinator, Event, Received
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import (
     Dismissed,
@@ -36,7 +36,7 @@ from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import link, pulse
 from tensorhub.runtime.control.hearing import MESSAGES_PER_TURN, TURNS_S
 from tensorhub.runtime.control.pulse import Pulse
-from tensorhub.runtime.control.server import LOST_NAMED_MAX, CoordinatorServer
+from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import WAIT_S, cluster, connect, nothing_left, tensors, until, worker_of
 from tests.runtime.control.test_server import serving
@@ -114,17 +114,6 @@ async def test_a_worker_that_is_lost_is_named_in_the_log_and_one_that_leaves_is_
             await until(lambda: "event='worker_lost' times=1 workers='w2'" in caplog.text)
     assert "since its connection ended" not in caplog.text
     assert "leaver" not in caplog.text
-
-
-async def test_of_many_that_are_lost_together_some_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server:
-        for number in range(LOST_NAMED_MAX + 4):
-            server._lost.append(WorkerLost(1, f"w{number}", f"w{number} was not heard of"))
-        server._lost_wanted.set()
-        await until(lambda: "worker_lost" in caplog.text)
-    assert caplog.text.count("worker_lost") == 1
-    names = ", ".join(f"w{number}" for number in range(LOST_NAMED_MAX))
-    assert f"times={LOST_NAMED_MAX + 4} workers='{names}' reason='w0 was not heard of'" in caplog.text
 
 
 async def thin_worker(server: CoordinatorServer, number: int) -> MessageStream[Any]:

@@ -15,9 +15,7 @@ import pytest
 from tensorhub.coordinator import Event, Received, Tick
 from tensorhub.messages import FromCoordinator, Heartbeat, HeartbeatAck, ReaderCut, Welcome
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime import clock
 from tensorhub.runtime.control import hearing
-from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.polled_stream import PolledStream
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import Options
@@ -105,30 +103,6 @@ async def test_an_answer_does_not_wait_until_everybody_else_was_heard(
             assert isinstance(await messages.receive(), HeartbeatAck)
     assert len(sent) == 50
     assert most <= 3
-
-
-async def test_who_waits_for_all_that_waits_comes_after_it() -> None:
-    given: list[str] = []
-    turns = Hearing(lambda event: None, clock.of_loop())
-    turns.queue(lambda _: given.append("one"))
-    turns.queue(lambda _: given.append("other"))
-    await turns.catch_up()
-    assert given == ["one", "other"]
-
-
-async def test_who_has_always_more_to_say_keeps_no_one_waiting() -> None:
-    turns, goes_on = Hearing(lambda event: None, clock.of_loop()), True
-
-    def again(until: float) -> None:
-        if goes_on:
-            turns.queue(again)
-
-    turns.queue(again)
-    for _ in range(3):
-        await turns.catch_up()
-    goes_on = False
-    await turns.catch_up()
-    assert "0 turns" in repr(turns)
 
 
 async def test_a_defect_is_raised_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

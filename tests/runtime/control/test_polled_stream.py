@@ -176,38 +176,3 @@ async def test_closing_wakes_whoever_waits_and_closes_the_socket() -> None:
         assert stream.extra(SocketAttribute.raw_socket).fileno() == -1
         with pytest.raises(anyio.ClosedResourceError):
             await stream.receive()
-
-
-async def test_a_receive_that_is_cancelled_loses_nothing() -> None:
-    async with pair() as (peer, stream):
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await stream.receive()
-        peer.sendall(b"words")
-        assert await stream.receive() == b"words"
-
-
-async def test_a_stream_can_be_closed_when_nobody_watches_any_more() -> None:
-    connection, peer = socket.socketpair()
-    with connection, peer:
-        connection.setblocking(False)
-        async with anyio.create_task_group() as tasks:
-            poller = Poller()
-            tasks.start_soon(poller.keep)
-            await settle()
-            stream = poller.stream(connection)
-            tasks.cancel_scope.cancel()
-        await stream.aclose()
-        assert connection.fileno() == -1
-
-
-async def test_what_cannot_be_watched_stays_its_callers() -> None:
-    async with anyio.create_task_group() as tasks:
-        poller = Poller()
-        tasks.start_soon(poller.keep)
-        await settle()
-        with socket.socket() as gone:
-            gone.close()
-            with pytest.raises((OSError, ValueError)):
-                poller.stream(gone)
-        tasks.cancel_scope.cancel()

@@ -78,15 +78,6 @@ async def test_without_its_state_a_coordinator_is_a_new_cluster() -> None:
         await stack.aclose()
 
 
-async def test_two_coordinators_on_one_state_dir(tmp_path: Path) -> None:
-    async with cluster(state_dir=tmp_path):
-        with pytest.raises(StateError, match="is in use by another coordinator: give each its own"):
-            async with tensorhub.serve(token="", state_dir=tmp_path):
-                pass
-    async with cluster(state_dir=tmp_path):
-        pass
-
-
 async def test_a_coordinator_that_cannot_listen_lets_go_of_its_state(tmp_path: Path) -> None:
     async with cluster() as c:
         with pytest.raises(StateError, match="is in use"):
@@ -150,19 +141,6 @@ async def test_who_says_what_is_not_his_to_say_loses_the_connection_alone() -> N
                 assert [type(message).__name__ async for message in messages][-1] in ("Welcome", "Announce")
         await hub.describe()  # who was there before goes on
         await until(lambda: "sessions=1" in repr(server))
-
-
-async def test_the_end_of_a_session_is_not_put_off_by_what_it_says_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with nothing_left(), serving(OPTIONS) as server, await talk(server, JOIN):
-        await until(lambda: "sessions=1" in repr(server))
-        (session,) = server._sessions.values()
-        server._close(session.number)
-        end = session.scope.deadline
-        monkeypatch.setattr(server, "_now", lambda: end)
-        server._close(session.number)
-        monkeypatch.undo()
-        assert session.scope.deadline == end
-        assert session.unread == 1  # the end, which is said once
 
 
 async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,16 +189,6 @@ async def test_a_connection_that_is_gone_ends_the_talk() -> None:
         await ended.wait()
 
 
-async def test_before_its_task_has_begun_a_session_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with sessions(1) as [(first, hears)]:
-        await hears.aclose()
-        session = Session(1, first.messages, b"", first.kind, Options(), first._turn)
-        session.say(Done(1))
-        await until(lambda: session._failure is not None)
-        with pytest.raises(ConnectionLost):
-            await session.talk()
-
-
 async def test_the_end_comes_after_all_that_was_said() -> None:
     async with sessions(1) as [(first, hears)]:
         session = Session(1, first.messages, b"", first.kind, Options(), first._turn)

@@ -241,17 +241,6 @@ def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
     SqliteStore(tmp_path).close()
 
 
-def test_only_its_owner_may_look_into_it(tmp_path: Path) -> None:
-    SqliteStore(tmp_path / "a" / "state").close()
-    assert (tmp_path / "a" / "state").stat().st_mode & 0o077 == 0
-
-
-def test_a_directory_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StateError, match="cannot be used"):
-        SqliteStore(tmp_path / "file")
-
-
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "state.sqlite3").write_text("something else, and long enough to be taken for a header" * 100)
     for _ in range(2):  # and the lock was let go
