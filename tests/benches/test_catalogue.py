@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 
 import pytest
 
 from benches import catalogue
 from tensorhub.coordinator.limits import MANIFEST_BYTES_OF_WORKER_MAX
-from tensorhub.model.dtypes import ITEMSIZE
 from tensorhub.model.manifest import CHUNKS_MAX, ENCODED_BYTES_MAX, Manifest
 from tensorhub.types import Options
-
-DTYPES = {"F32": "float32", "I64": "int64"}
-SHARDED = ("Qwen2.5-0.5B", "Qwen3-30B-A3B", "Mixtral-8x7B", "gemma-2-27b", "Llama-3.1-405B")
-
-
-def nbytes(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
-    return sum(prod(shape) * ITEMSIZE[dtype] for dtype, shape in shapes.values())
 
 
 @pytest.mark.parametrize("name", catalogue.models())

@@ -13,8 +13,6 @@ from benches.chaos import __main__ as program
 from benches.chaos.results import ATTEMPTS, Answer, Call, Results, Seat
 from tests.testing.test_slice import first_seed
 
-PARTIES = ["coordinator", "a", "b"]
-
 # ---------------------------------------------------------------------------------------------------------- the plan
 
 

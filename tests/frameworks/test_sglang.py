@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from tensorhub import source as tensor, sync
 from tensorhub.errors import (
-    InvalidType,
     ManifestMismatch,
     RegistrationError,
     StateError,
@@ -127,20 +125,6 @@ def test_the_loader_by_sglangs_weight_updater(rank: sglang_cpu.Rank, coordinator
         assert rank.updater.update_weights_from_tensor([], load_format=LOADER) == (True, "Success")
         rank.updater.end_weight_update(run_post_load=False)
         receiver(rank).close()
-
-
-def test_sessions_are_mandatory(engine: Any, trainers: Any) -> None:
-    from tensorhub.integrations.sglang import LOADER, Offline
-
-    client = Offline(engine)
-    given = {"serialized_named_tensors": client.serialized([]), "load_format": LOADER}
-    done, said = client.call("update_weights_from_tensor", **given)
-    assert (done, "must run between begin_weight_update() and" in said) == (False, True)
-    done, said = client.call("end_weight_update")
-    assert (done, "no weight-update session is open" in said) == (False, True)
-    # A trainer that is gone has left one open. The next one goes on.
-    assert client.call("begin_weight_update", selector="target")[0]
-    trainers(actor()).send_weights()
 
 
 def test_what_the_loader_casts_is_loaded_by_it(rank: sglang_cpu.Rank, trainers: Any) -> None:
@@ -353,11 +337,6 @@ def test_an_older_version_than_the_one_that_is_served(rank: sglang_cpu.Rank, tra
     check(rank, model)
 
 
-def test_what_is_no_engine(trainers: Any) -> None:
-    with pytest.raises(InvalidType, match="give the URL of an SGLang server"):
-        trainers(actor(), object())
-
-
 def test_a_server_that_is_not_up(coordinator: sync.Coordinator) -> None:
     from tensorhub.integrations.sglang import Trainer
 
@@ -365,13 +344,3 @@ def test_a_server_that_is_not_up(coordinator: sync.Coordinator) -> None:
     with pytest.raises(StateError, match=f"the SGLang server {url} does not say what it is: is it up") as error:
         Trainer(actor(), url, coordinator.address)
     assert error.value.retryable
-
-
-@pytest.mark.parametrize("loaders", [None, [], ["another.loader"]])
-def test_an_engine_without_the_loader_is_refused_and_lives(engine: Any, trainers: Any, loaders: list[str] | None) -> None:
-    """SGLang's scheduler ends at a load_format that it does not know, and the engine with it."""
-    settings = SimpleNamespace(tp_size=1, custom_weight_loader=loaders)
-    without = SimpleNamespace(**{**vars(engine), "server_args": settings})
-    with pytest.raises(StateError, match=r"this sglang.Engine was started without TensorHub's loader"):
-        trainers(actor(), without)
-    assert engine.tokenizer_manager.calls == []

@@ -8,10 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,13 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import ManifestMismatch, RegistrationError, StateError, TensorHubError
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError
 from tests.frameworks import sglang_cpu
 from tests.frameworks.test_vllm import actor, train
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ENDS = ("weight", "weight_scale")
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +80,6 @@ def test_three_updates(
             assert "model.layers.0.self_attn.qkv_proj.weight" in in_place
             assert "model.layers.0.mlp.gate_up_proj.weight" in in_place
             assert not loaded
-
-
-def test_what_the_loader_casts_is_loaded_on_each_rank(
-    ranks: sglang_cpu.Ranks, server: str, coordinator: sync.Coordinator
-) -> None:
-    from tensorhub.integrations.sglang import Trainer
-
-    model = actor(2)
-    model.model.layers[1].self_attn.k_proj.float()
-    with Trainer(model, server, coordinator.address, timeout_s=60.0) as trainer:
-        trainer.send_weights()
-        check(ranks, model)
-    assert len(ranks.call("ways")[1][1]) == 3
 
 
 def test_one_outcome_for_all_ranks(ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator) -> None:
@@ -193,106 +176,6 @@ def test_a_trainer_that_is_killed_between_begin_and_end(
         trainer.send_weights()
         check(ranks, model)
     assert not engine.tokenizer_manager.is_pause
-
-
-DYING = """
-    import sys, time
-    from tensorhub import Options, sync
-    from tensorhub.runtime.data.serving import SharedOwner
-    from tests.frameworks.sglang_cpu import shim
-    from tests.frameworks.test_vllm import actor
-
-    shim()
-    access, served = SharedOwner.access, []
-
-    def some(self, lane, *given):
-        if lane is not None:
-            served.append(lane)
-        if len(served) > 12:
-            time.sleep(600)
-        return access(self, lane, *given[:4], 1, *given[5:])  # one chunk at a time
-
-    SharedOwner.access = some
-    hub = sync.connect(sys.argv[1], transports=["tcp"], options=Options(chunk_bytes=4096))
-    info = hub.register("actor", actor(15)).publish(1)
-    print(info.content_id, flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("registers_anew", [False, True])
-def test_a_source_that_is_killed_when_a_part_is_staged(
-    ranks: sglang_cpu.Ranks, engine: Any, server: str, coordinator: sync.Coordinator, tmp_path: Path, registers_anew: bool
-) -> None:
-    """The old weights stay whole, and are generated with, also those that an earlier trainer's engine has registered. The
-    next update has nothing to do with the one that failed.
-    """
-    from tensorhub.integrations.sglang import Trainer
-
-    script = tmp_path / "dying.py"
-    script.write_text(textwrap.dedent(DYING))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])}
-    model, staged = actor(16), tmp_path / "staged"
-    with Trainer(model, server, coordinator.address, host_memory_bytes=2**30, timeout_s=30.0) as trainer:
-        info = trainer._weights.publish(0)
-        trainer._update_all(info)
-        trainer._weights.unpublish()
-        before = ranks.call("checksums")
-        ranks.call("tell_of_chunks", staged)
-        command = [sys.executable, str(script), coordinator.address]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-            assert process.stdout is not None
-            content_id = process.stdout.readline().strip()
-            assert content_id, "the source has ended"
-
-            def kill() -> None:
-                until = time.monotonic() + 20.0
-                while time.monotonic() < until and not staged.exists():
-                    time.sleep(0.01)
-                process.kill()
-
-            killer = threading.Thread(target=kill)
-            killer.start()
-            if registers_anew:
-                trainer._engines = [(each, replace(order, replica="another")) for each, order in trainer._engines]
-            # The engine waits for another source until its time is up.
-            with pytest.raises(TensorHubError, match="the engine's weights are intact") as caught:
-                trainer._update_all(replace(info, version=1, content_id=content_id))
-            killer.join()
-        ranks.call("tell_of_chunks", None)
-        assert staged.exists()
-        assert caught.value.memory == "intact"
-        assert ranks.call("checksums") == before
-        assert not engine.tokenizer_manager.is_pause
-        assert engine.tokenizer_manager.config_value("weight_version") == "0"
-        train(model)
-        trainer.send_weights(2)
-        check(ranks, model)
-        assert engine.tokenizer_manager.config_value("weight_version") == "2"
-
-
-def test_a_quantized_model_is_refused_by_the_names_of_its_tensors(coordinator: sync.Coordinator, tmp_path: Path) -> None:
-    """SGLang loads one in 8 bits here, and transposes what it has loaded: nobody may write there."""
-    from tensorhub.integrations.sglang import Trainer
-
-    quantized = sglang_cpu.Ranks(tmp_path, 1, quantization_config={"quant_method": "w8a8_int8"})
-    engine = sglang_cpu.engine(quantized)
-    try:
-        with Trainer(actor(18), engine, coordinator.address, timeout_s=60.0) as trainer:
-            before = quantized.call("checksums")
-            with pytest.raises(RegistrationError, match=r"16 parameter\(s\) are not kept .*serve with a backend") as refused:
-                trainer.send_weights()
-            layers = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
-            for name in [f"model.layers.{number}.{layer}.{end}" for number in range(2) for layer in layers for end in ENDS]:
-                assert f"'{name}': W8A8Int8LinearMethod may pack what is loaded" in f"{refused.value}"
-            # The end of SGLang's session would have transposed them once more, whatever was loaded.
-            assert refused.value.memory == "intact"
-            assert quantized.call("checksums") == before
-            assert not engine.tokenizer_manager.is_pause
-            assert trainer._weights.version is None
-    finally:
-        quantized.close()
-        engine.loop.close()
 
 
 SHIMMED = """

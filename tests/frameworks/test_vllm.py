@@ -258,22 +258,6 @@ def test_what_is_called_when_and_that_only_the_update_writes(llm: Any, trainers:
     assert fetched[pause] == (1 if host_memory_bytes else 0)  # with host memory it is there before anything is paused
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-@pytest.mark.parametrize("clear_cache", [True, False])
-def test_how_generation_is_paused(llm: Any, trainers: Any, mode: str, clear_cache: bool) -> None:
-    from tensorhub.integrations.vllm import OfflineClient
-
-    paused = []
-
-    class Client(OfflineClient):
-        def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-            paused.append((mode, clear_cache))
-
-    trainers(actor(21), Client(llm), pause=mode, clear_cache=clear_cache).send_weights()
-    trainers(actor(21), Client(llm), model="default").send_weights()
-    assert paused == [(mode, clear_cache), ("abort", True)]
-
-
 BROKEN = {  # which call fails: the calls after it, and which weights it leaves
     "init_weight_transfer_engine": ([], "old"),
     "pause_generation": (["resume_generation"], "old"),
@@ -281,18 +265,6 @@ BROKEN = {  # which call fails: the calls after it, and which weights it leaves
     "update_weights": (["finish_weight_update", "update_weight_version"], "torn"),  # as far as anybody knows
     "finish_weight_update": (["update_weight_version"], "torn"),
 }
-
-
-@pytest.mark.parametrize("clear_cache", [True, False])
-def test_an_offline_engine_forgets_what_it_cached(
-    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch, clear_cache: bool
-) -> None:
-    forgotten = []
-    monkeypatch.setattr(llm, "reset_prefix_cache", lambda: forgotten.append(llm.get_weight_version()))
-    trainer = trainers(actor(24), clear_cache=clear_cache)
-    for _ in range(2):
-        trainer.send_weights()
-    assert forgotten[1:] == (["0"] if clear_cache else []), "before the next version is there"
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -520,26 +492,6 @@ def test_an_update_that_fails_before_it_writes_leaves_the_old_weights(
     with pytest.raises(VersionUnavailable, match="the engine's weights are intact"):
         trainer.client.update_weights({"version": 7})
     assert checksums(llm) == before
-
-
-def test_calls_in_the_wrong_order(llm: Any, trainers: Any) -> None:
-    from tensorhub.integrations.vllm import OfflineClient
-
-    with pytest.raises(StateError, match="comes after init_weight_transfer_engine"):
-        OfflineClient(llm).start_weight_update()
-    model = actor(6)
-    trainer = trainers(model)
-    with pytest.raises(RuntimeError, match="start_weight_update must be called before"):
-        trainer.client.update_weights({"version": 0})
-    trainer.client.start_weight_update()
-    with pytest.raises(StateError, match="comes after update_weights"):
-        trainer.client.finish_weight_update("9")
-    assert llm.get_weight_version() != "9"
-    # The trainer is gone before it has finished. The next one goes on.
-    trainer.shutdown()
-    train(model)
-    trainers(model).send_weights()
-    check(llm, model)
 
 
 def test_an_older_version_than_the_one_that_is_served(llm: Any, trainers: Any) -> None:

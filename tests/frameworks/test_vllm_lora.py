@@ -12,7 +12,7 @@ import torch
 from tensorhub import sync
 from tensorhub.errors import InvalidType, ManifestMismatch
 from tests.frameworks import vllm_cpu
-from tests.frameworks.test_vllm import actor, check, checksums, train
+from tests.frameworks.test_vllm import actor, checksums
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
 
@@ -103,32 +103,6 @@ def test_versions_of_an_adapter_are_loaded_beside_the_base(llm: Any, hub: sync.H
             assert {key for key in mine if not same(mine[key], its[key])} == set()
     assert len(list(Path(request.lora_path).parent.iterdir())) == 2
     assert checksums(llm) == before
-
-
-def test_the_base_of_an_adapter_is_updated(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
-    """vLLM lets go of all adapters then: they are loaded once more."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    from tensorhub.integrations.vllm import OfflineClient, TrainerInit
-    from tensorhub.integrations.vllm_lora import adapter_tensors, fetch_adapter
-
-    hub.register("actor/poet", adapter_tensors(adapter(), CONFIG)).publish(0)
-    request = fetch_adapter(hub, "actor/poet", tmp_path)
-    assert llm.llm_engine.add_lora(request)
-    model = actor(1)
-    with sync.serve() as coordinator:
-        init = TrainerInit(address=coordinator.address, rank=0, timeout_s=30.0)
-        trainer = WeightTransferTrainerFactory.trainer_init(init, client=OfflineClient(llm), source=model)
-        for _ in range(2):
-            train(model)
-            trainer.send_weights()
-            trainer.check_weights()
-            check(llm, model)
-        trainer.shutdown()
-        llm.shutdown_weight_transfer_engine()
-    assert request.lora_int_id not in llm.llm_engine.list_loras()
-    assert llm.llm_engine.add_lora(request)
-    assert request.lora_int_id in llm.llm_engine.list_loras()
 
 
 def test_bad_input(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:

@@ -195,30 +195,6 @@ def test_three_updates(server: Server, host_memory_bytes: int) -> None:
         trainer.shutdown()
 
 
-def test_an_update_that_fails_leaves_the_old_weights_and_resumes(server: Server) -> None:
-    import requests
-
-    with sync.serve() as coordinator:
-        model = actor(11)
-        trainer = trainer_of(server.url, coordinator.address, model)
-        trainer.send_weights()
-        before = served(server)
-        update = trainer.client.update_weights
-        trainer.client.update_weights = lambda info: update({**info, "version": 99})
-        for _ in range(2):
-            with pytest.raises(requests.HTTPError) as caught:
-                trainer.send_weights()
-            assert "the engine's weights are intact" in caught.value.response.text
-            assert not is_paused(server)
-            assert served(server) == before
-            assert get(server, "weight_info") == {"weight_version": "0"}
-        trainer.client.update_weights = update
-        train(model)
-        trainer.send_weights()
-        check(server, model)
-        trainer.shutdown()
-
-
 KILLED = """
     import sys, time
     from tests.frameworks.test_vllm import actor

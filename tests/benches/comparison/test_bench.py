@@ -106,20 +106,6 @@ def test_ctrl_c_leaves_nothing_but_what_is_known(notes: Path, tmp_path: Path) ->
     assert eventually(lambda: not alive(started), 5)
 
 
-NETWORK = """
-import os
-from pathlib import Path
-from benches.comparison.network import own_network
-def here(): return os.readlink("/proc/thread-self/ns/net"), Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
-before = here()
-with own_network() as network:
-    inside = here()
-    assert (network.fault is None) == (inside[0] != before[0]), network
-    assert network.fault or inside[1] == "reno\\n"
-assert here() == before
-"""
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import anyio
 import anyio.lowlevel
@@ -155,3 +155,19 @@ def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
         assert call.version.version == number
         trainer.unpublish()
         cluster.run()
+
+
+class Unlooked(dict[str, Any]):
+    """What nobody walks through."""
+
+    def _walked(self) -> NoReturn:
+        raise AssertionError("all leases of the cluster are looked through for one model")
+
+    def values(self) -> Any:
+        self._walked()
+
+    def items(self) -> Any:
+        self._walked()
+
+    def __iter__(self) -> Any:
+        self._walked()
