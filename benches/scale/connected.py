@@ -39,8 +39,8 @@ from tensorhub.messages import (
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.control.polled_stream import Poller
 from tensorhub.types import Options, parse_address
 
 WAIT_S = 120.0

@@ -18,8 +18,8 @@ from tensorhub.protocol.codec import FROM_COORDINATOR, FROM_WORKER
 from tensorhub.protocol.frames import PREFACE, FrameEncoder, frame
 from tensorhub.protocol.handshake import ClientHandshake, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.control.polled_stream import Poller
 from tests.runtime.data_rig import WAIT_S
 
 MOST = 65_536

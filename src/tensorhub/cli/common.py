@@ -61,6 +61,13 @@ TokenFileOption = Annotated[
         help="A file with the cluster's token, instead of TENSORHUB_TOKEN in the environment; read again when it changes.",
     ),
 ]
+NamesOption = Annotated[
+    list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated.")
+]
+SelectorOption = Annotated[
+    str,
+    typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available (the newest that can be fetched now)."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
 Connect: TypeAlias = "Callable[..., Opening[Hub]]"
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]

@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,15 +25,8 @@ def fetch(
     out: Annotated[
         Path, typer.Option("--out", "-o", help="A name that ends in .safetensors is one file, else a directory.")
     ],
-    names: Annotated[
-        list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated.")
-    ] = None,
-    version: Annotated[
-        str,
-        typer.Option(
-            metavar="SELECTOR", help="A number, latest, latest-1, or available (the newest that can be fetched now)."
-        ),
-    ] = "latest",
+    names: common.NamesOption = None,
+    version: common.SelectorOption = "latest",
     rank: Annotated[
         int | None,
         common.whole_option(0, 2**20 - 1, help="Only this rank's shard; default: the whole model."),
@@ -75,8 +67,7 @@ def fetch(
                     info, report = await fetch_into(hub, model, selector, target, rank=rank, timeout=timeout, progress=bar)
             started = time.perf_counter()
             await anyio.to_thread.run_sync(target.commit)
-            fetched = Fetched(info, report, target.files, time.perf_counter() - started)
-        print(json.dumps(fetched.as_json()) if as_json else str(fetched), flush=True)
+        _tell(info, report, target.files, time.perf_counter() - started, as_json=as_json)
         return 0
 
     common.run(body)
@@ -104,37 +95,22 @@ def _until(timeout: float | None) -> str:
     return "until it is" if math.isinf(seconds_) else f"{seconds_:g} s at most"
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """What a fetch has written."""
-
-    info: VersionInfo
-    report: FetchReport
-    files: tuple[Path, ...]
-    write_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.report.seconds + self.write_s
-
-    @property
-    def nbytes(self) -> int:
-        """That were read."""
-        return self.report.bytes_read
-
-    def __str__(self) -> str:
-        where = f"{self.files[0]}" if len(self.files) == 1 else f"{len(self.files)} files in {self.files[0].parent}"
-        what = f"{self.info.model} version {self.info.version}: {self.nbytes:,} bytes"
-        return f"fetched {what} in {self.seconds:.3f} s into {where}"
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "model": self.info.model,
-            "version": self.info.version,
-            "content_id": self.info.content_id,
-            "files": list(map(str, self.files)),
-            "bytes": self.nbytes,
-            "verified_by": self.report.verified_by,
-            "seconds": round(self.seconds, 3),
-            "phases": {name: round(seconds, 3) for name, seconds in {**self.report.phases, "write": self.write_s}.items()},
+def _tell(info: VersionInfo, report: FetchReport, files: tuple[Path, ...], write_s: float, *, as_json: bool) -> None:
+    seconds = report.seconds + write_s
+    if as_json:
+        phases = {**report.phases, "write": write_s}
+        said = {
+            "model": info.model,
+            "version": info.version,
+            "content_id": info.content_id,
+            "files": list(map(str, files)),
+            "bytes": report.bytes_read,
+            "verified_by": report.verified_by,
+            "seconds": round(seconds, 3),
+            "phases": {name: round(each, 3) for name, each in phases.items()},
         }
+        print(json.dumps(said), flush=True)
+        return
+    where = f"{files[0]}" if len(files) == 1 else f"{len(files)} files in {files[0].parent}"
+    what = f"{info.model} version {info.version}: {report.bytes_read:,} bytes"
+    print(f"fetched {what} in {seconds:.3f} s into {where}", flush=True)

@@ -34,15 +34,8 @@ def plan(
     world_size: Annotated[int, common.whole_option(1, RANKS_MAX, help="Ranks of the reading group.")] = 1,
     rank: Annotated[int | None, common.whole_option(0, RANKS_MAX - 1, help="Only this rank; default: every rank.")] = None,
     partial: Annotated[bool, typer.Option("--partial", help="The group may leave published bytes unread.")] = False,
-    names: Annotated[
-        list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors of the whole model.")
-    ] = None,
-    version: Annotated[
-        str,
-        typer.Option(
-            metavar="SELECTOR", help="A number, latest, latest-1, or available (the newest that can be fetched now)."
-        ),
-    ] = "latest",
+    names: common.NamesOption = None,
+    version: common.SelectorOption = "latest",
     address: common.AddressOption = None,
     token_file: common.TokenFileOption = None,
     as_json: common.JsonOption = False,

@@ -90,12 +90,11 @@ def simulate(
     """
     _check_kind(context, of_flow=scenario is not None)
     if scenario is not None:
-        from tensorhub.cli.simulate_flow import Wanted, simulate_flow
+        from tensorhub.cli.simulate_flow import simulate_flow
 
-        wanted = Wanted(scenario, gpus, parameters, ranks, systems, seed)
-        simulate_flow(wanted, as_json=as_json, quiet=quiet)
+        simulate_flow(scenario, gpus, parameters, ranks, systems, seed, as_json=as_json, quiet=quiet)
         return
-    search = _search()
+    search = importlib.import_module(SEARCH)
     chosen = _chosen_faults(search, faults)
     numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
     plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
@@ -119,13 +118,6 @@ def _check_kind(context: typer.Context, *, of_flow: bool) -> None:
             )
     if of_flow and context.params.get("gpus") is None and context.params.get("parameters") is not None:
         raise common.usage("--parameters goes with --gpus: without it, a scenario is as its file says")
-
-
-def _search() -> ModuleType:
-    try:
-        return importlib.import_module(SEARCH)
-    except ImportError as error:
-        raise common.CommandError("NotInstalled", f"the simulator cannot be loaded: {error}") from error
 
 
 def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import typer
 from rich.table import Table
@@ -16,30 +16,28 @@ from tensorhub.testing.flow.run import check, possible, run_one
 from tensorhub.testing.flow.scenario import Scenario, at_scale, in_groups, left_out, load
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The user's settings. None: the scenario's."""
-
-    scenario: str
-    gpus: int | None
-    parameters: str | None
-    ranks: int | None
-    systems: str | None
-    seed: int | None
-
-
-def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
-    """Run it, and print what came of it. What cannot be used is a usage error."""
+def simulate_flow(
+    name_or_file: str,
+    gpus: int | None,
+    parameters: str | None,
+    ranks: int | None,
+    systems: str | None,
+    seed: int | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run a scenario, and print what came of it. None: the scenario's own setting. What cannot be used is a usage error."""
     with common.checking(kind="scenario"):
-        scenario = given = load(wanted.scenario)
+        scenario = given = load(name_or_file)
     with common.checking():
-        if wanted.seed is not None:
-            scenario = replace(scenario, seed=wanted.seed)
-        if wanted.gpus is not None:
-            scenario = at_scale(scenario, wanted.gpus, wanted.parameters, wanted.ranks)
-        elif wanted.ranks is not None:
-            scenario = in_groups(scenario, wanted.ranks)
-        names = [name.strip() for name in (wanted.systems or ",".join(possible(scenario))).split(",") if name.strip()]
+        if seed is not None:
+            scenario = replace(scenario, seed=seed)
+        if gpus is not None:
+            scenario = at_scale(scenario, gpus, parameters, ranks)
+        elif ranks is not None:
+            scenario = in_groups(scenario, ranks)
+        names = [name.strip() for name in (systems or ",".join(possible(scenario))).split(",") if name.strip()]
         check(scenario, names)
     if not names:
         raise common.usage(f"--systems: give some of {', '.join(possible(scenario))}")
@@ -55,7 +53,7 @@ def simulate_flow(wanted: Wanted, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         print(json.dumps(report.as_json()), flush=True)
     else:
-        _print(report, _conditions(scenario, "" if wanted.gpus is not None else left_out(given, scenario)))
+        _print(report, _conditions(scenario, "" if gpus is not None else left_out(given, scenario)))
 
 
 def _conditions(scenario: Scenario, besides: str) -> str:

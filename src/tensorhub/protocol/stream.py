@@ -9,7 +9,6 @@ Raises ProtocolError, AuthenticationFailed, OperationTimeout (handshake) and Con
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import select
 import socket
@@ -27,28 +26,11 @@ from tensorhub.protocol.codec import Vocabulary
 from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.polled_stream import PolledStream
 from tensorhub.protocol.pot import Pot
 
 M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
-
-
-class DirectStream(ByteStream):
-    """A byte stream that can also be used without waiting. `on_news` is called when there may be something to receive."""
-
-    on_news: Callable[[], object] | None
-
-    @abc.abstractmethod
-    def receive_nowait(self, max_bytes: int) -> bytes | None:
-        """Some bytes, none at the end of the stream, or None: there is nothing now."""
-
-    @abc.abstractmethod
-    def send_nowait(self, item: bytes | memoryview) -> int:
-        """How many of these bytes it has taken; 0: it is full."""
-
-    @abc.abstractmethod
-    async def wait_room(self) -> None:
-        """Until it may take more, or has ended."""
 
 
 class MessageStream(Generic[M]):
@@ -56,7 +38,7 @@ class MessageStream(Generic[M]):
     may say.
 
     One task receives; any number may send. A receive that is cancelled loses nothing; a send that is
-    cancelled under way may leave half a frame. Then no further send is possible, unless the stream is a `DirectStream`.
+    cancelled under way may leave half a frame. Then no further send is possible, unless the stream is a `PolledStream`.
     Iterating gives messages until the peer closes.
     """
 
@@ -132,7 +114,7 @@ class MessageStream(Generic[M]):
     async def send_encoded(self, *bodies: bytes) -> None:
         """Send messages that are encoded already; see `send`."""
         async with self._sending:
-            if not isinstance(self._stream, DirectStream):
+            if not isinstance(self._stream, PolledStream):
                 await self._send_bytes(self._encoder.frames(*bodies))
                 return
             while not self.send_nowait(*bodies):
@@ -143,7 +125,7 @@ class MessageStream(Generic[M]):
         """Send these at once, if `is_direct` and no other task is sending. False: the peer has not taken all of them, and
         the rest goes with the next message.
         """
-        assert isinstance(self._stream, DirectStream)
+        assert isinstance(self._stream, PolledStream)
         if bodies:
             self._rest = memoryview(bytes(self._rest) + self._encoder.frames(*bodies))
         try:
@@ -179,7 +161,7 @@ class MessageStream(Generic[M]):
         """The next message, if `is_direct` and it is there. None while it is not (`awaits_bytes`), or if `receive` has to go
         on: there has to be room for it, or it is the end. Raises as `receive`.
         """
-        assert isinstance(self._stream, DirectStream)
+        assert isinstance(self._stream, PolledStream)
         self.awaits_bytes = False
         self._give_back()
         while (body := self._decoder.next_frame()) is None:
@@ -197,7 +179,7 @@ class MessageStream(Generic[M]):
 
     def tell_news(self, on_news: Callable[[], object] | None) -> None:
         """Have this called when `receive_nowait` may have more, if `is_direct`."""
-        assert isinstance(self._stream, DirectStream)
+        assert isinstance(self._stream, PolledStream)
         self._stream.on_news = on_news
 
     def __aiter__(self) -> Self:
@@ -242,7 +224,7 @@ class MessageStream(Generic[M]):
     @property
     def is_direct(self) -> bool:
         """Whether it can also be used without waiting."""
-        return isinstance(self._stream, DirectStream)
+        return isinstance(self._stream, PolledStream)
 
     @property
     def readiness(self) -> int:

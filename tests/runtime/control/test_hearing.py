@@ -14,9 +14,9 @@ import pytest
 
 from tensorhub.coordinator import Event, Received, Tick
 from tensorhub.messages import FromCoordinator, Heartbeat, HeartbeatAck, ReaderCut, Welcome
+from tensorhub.protocol.polled_stream import PolledStream
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import hearing
-from tensorhub.runtime.control.polled_stream import PolledStream
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import Options
 from tests.rig import WAIT_S, nothing_left, until

@@ -19,10 +19,10 @@ from tensorhub.messages import Announce, Done, FromCoordinator, FromWorker, Hear
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR, FROM_WORKER
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.polled_stream import PolledStream, Poller
 from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import session as session_module
-from tensorhub.runtime.control.polled_stream import PolledStream, Poller
 from tensorhub.runtime.control.session import Kind, Session, Turn
 from tensorhub.types import Options, VersionInfo
 from tests.rig import WAIT_S, nothing_left, until

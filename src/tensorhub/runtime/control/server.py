@@ -48,6 +48,7 @@ from tensorhub.messages import FromCoordinator, FromWorker
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.polled_stream import Poller
 from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
@@ -55,7 +56,6 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.control.accepting import AcceptLoop, caps, descriptors_for
 from tensorhub.runtime.control.hearing import Hearing
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
-from tensorhub.runtime.control.polled_stream import Poller
 from tensorhub.runtime.control.pulse import TURNS_TO_CORE
 from tensorhub.runtime.control.session import Kind, ReadOnlyAnswers, Session, Turn
 from tensorhub.runtime.control.store import Store

@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 from anyio.abc import SocketAttribute
 
-from tensorhub.runtime.control.polled_stream import PolledStream, Poller
+from tensorhub.protocol.polled_stream import PolledStream, Poller
 from tests.rig import WAIT_S, nothing_left
 
 

@@ -17,9 +17,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import SocketAttribute
-
-from tensorhub.protocol.stream import DirectStream
+from anyio.abc import ByteStream, SocketAttribute
 
 _ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _UNTOLD = _ENDED | select.EPOLLPRI  # a read also stops at a byte that was sent as urgent, and what follows is told with that
@@ -70,13 +68,13 @@ class Poller:
             self._epoll.unregister(descriptor)
 
 
-class PolledStream(DirectStream):
-    """One socket. One task receives and one sends at a time."""
+class PolledStream(ByteStream):
+    """One socket, which can also be used without waiting. One task receives and one sends at a time."""
 
     def __init__(self, connection: socket.socket, forget: Callable[[int], object]) -> None:
         self._connection = connection
         self._forget = forget
-        self.on_news: Callable[[], object] | None = None
+        self.on_news: Callable[[], object] | None = None  # called when there may be something to receive
         self._is_untold = False  # what is left after a short read may never be told: an end, or what follows an urgent byte
         self._may_hear = True  # bytes, or an end, may lie in the kernel
         self._heard: anyio.Event | None = None  # set for the task that waits for them
@@ -111,6 +109,7 @@ class PolledStream(DirectStream):
         return data
 
     def receive_nowait(self, max_bytes: int) -> bytes | None:
+        """Some bytes, none at the end of the stream, or None: there is nothing now."""
         if not self._may_hear:
             return None
         try:
@@ -141,6 +140,7 @@ class PolledStream(DirectStream):
             rest = rest[taken:]
 
     async def wait_room(self) -> None:
+        """Until it may take more, or has ended."""
         self._taken = anyio.Event()
         await self._taken.wait()
 
