@@ -78,7 +78,7 @@ def two_versions(cluster: StepwiseCluster, trainers: list[SimHandle], readers: l
 def retained(cluster: StepwiseCluster, room: str) -> SimHandle:
     """A trainer that is the only holder of a retained version; the worker of the name `room` has some for a copy."""
     for name in ("trainer", "other"):
-        cluster.world.host_bytes = ROOM * (name == room)
+        cluster.host_bytes = ROOM * (name == room)
         cluster.worker(name)
     trainer = cluster.handle("trainer")
     cluster.run()
@@ -268,9 +268,9 @@ def handed_over_to_another_worker(cluster: StepwiseCluster) -> None:
 
 def handed_over_to_its_own_host_copy(cluster: StepwiseCluster) -> None:
     """The last holder's own worker has room: it copies the version, and only then overwrites it."""
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     trainer = cluster.handle("trainer")
-    cluster.world.host_bytes = 0
+    cluster.host_bytes = 0
     reader, keeper = cluster.handle("reader"), cluster.handle("keeper")
     cluster.run()
     trainer.worker.asks.retain(2)
@@ -295,7 +295,7 @@ def close_hands_over(cluster: StepwiseCluster) -> None:
     trainer.close(timeout_s=3)
     cluster.advance(3)
     cluster.note("-- a worker comes that has room, too")
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     cluster.worker("late")
     cluster.run()
     trainer.close()
@@ -334,7 +334,7 @@ def cut_off_owner_waits_for_its_lease(cluster: StepwiseCluster) -> None:
 def prefetched_then_adopted(cluster: StepwiseCluster) -> None:
     """The next version comes into host memory while the current one is in use; the update reads nothing over the network."""
     trainer = cluster.handle("trainer")
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     reader = cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -353,7 +353,7 @@ def prefetched_then_adopted(cluster: StepwiseCluster) -> None:
 def staged(cluster: StepwiseCluster, *, breaks: bool) -> None:
     """Version 1 is held by two readers, who get 2 in a staged update; the second one's hook may break."""
     trainers = cluster.group("trainer", 2)
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     readers = cluster.group("reader", 2)
     cluster.run()
     two_versions(cluster, trainers, readers)
@@ -401,7 +401,7 @@ def readers_complete_each_other(cluster: StepwiseCluster) -> None:
 
 def changed_source_is_quarantined(cluster: StepwiseCluster) -> None:
     """A trainer's memory is written while it is published: its reader notices, it is found guilty, and is read no more."""
-    cluster.world.manifest = make_manifest(CHUNKS, "xxh3-64")
+    cluster.manifest = make_manifest(CHUNKS, "xxh3-64")
     trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
     reader = cluster.worker("reader", Location(host="trainer")).register("reader")
     cluster.run()

@@ -91,7 +91,7 @@ class Reader:
             if isinstance(action, Send) and action.session == self.session:
                 heard.append(action.message)
             elif isinstance(action, Send) and action.session in self.cluster.links:
-                self.cluster.world._send_down(action.session, action.message)
+                self.cluster._send_down(action.session, action.message)
             self.closed = self.closed or (isinstance(action, CloseSession) and action.session == self.session)
         self.cluster.coordinator.check_touched()
         return heard
@@ -397,7 +397,7 @@ class Babble(Babbler):
 
     def pools(self) -> dict[str, list[Any]]:
         pools = super().pools()
-        core = self.cluster.world.coordinator.cluster
+        core = self.cluster.coordinator.cluster
         groups = [group for model in core.models.values() for group in model.groups.values()]
         mine = [MINE, MINE, "read-only-2"]
         return pools | {
@@ -431,7 +431,7 @@ def test_whatever_a_reader_says_the_books_of_others_stay_as_they_are(random: Ran
         assert books(cluster) == before, said
     cluster.run()
     assert books(cluster) == before
-    cluster.world.check()
+    cluster.check()
     reader.say(Leave("done"))
     cluster.run()
     assert books(cluster) == before  # its incarnation pushes nobody's out of the list of those that are lost

@@ -56,7 +56,7 @@ def error_of(asked: CallRecord) -> VersionUnavailable:
 @pytest.mark.parametrize("call", ["replicate", "update", "stage", "prefetch", "fetch"])
 def test_it_is_the_newest_that_is_held_where_latest_waits_for_one_that_nobody_holds(call: str) -> None:
     cluster, _, _, reader = newest_left()
-    cluster.world.host_bytes = 10**9
+    cluster.host_bytes = 10**9
     if call in ("stage", "prefetch"):
         reader = cluster.handle("rich")
         cluster.run()

@@ -237,8 +237,8 @@ def test_after_a_stop_nobody_counts_until_he_answers_what_was_said_since(monkeyp
 
 def test_a_coordinator_that_was_stopped_right_after_its_restart_waits_for_holders_as_long() -> None:
     cluster, _, _ = published()
-    cluster.world.coordinator_died(kept=True)
-    cluster.world.start_coordinator()
+    cluster.coordinator_died(kept=True)
+    cluster.start_coordinator()
     cluster.now += 10 * cluster.options.lease_s
     cluster.step(Tick())
     assert cluster.coordinator.cluster.is_recovering

@@ -29,7 +29,7 @@ def alive() -> dict[str, int]:
 
 def one_round(cluster: StepwiseCluster, number: int) -> None:
     """Publish, replicate, an aborted update, a timeout, a lost connection, an update, an unpublish."""
-    trainer, *readers = cluster.world.all_handles()
+    trainer, *readers = cluster.all_handles()
     trainer.publish(number)
     cluster.run()
     for reader in readers:
@@ -56,7 +56,7 @@ def test_books_stay_bounded_over_many_operations() -> None:
         one_round(cluster, number)
         cluster.log.clear()
         if number in (ROUNDS, 3 * ROUNDS):
-            cluster.world.guarantees.forget()
+            cluster.guarantees.forget()
             counts.append(alive())
     assert counts[0] == counts[1]
     books = cluster.coordinator.cluster
@@ -192,7 +192,7 @@ def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkey
     books = cluster.coordinator.cluster.decisions
     assert len(books) == 4
     assert set(books) == {("actor", "trainer"), *(("actor", f"gang{number}") for number in (9, 10, 11))}
-    stored = {decision.key.group for decision in Durable.of(cluster.world.store).decisions}
+    stored = {decision.key.group for decision in Durable.of(cluster.store).decisions}
     assert stored == {"trainer", "gang9", "gang10", "gang11"}
 
 

@@ -130,11 +130,11 @@ class Babbler:
         self.session = 0
 
     def babble(self) -> FromWorker:
-        sessions = self.cluster.world.coordinator.cluster.sessions
+        sessions = self.cluster.coordinator.cluster.sessions
         if self.session not in sessions or sessions[self.session].worker is None:
             self.life += 1
-            self.session = next(self.cluster.world.sessions)
-            self.cluster.world.step(Connected(self.session, f"babbler.{self.life}", "worker"))
+            self.session = next(self.cluster.sessions)
+            self.cluster.step(Connected(self.session, f"babbler.{self.life}", "worker"))
             self.say(Join("babbler", Location(), (Endpoint("tcp", "nowhere"),), 1, 0))
             self.say(registers(f"b{self.life}", "babble", world_size=self.random.choice((1, 1, 2))))
         message: FromWorker = self.value("", self.random.choice(SAID), self.pools())
@@ -142,16 +142,16 @@ class Babbler:
         return message
 
     def say(self, message: FromWorker) -> None:
-        self.cluster.world.driver.note(f"babbler -> {message}"[:300])
-        self.cluster.world.step(Received(self.session, message))
+        self.cluster.driver.note(f"babbler -> {message}"[:300])
+        self.cluster.step(Received(self.session, message))
 
     def stop(self) -> None:
-        if self.session in self.cluster.world.coordinator.cluster.sessions:
-            self.cluster.world.step(Disconnected(self.session))
+        if self.session in self.cluster.coordinator.cluster.sessions:
+            self.cluster.step(Disconnected(self.session))
 
     def pools(self) -> dict[str, list[Any]]:
         """What there is now, by the name of the field that may have it."""
-        c, shift = self.cluster.world.coordinator.cluster, self.random.choice((-1, 0, 0, 0, 1))
+        c, shift = self.cluster.coordinator.cluster, self.random.choice((-1, 0, 0, 0, 1))
         groups = [group for model in c.models.values() for group in model.groups.values()]
         versions = [version for model in c.models.values() for version in model.versions.values()]
         holdings = [h for member in c.members.values() for h in (member.holding, *member.leaving) if h is not None]
@@ -196,7 +196,7 @@ class Babbler:
 def standing(cluster: SimulatedCluster) -> dict[str, int | None]:
     """The generation that each memory of a connected worker holds; but for those that want to leave."""
     found = {}
-    for registration, member in cluster.world.coordinator.cluster.members.items():
+    for registration, member in cluster.coordinator.cluster.members.items():
         if member.worker.session is not None and member.worker.name != "babbler":
             committed = member.holding is not None and member.holding.committed
             leaving = registration in member.group.model.withdrawals
@@ -209,19 +209,19 @@ def standing(cluster: SimulatedCluster) -> dict[str, int | None]:
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_a_buggy_worker_says_the_others_keep_what_they_have(seed: int) -> None:
     cluster, random = SimulatedCluster(seed), Random(~seed)
-    cluster.world.guarantees.contents.has_outsiders = True
+    cluster.guarantees.contents.has_outsiders = True
     babbler = Babbler(cluster, random)
     cluster.begin()
     for _ in range(1000):
-        cluster.timed.take_event()
-        if cluster.timed.timeline.coordinator.alive and random.random() < 0.2:
-            cluster.world.step(Tick())
+        cluster.take_event()
+        if cluster.timeline.coordinator.alive and random.random() < 0.2:
+            cluster.step(Tick())
             before = standing(cluster)
             said = babbler.babble()
             after = standing(cluster)
             assert all(after.get(r) == held for r, held in before.items() if held is not None), said
             assert after.keys() >= before.keys(), said
-            cluster.world.coordinator.check_touched()
+            cluster.coordinator.check_touched()
     babbler.stop()
     cluster.end_faults()
     cluster.healing().run()

@@ -29,7 +29,7 @@ def register_under(cluster: StepwiseCluster, name: str, model: str) -> SimHandle
 
 def numbers(cluster: StepwiseCluster, model: str = "actor") -> list[int]:
     """What is durable, in the order in which it was stored: a store whose mark goes back cannot be opened again."""
-    return [entry.number for entry in cluster.world.store if isinstance(entry, Publication) and entry.model == model]
+    return [entry.number for entry in cluster.store if isinstance(entry, Publication) and entry.model == model]
 
 
 def is_overtaken(asked: CallRecord, by: int) -> bool:

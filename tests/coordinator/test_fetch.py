@@ -46,7 +46,7 @@ def assert_nothing_is_left(cluster: StepwiseCluster, groups: list[list[SimHandle
     assert list(model.groups) == [group[0].shard.group for group in groups]
     assert not cluster.coordinator.cluster.leases
     assert not [*model.unbound, *model.restless, *model.flexible]
-    assert {handle for handle in cluster.world.all_handles() if not handle.shard.serves} == set()
+    assert {handle for handle in cluster.all_handles() if not handle.shard.serves} == set()
     assert not [name for name in cluster.coordinator.cluster.timers._when if name[0] in ("operation", "retry")]
 
 

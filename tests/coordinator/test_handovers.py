@@ -25,7 +25,7 @@ def cluster_of(
     """The trainer, and others, who are registered if their name does not begin with a dash. Those in `room` take a copy."""
     cluster = StepwiseCluster()
     for name in ("trainer", *more):
-        cluster.world.host_bytes = ROOM if name.lstrip("-") in room else 0
+        cluster.host_bytes = ROOM if name.lstrip("-") in room else 0
         if name.startswith("-"):
             cluster.worker(name[1:])
         else:
@@ -57,7 +57,7 @@ def number_of(member: Member) -> int:
 def questions(readers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """How often it is asked whether a holder, or a group, could keep a version, while so many spot readers take it."""
     cluster, _ = cluster_of()
-    cluster.world.host_bytes = ROOM - 1  # too little for a copy
+    cluster.host_bytes = ROOM - 1  # too little for a copy
     spot = [cluster.handle(f"spot{number}", spot=True) for number in range(readers)]
     cluster.run()
     for reader in spot[1:]:
@@ -97,7 +97,7 @@ def ended(asked: CallRecord | CopyRequest) -> bool:
 
 def still_there(cluster: StepwiseCluster, number: int = 1) -> bool:
     """Whether somebody who comes now gets that version."""
-    name = f"late{next(cluster.world.numbers)}"
+    name = f"late{next(cluster.numbers)}"
     late = cluster.handle(name)
     cluster.run()
     asked = late.replicate(number)
@@ -143,9 +143,9 @@ def test_the_nearest_worker_takes_it() -> None:
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.handle("reader")
-    cluster.world.host_bytes = 4 * ROOM
+    cluster.host_bytes = 4 * ROOM
     cluster.worker("far", Location("elsewhere", "", "far"))
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     cluster.worker("near")
     cluster.run()
     trainer.worker.asks.retain(1)
@@ -183,7 +183,7 @@ def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> 
     """A copy of a shard whose rank stays is needed as well: it stops to serve with the first of its replica that leaves."""
     cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     for name in ("one", "other"):
         cluster.worker(name)
     cluster.run()
@@ -205,7 +205,7 @@ def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool
     """With the first rank that leaves the others' shards stop to serve, and it does not know who holds those."""
     cluster = StepwiseCluster(host_bytes=ROOM)
     handles = [cluster.handle("first", "g", 0, 1 if alone else 2)]
-    cluster.world.host_bytes = 0
+    cluster.host_bytes = 0
     if not alone:
         handles.append(cluster.handle("second", "g", 1, 2))
     cluster.run()
@@ -306,7 +306,7 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
         trainer.publish(number)
         cluster.run()
         assert number == 3 or ended_after(cluster, trainer.unpublish())
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     cluster.worker("other")
     cluster.advance(2)  # the one before last's memory was not given back when the last one was ordered first
     assert sorted(m.worker.name for m in model_of(cluster).copies.values()) == ["trainer", "trainer"]
@@ -317,7 +317,7 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     cluster.run()
     assert ended_after(cluster, trainer.close())
     assert sorted(number for name, number in copies(cluster).items() if name != "trainer") == [2, 3]
-    cluster.world.host_bytes = 0  # of whoever looks: it takes nothing over
+    cluster.host_bytes = 0  # of whoever looks: it takes nothing over
     trainer.worker.crash()
     cluster.advance(11)
     assert still_there(cluster, 2)
@@ -573,7 +573,7 @@ def test_a_copy_is_dropped_with_the_refusal_of_the_leave_that_it_was_made_for() 
     """One of two shards was copied when the deadline came: who wanted to leave stays."""
     cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     cluster.worker("one")
     cluster.run()
     trainers[0].worker.asks.retain(1)
@@ -674,7 +674,7 @@ def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_ov
     other.close(60.0, abandon=True)
     cluster.run()
     assert other.member.state is HandleState.CLOSED
-    cluster.world.host_bytes = ROOM
+    cluster.host_bytes = ROOM
     cluster.worker("roomy")
     cluster.advance(61)
     assert trainer.member.state is HandleState.CLOSED

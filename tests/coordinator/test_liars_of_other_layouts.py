@@ -15,8 +15,8 @@ def of_two_layouts(*names: str, read: int = 1) -> tuple[StepwiseCluster, list[Si
     all as one rank. So many of them have it.
     """
     cluster = StepwiseCluster()
-    cluster.world.chunks = ROWS
-    cluster.world.manifest = described(Layout(ROWS, 1), 0)[0]
+    cluster.chunks = ROWS
+    cluster.manifest = described(Layout(ROWS, 1), 0)[0]
     ranks = [
         cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(ROWS, 2))
         for name in ("trainer", "twin")

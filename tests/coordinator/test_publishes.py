@@ -157,7 +157,7 @@ def test_a_retry_by_key_is_not_a_second_publication() -> None:
     trainer.worker.connect()
     cluster.run()
     assert asked.number == 1
-    assert len(cluster.world.store) == 1
+    assert len(cluster.store) == 1
     assert sum(" -> Publish " in line for line in cluster.log) == 2
 
 

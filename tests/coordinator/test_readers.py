@@ -128,7 +128,7 @@ def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
         cluster.do(cluster.choices()[0])
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
-    cluster.world.find(grant).worker.crash()  # type: ignore[union-attr]
+    cluster.find(grant).worker.crash()  # type: ignore[union-attr]
     before = len(cluster.log)
     cluster.run()
     cluster.advance(1)
@@ -151,7 +151,7 @@ def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_
     cluster.run()
     cluster.advance(1)
     assert asked.number == 1
-    assert len(cluster.world.guarantees.contents.truth) == 1
+    assert len(cluster.guarantees.contents.truth) == 1
 
 
 def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:

@@ -243,8 +243,8 @@ def test_another_content_of_that_number_is_ordered_out() -> None:
     cluster.run()
     keeper.worker.disconnect()
     trainer.worker.disconnect()
-    cluster.world.guarantees.state_lost(cluster.world.store)
-    cluster.world.store.clear()  # the state is lost: this is a new cluster
+    cluster.guarantees.state_lost(cluster.store)
+    cluster.store.clear()  # the state is lost: this is a new cluster
     cluster.restart()
     reconnect(cluster)
     cluster.run()

@@ -118,8 +118,8 @@ def test_whoever_else_is_near_is_read_at_once() -> None:
 def test_bytes_enter_a_site_once_although_the_word_to_serve_is_late(retries: int) -> None:
     """The judge of crossings looks on."""
     cluster, whole = StepwiseCluster(), Layout(CHUNKS, 1)
-    cluster.world.is_unharmed = lambda: True
-    cluster.world.manifest = described(whole, 0)[0]
+    cluster.is_unharmed = lambda: True
+    cluster.manifest = described(whole, 0)[0]
     trainer, near, late = (
         cluster.worker(name, Location(site=site, host=name)).register(name, cut=whole)
         for name, site in (("trainer", "there"), ("near", "here"), ("late", "here"))

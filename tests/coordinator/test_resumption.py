@@ -180,7 +180,7 @@ def test_a_source_that_is_gone_meanwhile_is_replaced() -> None:
     read_half(cluster, reader)
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
-    source = cluster.world.find(grant)
+    source = cluster.find(grant)
     assert source is not None
     cluster.restart()
     source.worker.crash()
@@ -653,7 +653,7 @@ def test_the_manifest_of_what_goes_on_is_its_publishers_also_where_nobody_else_h
 
 def test_a_prefetch_in_mid_read_goes_on_although_its_version_is_about_to_be_held() -> None:
     cluster, (trainer,) = published()
-    cluster.world.host_bytes = CHUNKS * CHUNK_BYTES
+    cluster.host_bytes = CHUNKS * CHUNK_BYTES
     reader = cluster.handle("reader")
     cluster.run()
     prefetch = reader.prefetch()

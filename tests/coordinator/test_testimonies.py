@@ -77,7 +77,7 @@ def test_a_root_is_known_and_durable_once_all_chunks_were_read() -> None:
     cluster.run()
     root = root_of(pack([digest_of(cell) for cell in trainer.cells], 8))
     assert list_of(cluster).root == root
-    (entry,) = [each for each in cluster.world.store if isinstance(each, Digested)]
+    (entry,) = [each for each in cluster.store if isinstance(each, Digested)]
     assert (entry.model, entry.number, entry.roots) == ("actor", 1, root)
     cluster.restart()
     assert list_of(cluster).root == root
@@ -183,7 +183,7 @@ def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> N
     cluster.coordinator._corruption_checks.trace(operation.parts[0], stray)
     for action in cluster.coordinator.cluster.take_actions():
         assert isinstance(action, Send)
-        cluster.world._send_down(action.session, action.message)
+        cluster._send_down(action.session, action.message)
     run_but(cluster, Choice("read", reader.name))
     assert [line for line in cluster.log if "trainer -> DigestedAgain" in line]
     holding = cluster.coordinator.cluster.members[trainer.id].holding

@@ -244,7 +244,7 @@ def test_a_leave_goes_on_when_a_worker_with_room_for_a_copy_is_heard_again() -> 
     """It has nothing of that model."""
     cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
-    cluster.world.host_bytes = CHUNKS * CHUNK_BYTES
+    cluster.host_bytes = CHUNKS * CHUNK_BYTES
     other = cluster.worker("other")
     cluster.run()
     trainer.worker.asks.retain(1)

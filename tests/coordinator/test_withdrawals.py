@@ -62,7 +62,7 @@ def test_unpublish_moves_its_readers_to_another_source() -> None:
     run_without_reads(cluster)
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
-    source = cluster.world.find(grant)
+    source = cluster.find(grant)
     assert source in (trainer, other)
     asked = source.unpublish()
     run_without_reads(cluster)

@@ -171,7 +171,7 @@ CHANGE_ALL = (Rollback, Retain, Leave)  # whoever has the secret may
 def bystanders(data: bytes) -> None:
     """Beside an honest trainer and reader: they keep what they have, and go on publishing and reading."""
     source, cluster = Source(data), StepwiseCluster()
-    cluster.world.guarantees.contents.has_outsiders = True
+    cluster.guarantees.contents.has_outsiders = True
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -197,7 +197,7 @@ def bystanders(data: bytes) -> None:
 
 
 def _babbler(cluster: StepwiseCluster, number: int) -> int:
-    session = next(cluster.world.sessions)
+    session = next(cluster.sessions)
     cluster.step(Connected(session, f"babbler.{session}", "worker"))
     cluster.step(Received(session, Join(f"babbler{number}", Location(), (), 1, 0)))
     registration = f"b{session}"

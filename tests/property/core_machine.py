@@ -429,7 +429,7 @@ class CoreMachine(RuleBasedStateMachine):
     @invariant()
     def everything_holds(self) -> None:
         if hasattr(self, "cluster"):
-            self.cluster.world.check()
+            self.cluster.check()
             invariants.check_counts(self.cluster.coordinator.cluster)
 
     def teardown(self) -> None:
@@ -440,7 +440,7 @@ class CoreMachine(RuleBasedStateMachine):
             whole = [group for group in self.groups if all(handle in self.users() for handle in group)]
             for writer in whole:
                 self.converge(writer, whole)
-            self.cluster.world.check()
+            self.cluster.check()
 
     def let_go(self) -> None:
         """Nothing is retained any more, and everybody is registered."""

@@ -109,7 +109,7 @@ class FaultyCluster(StepwiseCluster):
             del self.tails[session]
         self._note_message(worker.name, "-> (late)", said)
         self.step(Received(session, said))
-        self.world.check()
+        self.check()
 
     def _pass_on(self, choice: Choice, worker: SimWorker) -> None:
         """A message arrives: damaged (which costs the connection), once, or twice."""
@@ -126,7 +126,7 @@ class FaultyCluster(StepwiseCluster):
             self.step(Received(link.session, message))  # type: ignore[arg-type]
         else:
             worker.hear(message)  # type: ignore[arg-type]
-        self.world.check()
+        self.check()
 
     # -- what follows
 

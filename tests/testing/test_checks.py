@@ -77,7 +77,7 @@ def test_a_question_over_a_former_connection_may_be_answered_there() -> None:
 def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_have_published() -> None:
     """After a restart. All ranks of the pair are back, and hold nothing."""
     cluster = StepwiseCluster()
-    cluster.world.chunks = rows = CHUNKS + 3
+    cluster.chunks = rows = CHUNKS + 3
 
     def group(name: str, ranks: int) -> list[SimHandle]:
         return [cluster.worker(f"{name}{k}").register(name, k, ranks, cut=Layout(rows, ranks)) for k in range(ranks)]
@@ -110,7 +110,7 @@ def test_who_asks_for_available_need_not_wait_for_a_group_of_fewer_ranks_than_ha
 def test_holders_of_two_layouts_that_have_read_the_same_do_not_count_together() -> None:
     """Nor would the coordinator put them together: who leaves leaves all that is in its own layout to others."""
     cluster = StepwiseCluster()
-    cluster.world.chunks = rows = CHUNKS + 3
+    cluster.chunks = rows = CHUNKS + 3
     groups = {"trainer": Layout(rows, 3), "rows": Layout(rows, 2), "columns": Layout(rows, 2, by_columns=True)}
     handles = {
         name: [cluster.worker(f"{name}{k}").register(name, k, cut.ranks, cut=cut) for k in range(cut.ranks)]
@@ -242,12 +242,12 @@ def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGro
     """Without chance users: a group of two has published, and another, of `world_size`, holds nothing."""
     cluster = SimulatedCluster(1, faults=())
     for name, size in (("writers", 2), ("readers", world_size)):
-        ranks = [cluster.world.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
+        ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
         cluster.users.groups.append(UserGroup(name, size, spot=False, ranks=ranks))
     writers, readers = cluster.users.groups
-    assert cluster.timed.run_until(lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0)
+    assert cluster.run_until(lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0)
     published = [handle.publish(1) for handle in writers.ranks]
-    assert cluster.timed.run_until(lambda: all(asked.done for asked in published), 10.0)
+    assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
     cluster.users.next_version = 2
     return cluster, writers, readers
 
@@ -263,22 +263,22 @@ def two_that_begin() -> tuple[SimulatedCluster, Healing, UserGroup]:
 def two_that_fill() -> tuple[SimulatedCluster, Healing, UserGroup]:
     """The same, and the coordinator has heard both calls."""
     cluster, healing, readers = two_that_begin()
-    operations = cluster.world.coordinator.cluster.operations
+    operations = cluster.coordinator.cluster.operations
     while not any(o.gathered and o.group.name == "readers" for o in operations()):
-        cluster.timed.take_event()
+        cluster.take_event()
     return cluster, healing, readers
 
 
 def test_a_rank_need_not_end_while_it_waits_for_one_of_whose_death_no_coordinator_knows() -> None:
     cluster, healing, readers = two_that_fill()
-    cluster.timed.process.crash(kept=True, down_s=1.0)
+    cluster.process.crash(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     survivor = readers.ranks[0].last_call
     cluster.end_faults()
     healing.run()
     assert survivor is not None
     assert survivor.done
-    assert cluster.timed.now < survivor.until
+    assert cluster.now < survivor.until
 
 
 def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_noticed() -> None:
@@ -294,13 +294,13 @@ def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_notic
 
 def test_a_rank_may_end_at_the_deadline_of_one_that_has_hardly_any_time() -> None:
     cluster, healing, readers = two_that_begin()
-    cluster.timed.process.crash(kept=True, down_s=1.0)
+    cluster.process.crash(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     cluster.users.replace(readers, 1)
     patient = readers.ranks[0].last_call
     assert patient is not None
-    cluster.timed.run_until(lambda: False, 10.0)  # all have come back to the coordinator
-    assert [operation.key for operation in cluster.world.coordinator.cluster.operations()] == [patient.key]
+    cluster.run_until(lambda: False, 10.0)  # all have come back to the coordinator
+    assert [operation.key for operation in cluster.coordinator.cluster.operations()] == [patient.key]
     readers.ranks[1].replicate("latest", 0.0)
     cluster.end_faults()
     healing.run()
@@ -324,20 +324,20 @@ def fetching(cluster: SimulatedCluster, healing: Healing, reader: SimWorker) -> 
     fetch = reader.handles[-1].last_call
     assert fetch is not None
     while True:
-        for operation in cluster.world.coordinator.cluster.operations():
+        for operation in cluster.coordinator.cluster.operations():
             if operation.key == fetch.key and operation.state is OperationState.RUNNING:
                 return fetch, operation
-        cluster.timed.take_event()
+        cluster.take_event()
 
 
 def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -> None:
     cluster, writers, readers = one_published(1)
     silent, dead = (handle.worker for handle in writers.ranks)
     silent.disconnect()
-    silent.stopped_until = cluster.timed.now + 3 * cluster.world.options.lease_s
+    silent.stopped_until = cluster.now + 3 * cluster.options.lease_s
     dead.crash()
-    live = cluster.world.coordinator.cluster.workers
-    assert cluster.timed.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
+    live = cluster.coordinator.cluster.workers
+    assert cluster.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
     healing = cluster.healing()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert not operation.writing  # it has no source yet, and then for ever half of the version only
@@ -345,7 +345,7 @@ def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -
     healing.run()
     assert fetch.done
     assert fetch.version is None
-    assert cluster.timed.now < fetch.until
+    assert cluster.now < fetch.until
 
 
 def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed() -> None:
@@ -354,7 +354,7 @@ def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed()
     fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
     assert operation.writing
     while fetch.handle.pull is None or not fetch.handle.pull.lanes:
-        cluster.timed.take_event()
+        cluster.take_event()
     next(iter(fetch.handle.pull.lanes.values())).end("lost")
     writers.ranks[1].worker.crash()
     cluster.end_faults()

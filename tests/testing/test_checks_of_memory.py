@@ -85,7 +85,7 @@ def a_call_waits_without_a_connection() -> None:
     reader.worker.disconnect()
     reader.replicate(timeout_s=5)
     cluster.advance(30.0)
-    cluster.world.guarantees.check_in_time(reader)
+    cluster.guarantees.check_in_time(reader)
 
 
 def an_owner_that_is_cut_off_leaves() -> None:
@@ -131,7 +131,7 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
     reader.replicate()
     read_one_chunk(cluster, reader)
     trainer.cells[0] = "changed"
-    cluster.world.guarantees.contents.spoil(trainer, cluster.world.guarantees.contents.numbers["actor"][1], 0, "changed")
+    cluster.guarantees.contents.spoil(trainer, cluster.guarantees.contents.numbers["actor"][1], 0, "changed")
     assert reader.pull is not None
     next(iter(reader.pull.lanes.values())).end("corrupt", 0)
     run_without(cluster, "read")
@@ -144,7 +144,7 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
 def three_share_room_for_two() -> None:
     """Two have prefetched version 1; then the third stages version 2, which a caller waits for."""
     cluster, trainer, _ = published()
-    cluster.world.host_bytes = 2 * CHUNKS * CHUNK_BYTES
+    cluster.host_bytes = 2 * CHUNKS * CHUNK_BYTES
     worker = cluster.worker("host")
     first, second, third = [worker.register(f"g{number}") for number in range(3)]
     cluster.run()
@@ -221,7 +221,7 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
 
 def test_a_publisher_may_leave_of_whose_overwritten_memory_only_a_selection_was_digested() -> None:
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
-    cluster.world.chunks = rows = CHUNKS + 3
+    cluster.chunks = rows = CHUNKS + 3
     trainer = cluster.worker("trainer").register("trainer", 0, 1, cut=Layout(rows, 1))
     pairs = [
         [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)] for name in ("one", "two")
@@ -260,9 +260,9 @@ def waits_for_an_access() -> tuple[StepwiseCluster, SimHandle]:
 
 def test_a_call_whose_fence_has_waited_for_an_access_ends_a_moment_after_it() -> None:
     cluster, reader = waits_for_an_access()
-    cluster.world.guarantees.check_in_time(reader)
+    cluster.guarantees.check_in_time(reader)
     reader.end_access()
-    cluster.world.guarantees.check_in_time(reader)  # between the access's end and the fence's
+    cluster.guarantees.check_in_time(reader)  # between the access's end and the fence's
     cluster.run()
     assert reader.idle
 
@@ -272,4 +272,4 @@ def test_a_fence_that_does_not_notice_an_accesss_end_is_noticed() -> None:
     reader.end_access()
     cluster.advance(30.0, run=False)
     with pytest.raises(GuaranteeBroken, match=r"bounds: .* should have ended 30\.0 s ago"):
-        cluster.world.guarantees.check_in_time(reader)
+        cluster.guarantees.check_in_time(reader)

@@ -79,7 +79,7 @@ def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
     for seed in range(6):
         cluster = SimulatedCluster(seed, faults={Fault.PARTITION}, events=500)
         cluster.run()
-        handles = (handle for handle in cluster.world.all_handles() if handle.shard.purpose is Purpose.SEED)
+        handles = (handle for handle in cluster.all_handles() if handle.shard.purpose is Purpose.SEED)
         calls = (handle.last_call for handle in handles if handle.last_call is not None)
         seeded.update(call.handle.name for call in calls if call.version is not None)
     assert seeded
@@ -96,13 +96,13 @@ def test_a_failing_run_says_how_to_see_it_again() -> None:
     cluster = SimulatedCluster(4, faults={Fault.CRASH, Fault.CUT}, events=200)
 
     def damage() -> None:
-        for handle in cluster.world.live_handles():
+        for handle in cluster.live_handles():
             if handle.member.state is HandleState.READY:
                 handle.cells = ["damaged"] * len(handle.cells)
-                cluster.timed.shells.touch(handle)
-        cluster.timed.timeline.after(0.1, None, damage)
+                cluster.shells.touch(handle)
+        cluster.timeline.after(0.1, None, damage)
 
-    cluster.timed.timeline.at(0.1, None, damage)
+    cluster.timeline.at(0.1, None, damage)
     with pytest.raises(GuaranteeBroken) as caught:
         cluster.run()
     text = str(caught.value)

@@ -98,7 +98,7 @@ def test_sources_that_changed_meanwhile_are_learnt_at_the_next_connection() -> N
     run_but_reads(cluster)
     assert reader.pull is not None
     (grant,) = reader.pull.grants.values()
-    source = cluster.world.find(grant)
+    source = cluster.find(grant)
     assert source is not None
     reader.worker.disconnect()
     run_but_reads(cluster)
@@ -765,13 +765,13 @@ def run_actions(cluster: StepwiseCluster) -> None:
 def test_a_copy_that_knows_the_ids_of_its_parts_only_is_known_to_a_coordinator_that_has_come_back() -> None:
     """Also where nobody is left who could say what they name."""
     cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
-    cluster.world.chunks = rows = CHUNKS + 3
+    cluster.chunks = rows = CHUNKS + 3
 
     def pair(name: str) -> list[SimHandle]:
         return [cluster.worker(f"{name}{k}").register(name, k, 2, cut=Layout(rows, 2)) for k in range(2)]
 
     trainers = pair("trainer")
-    cluster.world.host_bytes = 2**40
+    cluster.host_bytes = 2**40
     hosts = [cluster.handle(f"host{k}") for k in range(2)]
     cluster.run()
     for trainer in trainers:
@@ -785,7 +785,7 @@ def test_a_copy_that_knows_the_ids_of_its_parts_only_is_known_to_a_coordinator_t
     cluster.run()
     for host in hosts:
         host.worker.connect()
-    cluster.advance(cluster.world.options.lease_s / 2)
+    cluster.advance(cluster.options.lease_s / 2)
     asked = [reader.replicate() for reader in pair("reader")]
     cluster.run()
     assert [each.number for each in asked] == [1, 1]

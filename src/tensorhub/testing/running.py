@@ -90,7 +90,7 @@ class RunningCluster:
     @property
     def seed(self) -> int:
         """What decides everything here."""
-        return self._simulation.timed.seed
+        return self._simulation.world.seed
 
     @property
     def now(self) -> float:
@@ -110,16 +110,16 @@ class RunningCluster:
     @property
     def faults(self) -> dict[str, int]:
         """How often each kind of fault has happened by chance."""
-        return dict(self._simulation.timed.injector.happened)
+        return dict(self._simulation.world.injector.happened)
 
     @property
     def end_hash(self) -> str:
         """Of all that has happened so far, in its order, and of what memory holds: equal for equal runs."""
-        return self._simulation.timed.end_hash
+        return self._simulation.world.end_hash
 
     def trace(self) -> str:
         """The last things that happened, one a line."""
-        return "\n".join(self._simulation.timed.timeline.trace_lines())
+        return "\n".join(self._simulation.world.timeline.trace_lines())
 
     # -- the caller's code
 
@@ -194,7 +194,7 @@ class RunningCluster:
 
     async def _welcomed(self, facade: WorkerFacade) -> None:
         simulation = self._simulation
-        seconds = simulation.world.options.connect_timeout_s if simulation.timed.timeline.coordinator.alive else 0.0
+        seconds = simulation.world.options.connect_timeout_s if simulation.world.timeline.coordinator.alive else 0.0
         with anyio.move_on_after(seconds):
             await facade.user.welcome_came.wait()
         simulation.check_running(facade.worker)
@@ -267,7 +267,7 @@ class RunningCluster:
         user.scope.cancel()
         self._died(name)
         self._simulation.world.driver.note(f"{name} is preempted")
-        self._simulation.timed.timeline.after(notice_s, user.worker, user.worker.crash)
+        self._simulation.world.timeline.after(notice_s, user.worker, user.worker.crash)
 
     def restart(self, name: str) -> None:
         """Run again the code that was started under that name and has died."""
@@ -307,17 +307,17 @@ class RunningCluster:
         a new cluster, without a state_dir.
         """
         self._now()
-        if not self._simulation.timed.timeline.coordinator.alive:
+        if not self._simulation.world.timeline.coordinator.alive:
             raise StateError("the coordinator is down already")
-        self._simulation.timed.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
+        self._simulation.world.process.crash(kept=not lose_state, down_s=down_s, lost=lose_state)
 
     def fail_store(self, seconds: float) -> None:
         """Every write of the coordinator's store fails."""
-        self._simulation.timed.injector.failing_store_until = self._now() + seconds
+        self._simulation.world.injector.failing_store_until = self._now() + seconds
 
     def slow_store(self, seconds: float) -> None:
         """Every write of the coordinator's store takes seconds."""
-        self._simulation.timed.injector.slow_store_until = self._now() + seconds
+        self._simulation.world.injector.slow_store_until = self._now() + seconds
 
     # -- connections
 
@@ -325,12 +325,12 @@ class RunningCluster:
         """Nothing passes between two parties; nothing is lost."""
         self._check_parties(a, b)
         self._simulation.world.driver.note(f"{a} and {b} are cut off for {seconds:g} s")
-        self._simulation.timed.timeline.partitions.block(a, b, self._now() + seconds)
+        self._simulation.world.timeline.partitions.block(a, b, self._now() + seconds)
 
     def slow(self, a: str, b: str, seconds: float) -> None:
         """What two workers read from each other takes a hundred times as long."""
         self._check_parties(a, b)
-        self._simulation.timed.timeline.partitions.slow(a, b, self._now() + seconds)
+        self._simulation.world.timeline.partitions.slow(a, b, self._now() + seconds)
 
     def cut(self, name: str) -> None:
         """The worker's connection to the coordinator breaks; it connects again."""
@@ -352,22 +352,22 @@ class RunningCluster:
 
     def reorder(self, seconds: float) -> None:
         """What a connection that breaks has on its way arrives after the next one is up."""
-        self._simulation.timed.injector.late_tails_until = self._now() + seconds
+        self._simulation.world.injector.late_tails_until = self._now() + seconds
 
     def duplicate(self, messages: int = 1) -> None:
         """The next control messages arrive twice."""
-        self._simulation.timed.injector.doubles_left += messages
+        self._simulation.world.injector.doubles_left += messages
 
     # -- reads
 
     def stall(self, name: str, seconds: float) -> None:
         """This source accepts its readers, and sends nothing."""
-        self._simulation.timed.injector.stall(self._worker(name), self._now() + seconds)
+        self._simulation.world.injector.stall(self._worker(name), self._now() + seconds)
 
     def corrupt(self, name: str, frames: int = 1) -> None:
         """The next chunks that this reader gets are damaged on their way."""
         self._worker(name)
-        self._simulation.timed.injector.damaged[name] = frames
+        self._simulation.world.injector.damaged[name] = frames
 
     def busy_device(self, name: str, seconds: float) -> None:
         """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can not be fenced sooner."""
@@ -375,7 +375,7 @@ class RunningCluster:
         self._now()
         for handle in worker.handles:
             handle.hold_access()
-            self._simulation.timed.timeline.after(seconds, worker, handle.end_access)
+            self._simulation.world.timeline.after(seconds, worker, handle.end_access)
 
     # -- the end of faults
 
@@ -389,7 +389,7 @@ class RunningCluster:
 
     def _end_faults(self) -> None:
         self._now()
-        self._simulation.timed.injector.end()
+        self._simulation.world.injector.end()
 
     def stop(self) -> None:
         """End what was started: each is cancelled, in the order in which it was started."""
@@ -415,7 +415,7 @@ class RunningCluster:
         return self._user(name).worker
 
     def _party(self, name: str) -> Party:
-        return self._simulation.timed.timeline.coordinator if name == COORDINATOR else self._worker(name)
+        return self._simulation.world.timeline.coordinator if name == COORDINATOR else self._worker(name)
 
     def _check_parties(self, *names: str) -> None:
         for name in names:
@@ -440,11 +440,11 @@ async def running(
                 try:
                     async with anyio.create_task_group() as processes:
                         cluster = RunningCluster(simulation, processes)
-                        simulation.timed.injector.begin()
+                        simulation.world.injector.begin()
                         yield cluster
                         cluster._end_faults()
                         cluster.stop()
-                    simulation.timed.check()
+                    simulation.world.check()
                 finally:
                     simulation.end()
                     simulation.tasks.cancel_scope.cancel()

@@ -39,11 +39,11 @@ def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int 
         cluster.run()
     return SeedReport(
         seed=seed,
-        events=cluster.timed.timeline.events,
+        events=cluster.timeline.events,
         groups=len(cluster.users.groups),
         versions=len(cluster.users.published),
-        faults=Counter({str(kind): times for kind, times in cluster.timed.injector.happened.items()}),
+        faults=Counter({str(kind): times for kind, times in cluster.injector.happened.items()}),
         transitions=transitions,
-        paths=cluster.timed.timeline.paths,
+        paths=cluster.timeline.paths,
         end_hash=cluster.end_hash,
     )

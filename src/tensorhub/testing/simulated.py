@@ -35,8 +35,10 @@ GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of 
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
-class SimulatedCluster:
+class SimulatedCluster(TimedCluster):
     """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces it."""
+
+    users: Users
 
     def __init__(
         self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, options: Options | None = None
@@ -44,69 +46,60 @@ class SimulatedCluster:
         """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at
         least under faults. `options`: the coordinator's, and times of all connections; None: drawn.
         """
-        self.timed = timed = TimedCluster(seed, faults, options, events)
-        self.world = timed.world
+        super().__init__(seed, faults, options, events)
         self.options_given = options
         self.events_least = events
         sites = draw_sites(seed)
-        timed.injector.parts_sites = sites.parted
-        self.users = Users(timed.world, timed.timeline, draw_layouts(seed, timed.world.chunks), sites.seeders)
-        self.users.differed = lambda: timed.injector.happens(Fault.DIFFER)
-        timed.populate(self.users)
-
-    def __repr__(self) -> str:
-        return f"<SimulatedCluster {self.timed!r}>"
-
-    @property
-    def end_hash(self) -> str:
-        """Of all that has happened, in its order, and what memory holds."""
-        return self.timed.end_hash
+        self.injector.parts_sites = sites.parted
+        self.users = Users(self, self.timeline, draw_layouts(seed, self.chunks), sites.seeders)
+        self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
+        self.populate(self.users)
 
     def run(self) -> None:
         """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction line at its end."""
         try:
             self.begin()
             while not self._is_enough():
-                self.timed.take_event()
+                self.take_event()
             healing = self.healing()
             healing.ask()
-            self.timed.run_until(lambda: False, ASKED_BEFORE_S)
+            self.run_until(lambda: False, ASKED_BEFORE_S)
             self.end_faults()
             healing.run()
         except Exception as error:
-            raise GuaranteeBroken(self.timed.report(error, self.command)) from error
+            raise GuaranteeBroken(self.report(error, self.command)) from error
 
     def begin(self) -> None:
         """Users call and things go wrong from now on, as events are taken."""
         self.users.begin()
-        self.timed.injector.begin()
+        self.injector.begin()
 
     def end_faults(self) -> None:
         """No fault happens any more, and no user begins a call."""
-        self.timed.injector.end()
+        self.injector.end()
         self.users.end()
 
     def healing(self) -> Healing:
         """The demand that every call ends, and that every user can publish and fetch (G7)."""
-        return Healing(self.timed, self.users)
+        return Healing(self, self.users)
 
     def _is_enough(self) -> bool:
         """Whether there was enough of everything that a seed stands for. (Of some kinds of faults, it may be that no more
         can happen, or nothing be published; and fewer events need not be enough.)
         """
-        events = self.timed.timeline.events
+        events = self.timeline.events
         if events < self.events_least:
             return False
-        full = len(self.users.published) >= VERSIONS_LEAST and len(self.timed.injector.happened) >= KINDS_LEAST
-        wants_all = self.timed.allowed is None and self.events_least >= EVENTS_LEAST
+        full = len(self.users.published) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
+        wants_all = self.allowed is None and self.events_least >= EVENTS_LEAST
         return full or events >= (GIVEN_UP if wants_all else 4) * self.events_least
 
     @property
     def command(self) -> str:
         """What runs this seed again."""
-        allowed = self.timed.allowed
+        allowed = self.allowed
         faults = "" if allowed is None else f" --faults {','.join(allowed)}"
-        return f"tensorhub simulate --seed {self.timed.seed}{faults} --events {self.events_least}"
+        return f"tensorhub simulate --seed {self.seed}{faults} --events {self.events_least}"
 
     # -- under somebody's own code
 
@@ -123,7 +116,7 @@ class SimulatedCluster:
         Leaving the block ends all faults, closes what was started, and checks everything once more. Raises GuaranteeBroken,
         StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
         """
-        return running(self.timed.seed, self.timed.allowed, self.options_given, spared, seconds_max)
+        return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
 
 
 def simulate(

@@ -27,8 +27,7 @@ class Healing:
 
     def __init__(self, cluster: TimedCluster, users: Users) -> None:
         self._cluster = cluster
-        self._world = cluster.world
-        self._timeline = cluster.timeline
+
         self._users = users
         self._run_until = cluster.run_until
         self._waiting: list[CallRecord] = []  # fills that were called while things still went wrong, of a version to come
@@ -55,7 +54,7 @@ class Healing:
 
     def run(self) -> None:
         """Demand convergence. Raises GuaranteeBroken."""
-        world = self._world
+        world = self._cluster
         waiting = self._running_calls()
         self._rest("after the last fault")
         self._run_until(lambda: False, 2 * world.options.lease_s)
@@ -77,7 +76,7 @@ class Healing:
 
     def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""
-        handles = [handle for handle in self._world.live_handles() if handle.last_call is not None]
+        handles = [handle for handle in self._cluster.live_handles() if handle.last_call is not None]
         patient = [*self._waiting, *self._reading]
         return [
             h.last_call for h in handles if h.last_call is not None and not h.last_call.done and h.last_call not in patient
@@ -85,7 +84,7 @@ class Healing:
 
     def _rest(self, when: str) -> None:
         """Let everything that was asked for come to its end."""
-        world = self._world
+        world = self._cluster
         if not self._run_until(self._is_at_rest, REST_S):
             handles = [handle for handle in world.live_handles() if not handle.idle]
             offline = [w for w in world.workers.values() if w.alive and (w.link is None or not w.link.welcomed)]
@@ -94,11 +93,11 @@ class Healing:
             demand(False, f"liveness: no rest {when}: {told} {offline} {len(world.unstored)} not stored")
 
     def _is_at_rest(self) -> bool:
-        world = self._world
+        world = self._cluster
         return (
-            self._timeline.coordinator.alive
+            self._cluster.timeline.coordinator.alive
             and not world.unstored
-            and self._timeline.coordinator.stopped_until <= world.now
+            and self._cluster.timeline.coordinator.stopped_until <= world.now
             and all(link.read_due <= world.now for _, link in world.links.values())  # those that ended as well
             and all(self._is_connected(w) and w.copies.machine.is_idle for w in world.workers.values() if w.alive)
             and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in world.live_handles())
@@ -106,8 +105,8 @@ class Healing:
 
     def _is_connected(self, worker: SimWorker) -> bool:
         link = worker.link
-        runs = worker.stopped_until <= self._world.now
-        if link is None or not link.welcomed or link.is_lossy or link.read_due > self._world.now:
+        runs = worker.stopped_until <= self._cluster.now
+        if link is None or not link.welcomed or link.is_lossy or link.read_due > self._cluster.now:
             return False
         return runs and not worker.asks.unpinned
 
@@ -140,7 +139,7 @@ class Healing:
     def _could_end(self, record: CallRecord) -> bool:
         """Whether it is still a fill of all ranks, and there is all of what it wants."""
         shard = record.handle.shard
-        operation = next((o for o in self._world.coordinator.cluster.operations() if o.key == record.key), None)
+        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == record.key), None)
         # A coordinator that came back after a rank's process died never hears of it: the others wait for it until their
         # deadline, as for any rank that has not called. One that has heard its call ends theirs with its lease.
         heard = operation.parts if operation is not None else {}
@@ -148,7 +147,7 @@ class Healing:
         ranks = [handle for handle in handles if handle.worker.alive or handle.shard.rank in heard]
         if record.done or not record.handle.worker.alive or len(ranks) < shard.world_size:
             return False
-        model = self._world.coordinator.cluster.models[shard.model]
+        model = self._cluster.coordinator.cluster.models[shard.model]
         wanted = operation.version if operation is not None else None
         if wanted is None and operation is not None and operation.resumes is not None:
             wanted = model.versions.get(operation.resumes.version)
@@ -159,7 +158,7 @@ class Healing:
         alone = not (shard.serves or shard.layout_id) and operation is not None and operation.writing
         if alone and not wanted.manifests.get(shard.number):
             return False  # the coordinator has restarted since, and nobody whose word counts has said what that shard is
-        if not (alone or self._world.guarantees.available.is_described_for(record.handle, wanted.number)):
+        if not (alone or self._cluster.guarantees.available.is_described_for(record.handle, wanted.number)):
             return False  # the same of all shards, for who reads across layouts: host copies know no more than their ids
         numbers = [shard.number] if alone else [*wanted.holdings]
         content_id = wanted.info.content_id
@@ -170,7 +169,7 @@ class Healing:
         A rank with a layout reads it there, also in the midst of a fill; a fetch of one published
         rank does not.
         """
-        shard, judges = record.handle.shard, self._world.guarantees
+        shard, judges = record.handle.shard, self._cluster.guarantees
         others = [group for group in self._users.groups if group.name != shard.group and group.publishes]
         return shard.layout_id != "" and any(
             self._is_whole(group)
@@ -183,7 +182,7 @@ class Healing:
         content = handle.member.content
         if content is None or handle.member.state is not HandleState.READY or content.version.content_id != content_id:
             return False
-        has_left = self._world.guarantees.retained.has_left(handle, content_id) is not None
+        has_left = self._cluster.guarantees.retained.has_left(handle, content_id) is not None
         return not content.spoiled and not has_left and is_of_other_layout(content.manifest)
 
     def _is_there(self, shard: int, content_id: str) -> bool:
@@ -191,21 +190,21 @@ class Healing:
         which a rank has left on purpose serves no more, whatever its remaining ranks hold.
         """
         there: set[int] = set()
-        for handle in self._world.live_handles():
+        for handle in self._cluster.live_handles():
             content = handle.member.content
             if content is None or content.version.content_id != content_id or handle.shard.number != shard:
                 continue
             runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
-            has_left = self._world.guarantees.retained.has_left(handle, content_id) is not None
+            has_left = self._cluster.guarantees.retained.has_left(handle, content_id) is not None
             if handle.shard.serves and not content.spoiled and not has_left and not is_of_other_layout(content.manifest):
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
-        return len(there) == len(self._world.guarantees.contents.truth[content_id][shard])
+        return len(there) == len(self._cluster.guarantees.contents.truth[content_id][shard])
 
     def _leave_as_last(self, writer: UserGroup, whole: list[UserGroup]) -> None:
         """The only holder of a retained version may leave, if another worker has room for the
         version (G5, R5). Its writer may leave at once, if a group of another layout has all of it.
         """
-        world = self._world
+        world = self._cluster
         workers = [worker for worker in world.workers.values() if worker.alive]
         self._take_back(writer)
         writer.ranks[0].worker.asks.retain(1)
@@ -270,7 +269,7 @@ class Healing:
 
     def _let_go(self) -> None:
         """Nothing is retained any more."""
-        world = self._world
+        world = self._cluster
         live = [worker for worker in world.workers.values() if worker.alive]
         for worker in live:
             worker.asks.retain(0)

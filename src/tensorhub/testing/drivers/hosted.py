@@ -141,10 +141,9 @@ class HostedCluster(StruckUsers):
     def __init__(
         self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
     ) -> None:
-        self.timed = timed = TimedCluster(seed, faults, options)
-        self.world = timed.world
-        timed.populate(self)
-        timed.timeline.scheduled = self._scheduled
+        self.world = world = TimedCluster(seed, faults, options)
+        world.populate(self)
+        world.timeline.scheduled = self._scheduled
         self._sleeps_until = float("-inf")  # no task is to be woken for an earlier event
         self._sooner = anyio.Event()
         self.spared = frozenset(spared)
@@ -165,7 +164,7 @@ class HostedCluster(StruckUsers):
 
     def sync(self) -> None:
         """A caller does something, between two events."""
-        timeline = self.timed.timeline
+        timeline = self.world.timeline
         self.world.now = timeline.now = max(timeline.now, self.loop_now())
 
     def _scheduled(self, when: float) -> None:
@@ -177,7 +176,7 @@ class HostedCluster(StruckUsers):
         try:
             while True:
                 await idle()
-                due = self.timed.timeline.next_time()
+                due = self.world.timeline.next_time()
                 wait_s = due - self.loop_now()
                 if wait_s <= INSTANT_S:
                     self._check_time()
@@ -192,9 +191,9 @@ class HostedCluster(StruckUsers):
 
     def _take_checked_event(self) -> None:
         try:
-            self.timed.take_event()
+            self.world.take_event()
         except Exception as error:
-            raise GuaranteeBroken(self.timed.report(error, f"seed {self.timed.seed}")) from error
+            raise GuaranteeBroken(self.world.report(error, f"seed {self.world.seed}")) from error
 
     def _check_time(self) -> None:
         if self.world.now > self.seconds_max:
@@ -282,12 +281,12 @@ class HostedCluster(StruckUsers):
     # -- what strikes them
 
     def restart_one(self) -> bool:
-        return self.restarts(self.timed.timeline.random)
+        return self.restarts(self.world.timeline.random)
 
     def preempt(self, worker: SimWorker) -> bool:
         if not any(handle.shard.spot for handle in worker.handles):
             return False
-        self.preempts(worker.name, self.timed.timeline.random.choice((0.2, 2.0)))
+        self.preempts(worker.name, self.world.timeline.random.choice((0.2, 2.0)))
         return True
 
     def may_die(self, worker: SimWorker) -> bool:

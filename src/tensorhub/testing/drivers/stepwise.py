@@ -8,9 +8,7 @@ from typing import NamedTuple
 from tensorhub.coordinator import (
     Action,
     Connected,
-    Coordinator,
     Disconnected,
-    Event,
     Persist,
     Persisted,
     PersistFailed,
@@ -40,7 +38,7 @@ class Choice(NamedTuple):
     name: str
 
 
-class StepwiseCluster:
+class StepwiseCluster(World):
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
 
     fence_grace_s = 0.0
@@ -49,53 +47,9 @@ class StepwiseCluster:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        self.world = world = World(self, options, host_bytes=host_bytes, manifest=manifest)
-        world.data = world.control = world.process = world.keeper = self
-        world.users = WorkerUsers()
-        self.worker, self.handle, self.fetcher, self.group = world.worker, world.handle, world.fetcher, world.group
-
-    # -- its world, as those see it who let things happen
-
-    @property
-    def coordinator(self) -> Coordinator:
-        return self.world.coordinator
-
-    @property
-    def options(self) -> Options:
-        return self.world.options
-
-    @property
-    def now(self) -> float:
-        return self.world.now
-
-    @now.setter
-    def now(self, when: float) -> None:
-        self.world.now = when
-
-    @property
-    def workers(self) -> dict[str, SimWorker]:
-        return self.world.workers
-
-    @property
-    def links(self) -> dict[int, tuple[SimWorker, Link]]:
-        """Those that the coordinator has not seen end."""
-        return self.world.links
-
-    @property
-    def unstored(self) -> dict[int, Persist]:
-        """Running writes of the store."""
-        return self.world.unstored
-
-    def live_handles(self) -> Iterator[SimHandle]:
-        return self.world.live_handles()
-
-    def step(self, event: Event) -> None:
-        """Feed the coordinator one event, and do what follows."""
-        self.world.step(event)
-
-    def check_agreement(self) -> None:
-        """At rest, the coordinator knows exactly the holdings of the workers."""
-        self.world.check_agreement()
+        super().__init__(self, options, host_bytes=host_bytes, manifest=manifest)
+        self.data = self.control = self.process = self.keeper = self
+        self.users = WorkerUsers()
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
         """The coordinator dies and comes back on its durable state; `kept`: running writes have
@@ -105,10 +59,10 @@ class StepwiseCluster:
         (R2, G3).
         """
         self.note("the coordinator restarts")
-        self.world.coordinator_died(kept=kept)
+        self.coordinator_died(kept=kept)
         if lost:
-            self.world.lose_state()
-        self.world.start_coordinator()
+            self.lose_state()
+        self.start_coordinator()
         self.links.clear()
         self.ending.clear()
         for worker in self.workers.values():
@@ -156,7 +110,7 @@ class StepwiseCluster:
         """Its caller does."""
 
     def new_link(self, worker: SimWorker) -> Link:
-        link = Link(next(self.world.sessions))
+        link = Link(next(self.sessions))
         self.links[link.session] = (worker, link)
         self.step(Connected(link.session, worker.incarnation, "worker"))
         return link
@@ -259,7 +213,7 @@ class StepwiseCluster:
             case "store":
                 persist = self.unstored.pop(int(name))
                 self.note(f"stored {show(persist.entry)}")
-                self.world.keep(persist.entry)
+                self.keep(persist.entry)
                 self.step(Persisted(persist.record))
             case "do":
                 self._named(name).do_next()
@@ -267,7 +221,7 @@ class StepwiseCluster:
                 self._named(name).hook_returns()
             case "read":
                 self.read(self._named(name))
-        self.world.check()
+        self.check()
 
     def _named(self, name: str) -> SimHandle:
         return next(handle for handle in self.live_handles() if handle.name == name)
@@ -339,7 +293,7 @@ class StepwiseCluster:
         del self.unstored[record]
         self.note("the store fails")
         self.step(PersistFailed(record, "disk full"))
-        self.world.check()
+        self.check()
 
     def run(self, steps_max: int = 10_000) -> None:
         """Let everything happen that can, each in its turn, until nothing is left."""
@@ -389,7 +343,7 @@ class StepwiseCluster:
             deadline = handle.member.next_deadline()
             if deadline is not None and deadline <= self.now:
                 handle.apply(handle.member.tick(self.now))
-        self.world.check()
+        self.check()
 
     def heal(self, seconds: float = 200.0) -> None:
         """Faults are over: every worker connects, all messages arrive, deadlines pass; every call

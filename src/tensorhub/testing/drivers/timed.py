@@ -29,8 +29,10 @@ from tensorhub.types import Options
 FULL_CHECK_EVERY = 100
 
 
-class TimedCluster:
+class TimedCluster(World):
     """One seed's cluster, which is still to be populated."""
+
+    process: CoordinatorProcess
 
     def __init__(self, seed: int, faults: Collection[Fault] | None, options: Options | None, events: int = 1000) -> None:
         """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
@@ -48,22 +50,17 @@ class TimedCluster:
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        self.world = world = World(
-            self.shells,
-            options or drawn,
-            chunks=chunks,
-            manifest=make_manifest(chunks, "xxh3-64"),
-        )
+        super().__init__(self.shells, options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         plan = FaultPlan(random, self.allowed)
-        world.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
-        self.injector = Injector(world, timeline, plan, events)
-        world.is_unharmed = lambda: not self.injector.happened
-        world.data = DataNetwork(world, timeline, self.injector)
-        world.keeper = keeper = Keeper(world, timeline)
-        world.control = network = ControlNetwork(world, timeline, self.injector, keeper, self.shells.touch)
-        self.process = world.process = CoordinatorProcess(world, timeline, self.injector, network.coordinator_died)
-        self.injector.coordinator = self.process
-        self.process.tick_soon()
+        self.forgets = lambda: not FORGETTING.isdisjoint(plan.weights)
+        self.injector = Injector(self, timeline, plan, events)
+        self.is_unharmed = lambda: not self.injector.happened
+        self.data = DataNetwork(self, timeline, self.injector)
+        self.keeper = keeper = Keeper(self, timeline)
+        self.control = network = ControlNetwork(self, timeline, self.injector, keeper, self.shells.touch)
+        self.process = process = CoordinatorProcess(self, timeline, self.injector, network.coordinator_died)
+        self.injector.coordinator = process
+        process.tick_soon()
 
     def __repr__(self) -> str:
         return (
@@ -72,21 +69,16 @@ class TimedCluster:
 
     def populate(self, users: StruckUsers) -> None:
         """From now on these call, and are struck."""
-        self.world.users = self.injector.users = users
-
-    @property
-    def now(self) -> float:
-        """Virtual seconds."""
-        return self.timeline.now
+        self.users = self.injector.users = users
 
     def take_event(self) -> None:
         """Let the next thing happen, and check what it touched."""
-        event, world = self.timeline.next_event(), self.world
+        event = self.timeline.next_event()
         assert event is not None, "users and heartbeats never end"
-        world.now = self.timeline.now
+        self.now = self.timeline.now
         event.act(*event.args)
         for handle in self.shells.take_touched():
-            world.guarantees.check_handle(handle)
+            self.guarantees.check_handle(handle)
         if self.timeline.events % FULL_CHECK_EVERY == 0:
             self.check()
 
@@ -110,7 +102,7 @@ class TimedCluster:
     @property
     def end_hash(self) -> str:
         """Of all that has happened, in its order, and what memory holds."""
-        handles = self.world.all_handles()
+        handles = self.all_handles()
         return self.timeline.end_hash(*(f"{handle.name}{handle.member.state}{handle.cells}" for handle in handles))
 
     def report(self, error: BaseException, command: str) -> str:
@@ -122,17 +114,16 @@ class TimedCluster:
 
     def check(self) -> None:
         """Everything that holds between two events."""
-        self.world.check()
-        for handle in self.world.live_handles():
-            self.world.guarantees.check_in_time(handle)
+        super().check()
+        for handle in self.live_handles():
+            self.guarantees.check_in_time(handle)
 
     def check_agreement(self) -> None:
         """At rest, the coordinator and workers agree."""
-        world = self.world
-        world.check_agreement()
-        for worker in world.workers.values():
+        super().check_agreement()
+        for worker in self.workers.values():
             for name in worker.newest if worker.alive else ():
-                model, told = world.coordinator.cluster.models.get(name), worker.newest[name]
+                model, told = self.coordinator.cluster.models.get(name), worker.newest[name]
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
                 demand(ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}")
