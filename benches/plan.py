@@ -16,6 +16,7 @@ import json
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple, TypeVar
 
 from tensorhub.layouts import (
@@ -35,6 +36,7 @@ from tensorhub.layouts import (
 from tensorhub.layouts.boxes import Box, span, volume
 from tensorhub.layouts.catalogue import catalogue_of
 from tensorhub.layouts.pieces import packed
+from tensorhub.layouts.plan import Row
 from tensorhub.layouts.sharding import Cut, cut
 from tensorhub.types import Options
 
@@ -182,13 +184,9 @@ def said(ranks: Sequence[Coordinates]) -> Wire:
     )
 
 
-def cells_made(made: Plan) -> int:
-    """How many; all of them are made, and none is kept."""
-    count = 0
-    for family in made.families:
-        for _ in family.cells():
-            count += 1
-    return count
+def rows_made(made: Plan) -> list[Row]:
+    """All of them, as a reading asks for them."""
+    return [row for source in made.needs for row in made.rows(source)]
 
 
 def measure(rank: int) -> Iterator[dict[str, object]]:
@@ -204,11 +202,11 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
                 return plan(reader, sources, turn=rank)
 
             plan_s, made = timed(planned)
-            cells_s, cells = timed(lambda made=made: cells_made(made))  # type: ignore[misc]
-            assert cells == made.cell_count
-            assert made.nbytes == reader.nbytes
-            runs, families, needs = made.run_count, len(made.families), len(made.needs)
-            del made
+            rows_s, rows = timed(lambda made=made: rows_made(made))  # type: ignore[misc]
+            assert sum(made.needs.values()) == reader.nbytes
+            cells, families, needs = sum(row[4] for row in rows), len(rows), len(made.needs)
+            runs = sum(row[4] * prod([times for times, _, _ in row[6]]) for row in rows)
+            del made, rows
             kept, most = traced(planned)
             yield {
                 "layouts": f"{publisher} -> {name}",
@@ -223,7 +221,7 @@ def measure(rank: int) -> Iterator[dict[str, object]]:
                 "families": families,
                 "cells": cells,
                 "runs": runs,
-                "us_per_cell": round(1e6 * cells_s / cells, 3),
+                "us_per_family": round(1e6 * rows_s / families, 3),
                 "gb": round(reader.nbytes / 1e9, 1),
                 "sources": needs,
                 **reading_row(publication, reader),

@@ -6,7 +6,7 @@ with gaps of a value of their own. `moved` carries a plan out, run by run, and c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tensorhub.layouts import Coordinates, LocalTensor, Plan, Publication, arrange, at, pieces_of, source
+from tensorhub.layouts.plan import Row
 from tensorhub.layouts.sharding import Cut, Sharding, cut
 from tensorhub.layouts.views import View
 
@@ -330,17 +331,30 @@ def world(random: Random) -> World:
 # ------------------------------------------------------------------------------------------------------------ moving
 
 
+Segment = tuple[int, int, int, int, int]  # region and offset at the source, and at the reader; bytes
+
+
+def segments(row: Row) -> Iterator[Segment]:
+    """Of each of its blocks, in order, the contiguous parts."""
+    mine, at_reader, its, at_source, length, (its_step, source_step, my_step, reader_step), loops, run = row
+    for n in range(length):
+        for numbers in product(*(range(times) for times, _, _ in loops)):
+            s = at_source + n * source_step + sum(i * apart for i, (_, apart, _) in zip(numbers, loops, strict=True))
+            r = at_reader + n * reader_step + sum(i * apart for i, (_, _, apart) in zip(numbers, loops, strict=True))
+            yield its + n * its_step, s, mine + n * my_step, r, run
+
+
 def moved(plan: Plan, sources: Sequence[Memory], reader: Memory) -> list[bytearray]:
     """Carries the plan out; how often each byte of the reader's regions was written."""
     counts = [bytearray(len(region)) for region in reader.regions]
     for number in plan.needs:
-        for cell in plan.cells(number):
-            for source_at, reader_at in cell.offsets():
-                run = sources[number].regions[cell.source_region][source_at : source_at + cell.run]
-                assert len(run) == cell.run
-                reader.regions[cell.reader_region][reader_at : reader_at + cell.run] = run
-                for byte in range(reader_at, reader_at + cell.run):
-                    counts[cell.reader_region][byte] += 1
+        for row in plan.rows(number):
+            for its, source_at, mine, reader_at, run in segments(row):
+                segment = sources[number].regions[its][source_at : source_at + run]
+                assert len(segment) == run
+                reader.regions[mine][reader_at : reader_at + run] = segment
+                for byte in range(reader_at, reader_at + run):
+                    counts[mine][byte] += 1
     return counts
 
 

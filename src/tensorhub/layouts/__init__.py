@@ -8,7 +8,6 @@
     arrangement   a rank's pieces as its peers hear them: arrangement and coordinates
     columns       how all three are encoded
     publication   what the ranks of a group hold together, and the checks of it
-    cells         bytes that a source has and a reader wants, and families of them
     plan          the bytes that a reader takes from each source
     reading       the plan in chunks: requests to sources (selections), and places at the reader
     published     the parts of a publication, by their ids
@@ -21,7 +20,6 @@ docs/layouts.md has the picture. Not responsible for moving a byte, nor for when
 
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue, Kind
-from tensorhub.layouts.cells import Cell, Family, Loop
 from tensorhub.layouts.identity import layout_id_of
 from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for
 from tensorhub.layouts.pieces import LocalTensor, Piece, pieces_of
@@ -36,13 +34,10 @@ from tensorhub.layouts.views import Place, View, at, source
 __all__ = [
     "Arrangement",
     "Catalogue",
-    "Cell",
     "Coordinates",
     "Declaration",
-    "Family",
     "Kind",
     "LocalTensor",
-    "Loop",
     "Part",
     "Piece",
     "Place",

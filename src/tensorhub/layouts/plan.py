@@ -1,35 +1,42 @@
-"""The plan: which bytes a reader takes from which source, as families of cells.
+"""The plan: which bytes a reader takes from which source.
 
     1. likeness      pieces of the reader are alike if they have equal forms, and if the sources hold equal forms of
                      their tensors: the reads of one of them are the reads of all
     2. stretches     of like pieces, those with memory an equal distance apart, at the reader and at each source
     3. templates     for one of them: the reader's box is met with the sources' boxes, each byte taken once
-    4. families      a template's cell, at the first piece of a stretch, and how far apart the rest are
+    4. rows          a template's block, at the first piece of a stretch, and how far apart the rest are
+
+A block is loops (times, stride at the source, stride at the reader) around segments that are contiguous at both ends:
+
+    for i in range(512):                                            one loop: 512 rows of a column slice
+        reader[.. + i * 4096 : .. + run] = source[.. + i * 8192 : .. + run]
+
+Loops are in the order of the reader's memory, the outermost first. That order is also the order of the block's bytes, on
+the wire and for its digest. It is the row-major order of the tensor unless the reader's memory is transposed.
 
 A model of 100,000 tensors has a few dozen likenesses, so the geometry of step 3 costs nothing. Steps 1 and 2 cost a few
-operations for each tensor. No cell is made before it is asked for.
+operations for each tensor.
 
 Where several sources hold a byte (replicated tensors, key-value heads), those that are read anyway come first, then
 those that give the least so far. `turn` decides between equals, so that like ranks of a reading group do not all choose
 one source, while ranks of equal coordinates do: so their selections are equal.
 
 Responsible for the bytes that are read from each source. Not responsible for whether the sources are a whole version
-(`publication`), nor for when cells are asked for.
+(`publication`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter, sub
 from typing import NamedTuple, TypeAlias
 
 from tensorhub.errors import ManifestMismatch
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.boxes import Box, Meetings, left_over, meet, shown, taken_out, volume
+from tensorhub.layouts.boxes import Box, Meetings, meet, shown, taken_out, volume
 from tensorhub.layouts.catalogue import numbers_in
-from tensorhub.layouts.cells import STILL, Cell, Family, Loop, Loops, Row, Step, folded, neat
 from tensorhub.layouts.columns import stretches
 from tensorhub.layouts.pieces import within
 
@@ -37,81 +44,79 @@ NAMES_MAX = 10  # in one error
 PLACES_PER_MEETING = 8  # that are looked at in the time that two boxes take to be met
 MANY = 60  # stretches of like pieces: then it is worth to look for fewer
 
+Loops: TypeAlias = tuple[tuple[int, int, int], ...]
+# How far apart the blocks of a row begin: the source's region and offset, the reader's region and offset. May be negative.
+Step: TypeAlias = tuple[int, int, int, int]
+STILL: Step = (0, 0, 0, 0)
 
-class Unheld(NamedTuple):
-    """A part of a reader's tensor that no source has. `count`: bytes of it."""
-
-    name: str
-    box: Box
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"{self.name!r} {shown(self.box)} ({self.nbytes} bytes)"
+# Equal blocks, of 512 experts, say: where the first begins (the reader's region and offset, the source's), how many there
+# are, how far apart, and their loops and run. A plain tuple: there are many, and of plain tuples of numbers the garbage
+# collector looks at each only once.
+Row: TypeAlias = tuple[int, int, int, int, int, Step, Loops, int]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`needs`: bytes from each source that is read at all. `unheld`: what no source has, empty unless that was allowed."""
+    """`needs`: bytes from each source that is read at all."""
 
     needs: Mapping[int, int]
-    unheld: tuple[Unheld, ...] = ()
-    _taken: Mapping[int, Sequence[_Taken]] = field(default_factory=dict)
+    _taken: Mapping[int, Sequence[_Taken]]
 
     def rows(self, source: int) -> list[Row]:
-        """The families that it gives, in the order of the reader's memory. They are made when they are asked for: of like
-        tensors many sources give equal families, which would be very many tuples.
+        """What it gives, in the order of the reader's memory. Rows are made when they are asked for: of like tensors many
+        sources give equal rows, which would be very many tuples.
         """
         return sorted([row for taken in self._taken.get(source, ()) for row in taken.rows()], key=itemgetter(0, 1))
 
-    @property
-    def families(self) -> tuple[Family, ...]:
-        """Of all sources."""
-        return tuple([Family._make(row) for source in self.needs for row in self.rows(source)])
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.needs.values())
-
-    @property
-    def cell_count(self) -> int:
-        return sum(family.length for family in self.families)
-
-    @property
-    def run_count(self) -> int:
-        return sum(family.runs for family in self.families)
-
-    def cells(self, source: int) -> Iterator[Cell]:
-        for row in self.rows(source):
-            yield from Family._make(row).cells()
-
-
-def plan(
-    reader: Coordinates,
-    sources: Sequence[Coordinates],
-    *,
-    preferred: Iterable[int] = (),
-    turn: int = 0,
-    partial: bool = False,
-) -> Plan:
-    """What the reader takes from each of these sources. `preferred`: sources that are read anyway.
-
-    ManifestMismatch, with everything that no source has, unless `partial`.
-    """
-    made = _Planning(reader, sources, preferred, turn).made()
-    if made.unheld and not partial:
-        sentences = tuple([f"no source holds {each}" for each in made.unheld])
-        more = len(sentences) - NAMES_MAX
-        text = "; ".join(sentences[:NAMES_MAX]) + (f" (and {more} more)" if more > 0 else "")
-        raise ManifestMismatch(f"{len(sentences)} part(s) of the reader's tensors: {text}", differences=sentences)
+def plan(reader: Coordinates, sources: Sequence[Coordinates], *, turn: int = 0) -> Plan:
+    """What the reader takes from each of these sources. ManifestMismatch, with everything that no source has."""
+    planning = _Planning(reader, sources, turn)
+    made = planning.made()
+    if planning.unheld:
+        more = len(planning.unheld) - NAMES_MAX
+        text = "; ".join(planning.unheld[:NAMES_MAX]) + (f" (and {more} more)" if more > 0 else "")
+        raise ManifestMismatch(
+            f"{len(planning.unheld)} part(s) of the reader's tensors: {text}", differences=tuple(planning.unheld)
+        )
     return made
+
+
+def folded(loops: Iterable[tuple[int, int, int]], run: int) -> tuple[Loops, int]:
+    """Equivalent loops, as few as possible, with the longest runs: in the order of the reader's memory, each joined with
+    the next inner loop where that ends at its next start.
+    """
+    found: list[tuple[int, int, int]] = []  # the innermost first
+    for times, source, reader in sorted((each for each in loops if each[0] > 1), key=itemgetter(2)):
+        inner, its_source, its_reader = found[-1] if found else (1, 0, 0)
+        if not found and source == reader == run:
+            run *= times
+        elif found and (source, reader) == (inner * its_source, inner * its_reader):
+            found[-1] = inner * times, its_source, its_reader
+        else:
+            found.append((times, source, reader))
+    return tuple(reversed(found)), run
+
+
+def neat(row: Row) -> Row:
+    """The row's blocks, forward in the reader's memory. Neighbours coalesce: they become one block, where all lie in one
+    region at either end, without gaps.
+    """
+    region, offset, its, at, length, (its_step, source_step, my_step, reader_step), loops, run = row
+    if length > 1 and its_step == my_step == 0 and source_step > 0 < reader_step:
+        return region, offset, its, at, 1, STILL, *folded([*loops, (length, source_step, reader_step)], run)
+    if (my_step, reader_step) >= (0, 0):
+        return row
+    n = length - 1
+    begins = region + n * my_step, offset + n * reader_step, its + n * its_step, at + n * source_step
+    return *begins, length, (-its_step, -source_step, -my_step, -reader_step), loops, run
 
 
 # ----------------------------------------------------------------------------------------------------- likeness
 
 
-_Forms: TypeAlias = tuple[
-    tuple[int, int], ...
-]  # of pieces of one tensor: the numbers of the arrangement, and of the form in it
+# Of pieces of one tensor: the numbers of the arrangement, and of the form in it.
+_Forms: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class _Likeness(NamedTuple):
@@ -200,17 +205,10 @@ class _Lines:
 class _Planning:
     """One plan being made."""
 
-    def __init__(
-        self,
-        reader: Coordinates,
-        sources: Sequence[Coordinates],
-        preferred: Iterable[int],
-        turn: int,
-    ) -> None:
+    def __init__(self, reader: Coordinates, sources: Sequence[Coordinates], turn: int) -> None:
         self._reader = reader
         self._sources = sources
         self._turn = turn
-        self._in_use = set(preferred)
         self._given = [0] * len(sources)  # bytes that each source gives so far
         arrangements = {each.arrangement.arrangement_id: each.arrangement for each in sources}
         numbers = {key: number for number, key in enumerate(arrangements)}
@@ -219,23 +217,23 @@ class _Planning:
         for number, each in enumerate(sources):
             self._of_arrangement[numbers[each.arrangement.arrangement_id]].append(number)
         self._taken: dict[int, list[_Taken]] = {}
-        self._unheld: list[Unheld] = []
+        self.unheld: list[str] = []  # a sentence for each part of a reader's tensor that no source has
         self._meetings = Meetings()
 
     def made(self) -> Plan:
         undecided = []
         for likeness, found in self._alike():
             candidates = list(self._candidates(likeness))
-            parts = self._only_parts(likeness, candidates)
-            if parts is None:
+            if not self._take(likeness, candidates, found, in_any_order=True):
                 undecided += [(likeness, candidates, stretch) for stretch in found]
-            else:
-                self._take(likeness, candidates, found, parts)
         for likeness, candidates, stretch in undecided:  # now it is known which sources are read anyway
             for each in stretch.split(len(candidates)):
-                self._take(likeness, candidates, [each], self._chosen_parts(likeness, candidates))
-        needs = {source: self._given[source] for source in sorted(self._taken)}
-        return Plan(needs, tuple(self._unheld), self._taken)
+                self._take(likeness, sorted(candidates, key=self._rank), [each], in_any_order=False)
+        return Plan({source: self._given[source] for source in sorted(self._taken)}, self._taken)
+
+    def _rank(self, candidate: _Candidate) -> tuple[bool, int, int]:
+        source = candidate.source
+        return source not in self._taken, self._given[source], (source - self._turn) % len(self._sources)
 
     # --------------------------------------------------------------------------------------------- who has what
 
@@ -323,31 +321,6 @@ class _Planning:
                 if (common := meet(box, theirs)) is not None:
                     yield _Candidate(source, column, common)
 
-    def _only_parts(self, likeness: _Likeness, candidates: list[_Candidate]) -> list[_Part] | None:
-        """The parts to take, where the order of the sources does not matter; None where it does."""
-        _, box, _ = self._reader.geometry[likeness.form]
-        left = [box]
-        for candidate in candidates:
-            taken, left = taken_out(left, candidate.common, self._meetings)
-            if sum(map(volume, taken)) < volume(candidate.common):
-                return None
-        return [self._part(likeness, candidate, candidate.common) for candidate in candidates]
-
-    def _chosen_parts(self, likeness: _Likeness, candidates: list[_Candidate]) -> list[_Part]:
-        def rank(candidate: _Candidate) -> tuple[bool, int, int]:
-            source = candidate.source
-            return source not in self._in_use, self._given[source], (source - self._turn) % len(self._sources)
-
-        _, box, _ = self._reader.geometry[likeness.form]
-        parts: list[_Part] = []
-        left = [box]
-        for candidate in sorted(candidates, key=rank):
-            if not left:
-                break
-            taken, left = taken_out(left, candidate.common, self._meetings)
-            parts += [self._part(likeness, candidate, common) for common in taken]
-        return parts
-
     def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> _Part:
         kind, mine, to = self._reader.geometry[likeness.form]
         _, form = likeness.held[candidate.column]
@@ -355,29 +328,36 @@ class _Planning:
         source_offset, source_steps = within(common, theirs, by)
         reader_offset, reader_steps = within(common, mine, to)
         steps = zip(source_steps, reader_steps, strict=True)
-        loops, run = folded(
-            [Loop(times, at_source, at_reader) for (times, at_source), (_, at_reader) in steps], kind.itemsize
-        )
+        loops, run = folded([(times, apart, here) for (times, apart), (_, here) in steps], kind.itemsize)
         nbytes = volume(common) * kind.itemsize
-        around = tuple([(times, at_source, at_reader) for times, at_source, at_reader in loops])
-        return _Part(candidate.source, candidate.column, source_offset, reader_offset, around, run, nbytes)
+        return _Part(candidate.source, candidate.column, source_offset, reader_offset, loops, run, nbytes)
 
-    def _take(self, likeness: _Likeness, candidates: list[_Candidate], found: list[_Stretch], parts: list[_Part]) -> None:
+    def _take(self, likeness: _Likeness, candidates: list[_Candidate], found: list[_Stretch], *, in_any_order: bool) -> bool:
+        """Each byte from the first candidate that has it. False: nothing is taken, as it has to be `in_any_order`, and two
+        have a byte.
+        """
+        kind, box, _ = self._reader.geometry[likeness.form]
+        parts: list[_Part] = []
+        left = [box]
+        for candidate in candidates:
+            taken, left = taken_out(left, candidate.common, self._meetings)
+            is_whole = sum(map(volume, taken)) == volume(candidate.common)
+            if in_any_order and not is_whole:
+                return False
+            commons = [candidate.common] if is_whole else taken
+            parts += [self._part(likeness, candidate, common) for common in commons]
         length = sum([len(stretch.pieces) for stretch in found])
         begins = {column: sorted(_begins(found, column)) for column in {part.column for part in parts}}
         is_neat = {column: all(step == STILL or step[2] > 0 for *_, step in each) for column, each in begins.items()}
         for part in parts:
-            taken = _Taken(part, begins[part.column], is_neat[part.column])
-            self._taken.setdefault(part.source, []).append(taken)
+            taken_part = _Taken(part, begins[part.column], is_neat[part.column])
+            self._taken.setdefault(part.source, []).append(taken_part)
             self._given[part.source] += part.nbytes * length
-            self._in_use.add(part.source)
-        kind, box, _ = self._reader.geometry[likeness.form]
-        if sum(part.nbytes for part in parts) == volume(box) * kind.itemsize:
-            return
-        boxes = left_over(box, [candidate.common for candidate in candidates], self._meetings)
-        for piece in (piece for stretch in found for piece in stretch.pieces):
+        for piece in (piece for stretch in found for piece in stretch.pieces if left):
             name = self._reader.catalogue.names[self._reader.arrangement.tensors[piece]]
-            self._unheld += [Unheld(name, each, volume(each) * kind.itemsize) for each in boxes]
+            for each in left:
+                self.unheld.append(f"no source holds {name!r} {shown(each)} ({volume(each) * kind.itemsize} bytes)")
+        return True
 
 
 def _count(lines: Iterable[_Lines]) -> int:

@@ -21,7 +21,7 @@ from tensorhub.layouts.columns import expect, pack_all, unpack_all
 from tensorhub.model.manifest import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, Digest, id_of
 
 FORM = 1
-GRID = 4  # grows with each change of readings, so that workers with other readings have another grid
+GRID = 5  # grows with each change of readings, so that workers with other readings have another grid
 SHARDS_MAX = 2**20
 PUBLISHED_BYTES_MAX = 2**24
 ID_MAX = 64  # characters

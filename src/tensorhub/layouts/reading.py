@@ -31,9 +31,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.cells import STILL, Cell, Family, Loops, Row
 from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack, put_together, split_all, unpack_all
-from tensorhub.layouts.plan import plan
+from tensorhub.layouts.plan import STILL, Loops, Row, plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import ID_MAX
 from tensorhub.messages.reading import SELECTION_BYTES_MAX
@@ -274,10 +273,10 @@ class _Form(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _form(loops: Loops, run: int) -> _Form:
-    cell = Cell(0, 0, 0, 0, loops, run)
+    around = [loop[0] for loop in loops]
     reader = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, _, apart in loops]), run))
     source = shortest(Strip(0, 0, 0, 0, 1, tuple([(times, apart) for times, apart, _ in loops]), run))
-    return _Form(cell.nbytes, cell.runs, (reader.loops, reader.run), (source.loops, source.run))
+    return _Form(prod(around) * run, prod(around), (reader.loops, reader.run), (source.loops, source.run))
 
 
 class _Batch(NamedTuple):
@@ -325,16 +324,38 @@ def _in_order(batch: list[tuple[_Row, _Row]], nbytes: int, cells: int, runs: int
     return _Batch(tuple([place for place, _ in batch]), tuple([taken for _, taken in batch]), nbytes, cells, runs)
 
 
-def _short(families: Iterable[Row], chunk_bytes: int) -> Iterator[Row]:
-    """The cells of `families` in families that fit a chunk."""
-    for family in families:
-        form = _form(family[6], family[7])
+def _short(rows: Iterable[Row], chunk_bytes: int) -> Iterator[Row]:
+    """The blocks of `rows` in rows with blocks that fit a chunk."""
+    for row in rows:
+        mine, at_reader, its, at_source, length, (its_step, source_step, my_step, reader_step), loops, run = row
+        form = _form(loops, run)
         if form.nbytes <= chunk_bytes and form.runs <= RUNS_MAX:
-            yield family
-        else:
-            for cell in Family._make(family).cells():
-                for its, at_source, mine, at_reader, loops, run in cell.cut(min(chunk_bytes, RUNS_MAX * cell.run)):
-                    yield mine, at_reader, its, at_source, 1, STILL, loops, run
+            yield row
+            continue
+        for n in range(length):
+            begin = mine + n * my_step, at_reader + n * reader_step, its + n * its_step, at_source + n * source_step
+            yield from _cut((*begin, 1, STILL, loops, run), min(chunk_bytes, RUNS_MAX * run))
+
+
+def _cut(row: Row, nbytes_max: int) -> Iterator[Row]:
+    """The bytes of one block in order, in blocks of at most `nbytes_max`: of whole runs where those fit, else of parts of a
+    run.
+    """
+    mine, at_reader, its, at_source, _, _, loops, run = row
+    nbytes = prod([times for times, _, _ in loops]) * run
+    if nbytes <= nbytes_max:
+        yield row
+    elif not loops:
+        for at in range(0, run, nbytes_max):
+            yield mine, at_reader + at, its, at_source + at, 1, STILL, (), min(nbytes_max, run - at)
+    else:
+        (count, source, reader), *inner = loops
+        at_once = max(1, nbytes_max * count // nbytes)
+        for at in range(0, count, at_once):
+            times = min(at_once, count - at)
+            around = ((times, source, reader), *inner) if times > 1 else tuple(inner)
+            begin = mine, at_reader + at * reader, its, at_source + at * source
+            yield from _cut((*begin, 1, STILL, around, run), nbytes_max)
 
 
 def _row(region: int, offset: int, region_step: int, offset_step: int, length: int, loops: Around, run: int) -> _Row:
