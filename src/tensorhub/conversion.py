@@ -28,7 +28,7 @@ from tensorhub.api.opening import Unpicklable
 from tensorhub.api.tools import tell_left_out
 from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidType, InvalidValue, RegistrationError, TensorHubError, shown
-from tensorhub.layouts.entries import Sources
+from tensorhub.layouts.views import Sources
 from tensorhub.memory.describing import local_of
 from tensorhub.memory.module_state import PLAIN
 from tensorhub.memory.resolving import resolve, resolve_all

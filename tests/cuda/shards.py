@@ -13,7 +13,7 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.tools import register_memory
 from tensorhub.api.weights import Weights
 from tensorhub.cuda.device import Device
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.views import View
 from tensorhub.memory.tensors import RegisteredMemory
 from tests.cuda.double import Double

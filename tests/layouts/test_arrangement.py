@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
-from tensorhub.layouts import Arrangement, Catalogue, Coordinates, Kind, LocalTensor, Piece, arrange, at, pieces_of, source
+from tensorhub.layouts import Arrangement, Catalogue, Coordinates, Kind, Piece, arrange, at, source
 from tensorhub.layouts.boxes import Span
 from tensorhub.layouts.catalogue import catalogue_of, merged, numbers_in
 from tensorhub.layouts.columns import pack
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
-from tests.layouts.worlds import world
+from tests.layouts.worlds import LocalTensor, pieces_of, world
 
 Decode = Callable[[bytes], Any]
 

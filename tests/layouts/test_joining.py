@@ -20,10 +20,9 @@ from tensorhub.layouts import (
     reading_for,
     source,
 )
-from tensorhub.layouts.entries import Sources
 from tensorhub.layouts.sharding import Cut, cut
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
-from tests.layouts.worlds import world
+from tests.layouts.worlds import entries, world
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -115,12 +114,15 @@ def test_ranks_that_do_not_make_one_version_are_refused() -> None:
 
 
 def read(
-    published: tuple[Published, dict[str, bytes]], shapes: Shapes, sources: Sources | None = None, **declared: int
+    published: tuple[Published, dict[str, bytes]],
+    shapes: Shapes,
+    sources: Mapping[str, object] | None = None,
+    **declared: int,
 ) -> Sequence[int]:
     """By shard, the bytes that are read of it."""
     publication = publication_of(*published)
     rank, world_size = declared.get("rank", 0), declared.get("world_size", 1)
-    declaration = Declaration(rank, world_size, None, sources, bool(declared.get("partial")))
+    declaration = Declaration(rank, world_size, {}, entries(sources or {}), bool(declared.get("partial")))
     made = reading_for(published[0], publication, manifest_of(shapes), declaration)
     assert made.digest == published[0].digest
     assert made.nbytes == sum(part.selection.nbytes for part in made.parts)
@@ -186,9 +188,9 @@ def test_ties_at_the_reader_only_are_refused() -> None:
     tied = manifest_of({"a": (12, 4), "b": (6, 2), "norm": (4,), "more": (6, 2)}, at_address={"more": 4096})
     sources = {"more": source("a")[0:6, 0:2]}
     with pytest.raises(ManifestMismatch, match="share memory at the reader only"):
-        reading_for(published, publication_of(published, parts), tied, Declaration(sources=sources))
+        reading_for(published, publication_of(published, parts), tied, Declaration(sources=entries(sources)))
 
 
 def test_a_publisher_says_all_shapes() -> None:
     with pytest.raises(RegistrationError, match=r"source\('a', shape=...\)"):
-        coordinates_of(manifest_of({"a": (2, 4)}), Declaration(sources={"a": source("a")[0:2]}))
+        coordinates_of(manifest_of({"a": (2, 4)}), Declaration(sources=entries({"a": source("a")[0:2]})))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from tensorhub.errors import RegistrationError
-from tensorhub.layouts import Kind, LocalTensor, Piece, at, pieces_of, source
+from tensorhub.layouts import Kind, Piece, at, source
 from tensorhub.layouts.arrangement import arrange
 from tensorhub.layouts.boxes import Span, whole
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
+from tests.layouts.worlds import LocalTensor, pieces_of
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "q": (8, 4),

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import ManifestMismatch
-from tensorhub.layouts import Coordinates, LocalTensor, Publication, arrange, pieces_of, source
+from tensorhub.layouts import Coordinates, Publication, arrange, source
 from tensorhub.layouts.catalogue import catalogue_of
 from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.sharding import Cut, cut
-from tests.layouts.worlds import world
+from tests.layouts.worlds import LocalTensor, pieces_of, world
 
 
 def local(name: str, *shape: int, region: int = 0, offset: int = 0) -> LocalTensor:

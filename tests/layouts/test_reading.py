@@ -17,22 +17,21 @@ from tensorhub.layouts import (
     Arrangement,
     Catalogue,
     Coordinates,
-    LocalTensor,
     Publication,
     Reading,
     Selection,
     arrange,
     at,
-    pieces_of,
     reading,
     reading_of,
     source,
 )
 from tensorhub.layouts.columns import pack_all
 from tensorhub.layouts.pieces import packed
+from tensorhub.layouts.sharding import Cut, cut
 from tensorhub.model.strips import Strip, straight
-from tests.layouts.test_plan import KIB, MIB, by_rows, parallel_rank
-from tests.layouts.worlds import World, experts, wanted, world
+from tests.layouts.test_plan import locals_of
+from tests.layouts.worlds import LocalTensor, World, experts, pieces_of, wanted, world
 
 SMALL = st.sampled_from([1, 7, 16, 64, 4096])
 
@@ -172,9 +171,52 @@ def test_a_chunk_has_no_more_runs_than_its_source_allows(monkeypatch: pytest.Mon
     assert reading_of(publication, reader, chunk_bytes=4096).sizes == (64, 64)
 
 
-# ------------------------------------------------------------------------------------------------- worked examples
+# ------------------------------------------------------------------------------------------------- worked example
 #
-# The layouts of `test_plan`, in chunks of 16 MiB.
+# One layer of Llama-3-8B in bfloat16, with one of its norms, in chunks of 16 MiB.
+
+KIB, MIB = 2**10, 2**20
+HIDDEN, KEY_VALUE, INNER = 4096, 1024, 14_336
+LLAMA = {
+    "q": (HIDDEN, HIDDEN),
+    "k": (KEY_VALUE, HIDDEN),
+    "v": (KEY_VALUE, HIDDEN),
+    "o": (HIDDEN, HIDDEN),
+    "gate": (INNER, HIDDEN),
+    "up": (INNER, HIDDEN),
+    "down": (HIDDEN, INNER),
+    "norm": (HIDDEN,),
+}
+
+
+def by_rows(ranks: int) -> Publication:
+    """FSDP2: each tensor cut by rows."""
+    made = []
+    for rank in range(ranks):
+        shardings = {name: cut(shape, [Cut(0, ranks, rank)]) for name, shape in LLAMA.items()}
+        shapes = {name: tuple(sum(run.size for run in runs) for runs in its.runs) for name, its in shardings.items()}
+        made.append(arrange(pieces_of(locals_of(shapes), rank=rank, world_size=ranks, shardings=shardings)))
+    return Publication(tuple(made)).check()
+
+
+def first_of_two() -> Coordinates:
+    """Tensor parallelism with fused tensors, as an inference engine has them."""
+    q, k, v, o, gate, up, down, norm = map(source, LLAMA)
+    shapes = {
+        "qkv": (HIDDEN // 2 + KEY_VALUE, HIDDEN),
+        "gate_up": (INNER, HIDDEN),
+        "o": (HIDDEN, HIDDEN // 2),
+        "down": (HIDDEN, INNER // 2),
+        "norm": (HIDDEN,),
+    }
+    sources: dict[str, object] = {
+        "qkv": [q[: HIDDEN // 2], k[: KEY_VALUE // 2], v[: KEY_VALUE // 2]],
+        "gate_up": [gate[: INNER // 2], up[: INNER // 2]],
+        "o": o[:, : HIDDEN // 2],
+        "down": down[:, : INNER // 2],
+        "norm": norm,
+    }
+    return arrange(pieces_of(locals_of(shapes), world_size=2, sources=sources, shape_of=LLAMA.get))
 
 
 def taken(found: Reading) -> list[Strip]:
@@ -190,7 +232,7 @@ def runs_at_the_sources(found: Reading) -> Counter[int]:
 
 
 def test_eight_ranks_by_rows_to_two_tensor_parallel_ones() -> None:
-    found = reading_of(by_rows(8), parallel_rank(2, 0, published=False), chunk_bytes=16 * MIB)
+    found = reading_of(by_rows(8), first_of_two(), chunk_bytes=16 * MIB)
     assert found.nbytes == 208 * MIB + 8 * KIB
     # Of the first four sources: q, k and v together; gate; up and o; down and the norm. The others have no qkv of this rank.
     assert [part.chunks for part in found.parts[:2]] == [(0, 4, 8, 16), (1, 5, 9, 17)]

@@ -9,6 +9,7 @@ import pytest
 from tensorhub.layouts import Declaration, Published, ReshardedManifest, at, publication_of, reading_for, source
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.model.strips import Strip, straight
+from tests.layouts.worlds import entries
 
 
 def described(name: str, shape: tuple[int, ...], address: int) -> TensorDescription:
@@ -22,7 +23,7 @@ def made() -> tuple[Manifest, ReshardedManifest]:
     publication = publication_of(what, {published.manifest_id: published.encode()})
     mine = build_manifest([described("padded", (128,), 0), described("columns", (4096, 2), 2**20)], 8192, "none", "mine")
     sources = {"padded": [(at[0:100], source("v"))], "columns": source("w")[:, 2:4]}
-    return mine, reading_for(what, publication, mine, Declaration(0, 2, None, sources))
+    return mine, reading_for(what, publication, mine, Declaration(0, 2, sources=entries(sources)))
 
 
 def test_what_is_said_of_chunks_is_said_of_either_in_the_same_words() -> None:

@@ -50,17 +50,11 @@ def rows(sharding: Sharding) -> list[int]:
 CASES: list[tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = [
     ((13, 4), (4,), [Shard(0)]),
     ((3, 4), (4,), [Shard(0)]),  # the last rank has nothing
-    ((6, 5), (2,), [Shard(1)]),
     ((6, 5), (2,), [Shard(-1)]),
-    ((6, 5), (2, 3), [Shard(0), Shard(1)]),
     ((13, 5), (3, 2), [Shard(0), Shard(0)]),
     ((13, 4), (3, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
-    ((17, 4), (2, 3), [_StridedShard(0, split_factor=3), Shard(0)]),
-    ((16, 4), (4, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
     ((7, 4), (2, 2), [Replicate(), Shard(0)]),  # HSDP
     ((13, 4), (2, 3, 2), [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]),
-    ((13, 7), (3, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
-    ((4,), (2,), [Replicate()]),
     ((0, 4), (2,), [Shard(0)]),
 ]
 
@@ -130,29 +124,20 @@ def test_where_not_even_the_memory_decides_the_tensor_is_refused() -> None:
             sharding_of(dtensor)
 
 
-def test_a_local_part_of_another_shape_is_refused() -> None:
+class Scattered(Shard):
+    """A placement that another library defines."""
+
+
+@pytest.mark.parametrize(
+    ("placement", "advice"),
+    [(Shard(0), r"shape \(3, 4\).*say \(4, 4\)"), (Partial(), "Partial"), (Scattered(0), "unknown here")],
+)
+def test_what_cannot_be_registered_is_refused(placement: Any, advice: str) -> None:
     with mesh_of(2, rank=0) as mesh:
         dtensor = DTensor.from_local(
-            torch.zeros(3, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
+            torch.zeros(3, 4), mesh, [placement], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
         )
-        with pytest.raises(RegistrationError, match=r"shape \(3, 4\).*say \(4, 4\)"):
-            sharding_of(dtensor)
-
-
-def test_partial_placements_are_refused() -> None:
-    with mesh_of(2, rank=0) as mesh:
-        dtensor = DTensor.from_local(torch.zeros(3, 4), mesh, [Partial()], run_check=False)
-        with pytest.raises(RegistrationError, match="Partial"):
-            sharding_of(dtensor)
-
-
-def test_unknown_placements_are_refused() -> None:
-    class Scattered(Shard):
-        pass
-
-    with mesh_of(2, rank=0) as mesh:
-        dtensor = DTensor.from_local(torch.zeros(3, 4), mesh, [Scattered(0)], run_check=False)
-        with pytest.raises(RegistrationError, match="unknown here"):
+        with pytest.raises(RegistrationError, match=advice):
             sharding_of(dtensor)
 
 

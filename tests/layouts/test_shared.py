@@ -11,10 +11,11 @@ import pytest
 import tensorhub
 from tensorhub.layouts import shared
 from tensorhub.layouts.arrangement import arrange
-from tensorhub.layouts.pieces import LocalTensor, packed, pieces_of
+from tensorhub.layouts.pieces import packed
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.shared import Share, shares_of
 from tensorhub.model.strips import Strip
+from tests.layouts.worlds import LocalTensor, pieces_of
 
 W = tensorhub.source("w", shape=(8, 6))
 NORM = tensorhub.source("norm", shape=(10,))

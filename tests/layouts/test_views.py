@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts import View, at, source
 from tensorhub.layouts.boxes import Span
-from tensorhub.layouts.views import Taken, parts
+from tensorhub.layouts.views import Taken, entries_of, without_shape
 from tests.layouts.worlds import some_view
 
 
@@ -132,17 +132,25 @@ def test_what_is_no_source_is_refused(name: Any, shape: Any, fault: str) -> None
         source(name, shape)
 
 
+W = source("w", shape=(8, 4))
+
+
 def test_an_entry_is_a_view_or_a_list_of_views_or_a_list_of_pairs() -> None:
-    w = source("w")
-    assert parts("t", w) == ((), (w,))
-    assert parts("t", [w, w[0:1]]) == ((), (w, w[0:1]))
-    assert parts("t", [(at[0], w)]) == (((at[0], w),), ())
-    assert parts("t", []) == ((), ())
+    given: dict[str, object] = {"a": [W[0:1], W[1:2]], "b": W, "c": None, "d": [(at[0], W[0])], "e": []}
+    found, faults = entries_of("abcde", given)
+    assert found == {"a": ((None, W[0:1]), (None, W[1:2])), "b": ((None, W),), "d": ((at[0], W[0]),), "e": ()}
+    assert (found, faults) == entries_of("abcde", given.get) == (found, [])
 
 
-@pytest.mark.parametrize(
-    "entry", [3, "w", (at[0], source("w")), [source("w"), (at[0], source("w"))], [(source("w"), at[0])]]
-)
-def test_other_entries_are_refused(entry: Any) -> None:
-    with pytest.raises(RegistrationError, match=r"sources of 't': give a view .*, a list of views.* or a list of pairs"):
-        parts("t", entry)
+@pytest.mark.parametrize("entry", [3, "w", (at[0], W), [W, (at[0], W)], [(W, at[0])]])
+def test_everything_that_is_wrong_with_entries_is_named(entry: object) -> None:
+    found, faults = entries_of("ab", {"a": entry, "b": [(at[0:1], W[0:1])], "z": W})
+    assert found == {"b": ((at[0:1], W[0:1]),)}
+    assert "sources of 'a': give a view (`" in faults[0]
+    assert faults[1] == "sources names 'z', and no tensor of that name is registered"
+
+
+def test_whose_shape_nobody_has_said() -> None:
+    v = source("v")
+    found, _ = entries_of("abcd", {"a": W, "b": [W[0:1], v[0:1]], "c": [(at[0:1], v), (at[1:2], source("u"))], "d": []})
+    assert without_shape(found) == {"b": "v", "c": "v"}

@@ -1,12 +1,12 @@
 """Random trainers and readers in memory, and what a reader must end up with by gathering and slicing with numpy.
 
 A world has a few global tensors, the ranks of a group that publish them, and one reader. Each rank has regions of bytes,
-with gaps of a value of their own. `moved` carries a plan out, run by run, and counts how often each byte was written.
+with gaps of a value of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -15,15 +15,59 @@ from typing import Any
 
 import numpy as np
 
-from tensorhub.layouts import Coordinates, LocalTensor, Plan, Publication, arrange, at, pieces_of, source
-from tensorhub.layouts.plan import Row
+from tensorhub.errors import RegistrationError
+from tensorhub.layouts import Coordinates, Declaration, Piece, Publication, arrange, at, pieces, source
 from tensorhub.layouts.sharding import Cut, Sharding, cut
-from tensorhub.layouts.views import View
+from tensorhub.layouts.views import Entry, Sources, View, entries_of
+from tensorhub.model.dtypes import Quantization
+from tensorhub.model.manifest import Manifest, TensorSpec
 
 Array = np.ndarray[Any, Any]
 
 DTYPES = {"uint8": 1, "float16": 2, "float32": 4}  # held as unsigned integers: only bytes are compared
 GAP = 0xEE
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A registered tensor as it lies in a rank's memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    region: int
+    offset: int = 0
+    quantization: Quantization | None = None
+
+
+def entries(sources: Mapping[str, object]) -> dict[str, Entry]:
+    found, faults = entries_of(sources, sources)
+    assert not faults
+    return found
+
+
+def pieces_of(
+    tensors: Sequence[LocalTensor],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    shardings: Mapping[str, Sharding | None] | None = None,
+    sources: Sources | None = None,
+    shape_of: pieces.ShapeOf | None = None,
+) -> list[Piece]:
+    """The pieces of these tensors. RegistrationError, with every fault."""
+    entries, wrong = entries_of([each.name for each in tensors], sources)
+    specs = [
+        TensorSpec(t.name, t.dtype, t.shape, tuple([(0, n) for n in t.shape]), t.region, t.offset, t.quantization)
+        for t in tensors
+    ]
+    strides = {each.name: each.strides for each in tensors}
+    declared = Declaration(rank, world_size, shardings or {}, entries, strides=strides)
+    found, faults = pieces.pieces_of(Manifest(tuple(specs), (), 4096, "none", ""), declared, shape_of)
+    if faults or wrong:
+        raise RegistrationError(f"{len(faults) + len(wrong)} fault(s): " + "\n  ".join([*faults.values(), *wrong]))
+    return found
 
 
 @dataclass
@@ -152,8 +196,8 @@ def publishers(random: Random, made: dict[str, tuple[str, Array]]) -> tuple[Publ
                 _by_hand(alike, memory, sources, name, dtype, elements, rank, prod(mesh))
             else:
                 shardings[name] = mesh_rank(alike, memory, name, dtype, elements, how[name], coordinate)
-        pieces = pieces_of(memory.tensors, rank=rank, world_size=prod(mesh), shardings=shardings, sources=sources)
-        ranks.append(arrange(pieces))
+        held = pieces_of(memory.tensors, rank=rank, world_size=prod(mesh), shardings=shardings, sources=sources)
+        ranks.append(arrange(held))
         memories.append(memory)
     return Publication(tuple(ranks)).check(), memories
 
@@ -256,8 +300,8 @@ def readers(
         sources[f"mine{number}"] = entry
         written += [(memory.tensors[-1], index, array) for index, array in goes]
     shapes = {name: elements.shape for name, (_, elements) in made.items()}
-    pieces = pieces_of(memory.tensors, world_size=2, shardings=shardings, sources=sources, shape_of=shapes.get)
-    coordinates = arrange(pieces, publication.catalogue)
+    read = pieces_of(memory.tensors, world_size=2, shardings=shardings, sources=sources, shape_of=shapes.get)
+    coordinates = arrange(read, publication.catalogue)
     return coordinates, memory, _expected(memory, written)
 
 
@@ -316,9 +360,9 @@ def experts(random: Random) -> World:
             memory.add(Even(), f"my {name}", dtype, parts[name].shape)
             sources[f"my {name}"] = source(name)[rows, columns]
             written.append((memory.tensors[-1], ..., parts[name]))
-    pieces = pieces_of(memory.tensors, sources=sources, shape_of=dict.fromkeys(names, shape).get)
+    read = pieces_of(memory.tensors, sources=sources, shape_of=dict.fromkeys(names, shape).get)
     expected = _expected(memory, written)
-    return World(made, publication, memories, arrange(pieces, publication.catalogue), memory, expected)
+    return World(made, publication, memories, arrange(read, publication.catalogue), memory, expected)
 
 
 def world(random: Random) -> World:
@@ -326,36 +370,6 @@ def world(random: Random) -> World:
     publication, memories = publishers(random, made)
     reader, memory, expected = readers(random, made, publication)
     return World(made, publication, memories, reader, memory, expected)
-
-
-# ------------------------------------------------------------------------------------------------------------ moving
-
-
-Segment = tuple[int, int, int, int, int]  # region and offset at the source, and at the reader; bytes
-
-
-def segments(row: Row) -> Iterator[Segment]:
-    """Of each of its blocks, in order, the contiguous parts."""
-    mine, at_reader, its, at_source, length, (its_step, source_step, my_step, reader_step), loops, run = row
-    for n in range(length):
-        for numbers in product(*(range(times) for times, _, _ in loops)):
-            s = at_source + n * source_step + sum(i * apart for i, (_, apart, _) in zip(numbers, loops, strict=True))
-            r = at_reader + n * reader_step + sum(i * apart for i, (_, _, apart) in zip(numbers, loops, strict=True))
-            yield its + n * its_step, s, mine + n * my_step, r, run
-
-
-def moved(plan: Plan, sources: Sequence[Memory], reader: Memory) -> list[bytearray]:
-    """Carries the plan out; how often each byte of the reader's regions was written."""
-    counts = [bytearray(len(region)) for region in reader.regions]
-    for number in plan.needs:
-        for row in plan.rows(number):
-            for its, source_at, mine, reader_at, run in segments(row):
-                segment = sources[number].regions[its][source_at : source_at + run]
-                assert len(segment) == run
-                reader.regions[mine][reader_at : reader_at + run] = segment
-                for byte in range(reader_at, reader_at + run):
-                    counts[mine][byte] += 1
-    return counts
 
 
 def wanted(world: World) -> list[bytearray]:

@@ -10,13 +10,13 @@ from typing import TypeVar
 import pytest
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, StateError, TensorHubError, VersionUnavailable
-from tensorhub.layouts.entries import entries_of
 from tensorhub.layouts.identity import layout_id_of
-from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for, said_parts
+from tensorhub.layouts.joining import coordinates_of, parts_of, publication_of, reading_for, said_parts
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.shared import Share
-from tensorhub.layouts.views import at, source
+from tensorhub.layouts.views import at, entries_of, source
 from tensorhub.messages import (
     Abandon,
     BegunWith,
@@ -510,7 +510,7 @@ def test_what_does_not_fit_ends_the_call_with_everything_that_is_wrong() -> None
     reader.begin()
     reader.answer()
     action = reader.wants(PlanReading)
-    made = plan(replace(action, declared=replace(action.declared, sources={"mine": source("v")})))
+    made = plan(replace(action, declared=replace(action.declared, sources={"mine": ((None, source("v")),)})))
     assert isinstance(made, TensorHubError)
     assert "'v' is not published" in str(made)
     reader.do(reader.member.planned(action.number, made, 0))

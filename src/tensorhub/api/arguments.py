@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tensorhub.errors import InvalidType, InvalidValue, shown
-from tensorhub.layouts.entries import Sources
+from tensorhub.layouts.views import Sources
 from tensorhub.types import VERSION_MAX, Options, WorkerView, as_integer, check_name, check_version, invalid
 
 RANKS_MAX = 2**20

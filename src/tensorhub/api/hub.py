@@ -25,7 +25,7 @@ from tensorhub.api.watcher import Watcher
 from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, shown
 from tensorhub.layouts.ahead import plan_whole
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.memory.unallocated import described

@@ -18,7 +18,8 @@ from tensorhub.api.arguments import check_rank, check_ranks
 from tensorhub.api.weights import Weights, callers_level
 from tensorhub.errors import InvalidValue, LeftOutStateWarning, RegistrationError, read_only_refusal, some
 from tensorhub.layouts.ahead import plan_ahead
-from tensorhub.layouts.joining import Declaration, publication_of
+from tensorhub.layouts.joining import publication_of
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.memory.claims import Claim

@@ -26,7 +26,7 @@ from tensorhub.types import Options, VersionInfo
 if TYPE_CHECKING:
     from torch import nn
 
-    from tensorhub.layouts.entries import Sources
+    from tensorhub.layouts.views import Sources
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 PAUSES = ("abort", "retract", "in_place", None)

@@ -28,7 +28,7 @@ from tensorhub.integrations.releases import check_release
 from tensorhub.types import Options, VersionInfo
 
 if TYPE_CHECKING:
-    from tensorhub.layouts.entries import Sources
+    from tensorhub.layouts.views import Sources
 
 __all__ = ["OfflineClient", "Trainer", "TrainerInit", "register"]
 

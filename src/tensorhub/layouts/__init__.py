@@ -21,8 +21,8 @@ docs/layouts.md has the picture. Not responsible for moving a byte, nor for when
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue, Kind
 from tensorhub.layouts.identity import layout_id_of
-from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of, publication_of, reading_for
-from tensorhub.layouts.pieces import LocalTensor, Piece, pieces_of
+from tensorhub.layouts.joining import coordinates_of, parts_of, publication_of, reading_for
+from tensorhub.layouts.pieces import Declaration, Piece, pieces_of
 from tensorhub.layouts.plan import Plan, plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import Published
@@ -37,7 +37,6 @@ __all__ = [
     "Coordinates",
     "Declaration",
     "Kind",
-    "LocalTensor",
     "Part",
     "Piece",
     "Place",

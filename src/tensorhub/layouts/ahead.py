@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.joining import Declaration, publication_of, reader_of, reading_for
+from tensorhub.layouts.joining import publication_of, reading_for
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.reading import Part, Reading
+from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.model.manifest import Manifest
 from tensorhub.model.read_plan import PlannedSource, ReadPlan
@@ -37,7 +39,8 @@ def plan_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
     """
     publication = publication_of(known.published, known.parts)
     manifest = whole_manifest(known.published, publication, names)
-    return _plan(known, publication, manifest, Declaration(partial=names is not None))
+    declared = Declaration(partial=names is not None)
+    return _counted(known, publication, reading_for(known.published, publication, manifest, declared), declared)
 
 
 def plan_ahead(known: Known, readers: Sequence[tuple[Manifest, Declaration]]) -> list[ReadPlan]:
@@ -47,25 +50,24 @@ def plan_ahead(known: Known, readers: Sequence[tuple[Manifest, Declaration]]) ->
     Takes up to seconds.
     """
     publication = publication_of(known.published, known.parts)
-    plans = [_plan(known, publication, manifest, declared) for manifest, declared in readers]
+    made = [reading_for(known.published, publication, *reader) for reader in readers]
     if len(readers) == readers[0][1].world_size:
         is_partial = all(declared.partial for _, declared in readers)
-        publication.check_readers([reader_of(publication, *each) for each in readers], partial=is_partial)
-    return plans
+        publication.check_readers([each.lies for each in made if each.lies is not None], partial=is_partial)
+    return [_counted(known, publication, each, declared) for each, (_, declared) in zip(made, readers, strict=True)]
 
 
-def _plan(known: Known, publication: Publication, manifest: Manifest, declared: Declaration) -> ReadPlan:
-    reading = reading_for(known.published, publication, manifest, declared).reading
+def _counted(known: Known, publication: Publication, made: ReshardedManifest, declared: Declaration) -> ReadPlan:
     shards = {each.ranks[0]: each.coordinates for each in publication.classes}
     as_published = [view for view in known.info.replicas if view.layout_id == known.layout_id]
-    mine = [view for view in known.info.replicas if manifest.layout_id == view.layout_id != known.layout_id]
-    sources = [_source(part, reading, shards[part.shard], as_published) for part in reading.parts]
+    mine = [view for view in known.info.replicas if made.layout_id == view.layout_id != known.layout_id]
+    sources = [_source(part, made.reading, shards[part.shard], as_published) for part in made.parts]
     return ReadPlan(
         known.version,
         known.layout_id,
         declared.rank,
         declared.world_size,
-        _nbytes(reader_of(publication, manifest, declared)),
+        _nbytes(made.lies) if made.lies is not None else 0,
         tuple(sources),
         _holders(mine, [declared.rank]),
     )

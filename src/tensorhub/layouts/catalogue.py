@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError, some
 from tensorhub.layouts.columns import Column, column, expect, pack_all, unpack_all
 from tensorhub.model.dtypes import ITEMSIZE, ZERO_POINT_MIN, Quantization, quantization_fault, shape_fault
 from tensorhub.model.manifest import DIMENSIONS_MAX, ENCODED_BYTES_MAX, TENSORS_MAX, id_of, name_fault
@@ -148,7 +148,7 @@ def merged(of_ranks: Mapping[int, Catalogue]) -> Catalogue:
             for rank, name, kind in said()
             if not kind.ranks and known.setdefault(name, (rank, kind))[1] != kind
         ]
-        text = "; ".join(unlike[:10]) if unlike else error
+        text = some(unlike, "; ") if unlike else error
         raise ManifestMismatch(f"the ranks' tensors do not make one model: {text}", differences=tuple(unlike)) from None
 
 

@@ -155,13 +155,11 @@ def expect(holds: bool, what: str, otherwise: str) -> None:
 # ------------------------------------------------------------------------------------------- several, in one blob
 
 
-def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int]]) -> bytes:
-    """One flat array of MessagePack: the form, which says what the rest is, then strings, then columns."""
-    return put_together(form, scalars, map(pack, columns))
-
-
-def put_together(form: int, scalars: Sequence[str], packed: Iterable[bytes]) -> bytes:
-    """As `pack_all`, of packed columns."""
+def pack_all(form: int, scalars: Sequence[str], columns: Iterable[Iterable[int] | bytes]) -> bytes:
+    """One flat array of MessagePack: the form, which says what the rest is, then strings, then columns: numbers, or packed
+    already.
+    """
+    packed = [each if isinstance(each, bytes) else pack(each) for each in columns]
     blob: bytes = msgpack.packb([form, *scalars, *packed])
     return blob
 

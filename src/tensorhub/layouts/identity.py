@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from tensorhub.layouts.boxes import whole
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.sharding import Sharding
-from tensorhub.layouts.views import parts
 from tensorhub.model.manifest import Manifest, TensorSpec, id_of
 
 ALONE = "world/1"  # of plain tensors that are the whole model
 
 
 def layout_id_of(manifest: Manifest, declared: Declaration) -> str:
-    """Of the rank that has registered these tensors. RegistrationError: an entry of `sources=` is none."""
+    """Of the rank that has registered these tensors."""
     said = {tensor.name: _said(tensor, declared) for tensor in manifest.tensors}
     # Chunks of padded rows go from memory to memory that is padded, and tied, alike.
     tied_to = {tensor.name: tensors[0].name for tensors in manifest.by_region for tensor in tensors}
@@ -44,12 +43,10 @@ def layout_id_together(ids: Sequence[str]) -> str:
 
 def _said(tensor: TensorSpec, declared: Declaration) -> list[Any]:
     """What the caller has said of this tensor; nothing if it is plain."""
-    sources = declared.sources
-    entry = sources(tensor.name) if callable(sources) else (sources or {}).get(tensor.name)
+    entry = declared.sources.get(tensor.name)
     if entry is not None:
-        pairs, views = parts(tensor.name, entry)
-        return ["sources", [[place.written, view.written] for place, view in pairs], [view.written for view in views]]
-    if declared.shardings is None or tensor.name not in declared.shardings:
+        return ["sources", [[repr(place), view.name, view.shape, repr(view)] for place, view in entry]]
+    if tensor.name not in declared.shardings:
         return []
     sharding = declared.shardings[tensor.name]
     if sharding is None:

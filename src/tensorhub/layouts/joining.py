@@ -11,66 +11,26 @@ parts, nor for when.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError, some
 from tensorhub.layouts.arrangement import Arrangement, Coordinates, arrange
 from tensorhub.layouts.catalogue import Catalogue
-from tensorhub.layouts.entries import Sources, names_in
-from tensorhub.layouts.pieces import LocalTensor, packed, pieces_and_faults, pieces_of
+from tensorhub.layouts.pieces import Declaration, pieces_of
 from tensorhub.layouts.publication import Publication, refuse
 from tensorhub.layouts.published import Published, grid_id
 from tensorhub.layouts.reading import reading_of
 from tensorhub.layouts.resharded import ReshardedManifest, resharded
-from tensorhub.layouts.sharding import Sharding
 from tensorhub.model.compatibility import dtype_advice, missing_advice
-from tensorhub.model.dtypes import itemsize
 from tensorhub.model.manifest import Manifest, id_of
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """A rank's registration: its rank in its group, and its caller's description of the tensors.
-
-    `shardings`: of its DTensors, from `sharding_of`. `sources`: as the caller gave it. `partial`: the group may leave
-    published bytes unread. `strides`: in bytes, of the tensors with padded rows; each has a region of its own.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    shardings: Mapping[str, Sharding | None] | None = None
-    sources: Sources | None = None
-    partial: bool = False
-    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def local_tensors(manifest: Manifest, strides: Mapping[str, tuple[int, ...]]) -> list[LocalTensor]:
-    """The registered tensors, where the manifest has them. `strides`: see `Declaration`."""
-    return [
-        LocalTensor(
-            tensor.name,
-            tensor.dtype,
-            tensor.shape,
-            strides.get(tensor.name) or packed(tensor.shape, itemsize(tensor.dtype)),
-            tensor.region,
-            tensor.offset,
-            tensor.quantization,
-        )
-        for tensor in manifest.tensors
-    ]
 
 
 def coordinates_of(manifest: Manifest, declared: Declaration) -> Coordinates:
     """The coordinates of this manifest's tensors; `sources=` must state all shapes. RegistrationError, with every fault."""
-    return arrange(
-        pieces_of(
-            local_tensors(manifest, declared.strides),
-            rank=declared.rank,
-            world_size=declared.world_size,
-            shardings=declared.shardings,
-            sources=declared.sources,
-        )
-    )
+    pieces, faults = pieces_of(manifest, declared)
+    if faults:
+        text = "\n  ".join(faults.values())
+        raise RegistrationError(f"{len(faults)} fault(s) in what the tensors are made of:\n  {text}")
+    return arrange(pieces)
 
 
 def parts_of(coordinates: Coordinates) -> dict[str, bytes]:
@@ -166,14 +126,7 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
             )
         return None if number is None else catalogue.kind(number).shape
 
-    pieces, faults = pieces_and_faults(
-        local_tensors(manifest, declared.strides),
-        rank=declared.rank,
-        world_size=declared.world_size,
-        shardings=declared.shardings,
-        sources=declared.sources,
-        shape_of=shape_of,
-    )
+    pieces, faults = pieces_of(manifest, declared, shape_of)
     differences = list(faults.values())
     try:
         reader = arrange(pieces, catalogue)
@@ -182,7 +135,8 @@ def reader_of(publication: Publication, manifest: Manifest, declared: Declaratio
     if not differences:
         publication.check_readers([reader], partial=leaves)
         return reader
-    wanted = {*(piece.name for piece in pieces), *names_in(declared.sources, faults)}
+    wanted = {piece.name for piece in pieces}
+    wanted |= {view.name for name in faults for _, view in declared.sources.get(name, ())}
     if not leaves:  # a faulty tensor is named once, and not as unread as well
         differences += publication.unread(wanted | faults.keys())
     published = [(catalogue.find(piece.name, piece.kind), piece.kind.dtype) for piece in pieces]

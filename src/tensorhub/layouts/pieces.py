@@ -19,7 +19,7 @@ Responsible for making pieces of a rank's tensors: whole ones, rank-local ones, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from operator import le
 from typing import NamedTuple, TypeAlias
@@ -29,8 +29,9 @@ from tensorhub.errors import RegistrationError
 from tensorhub.layouts.boxes import Box, overlapping, span, volume, whole
 from tensorhub.layouts.catalogue import Kind
 from tensorhub.layouts.sharding import Sharding
-from tensorhub.layouts.views import Place, Taken, View, at, parts
-from tensorhub.model.dtypes import Quantization
+from tensorhub.layouts.views import Entry, Place, Taken, View, at
+from tensorhub.model.dtypes import ITEMSIZE, Quantization
+from tensorhub.model.manifest import Manifest, TensorSpec
 
 ShapeOf: TypeAlias = Callable[[str], tuple[int, ...] | None]  # the global shape of the tensor of a name, if there is one
 
@@ -57,8 +58,23 @@ class Piece(NamedTuple):
         return 0 in self.kind.shape
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+@dataclass(frozen=True)
+class Declaration:
+    """A rank's registration: its rank in its group, and its caller's description of the tensors.
+
+    `shardings`: of its DTensors, from `sharding_of`. `sources`: of `entries_of`. `partial`: the group may leave published
+    bytes unread. `strides`: in bytes, of the tensors with padded rows; each has a region of its own.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    shardings: Mapping[str, Sharding | None] = field(default_factory=dict)
+    sources: Mapping[str, Entry] = field(default_factory=dict)
+    partial: bool = False
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class _Local(NamedTuple):
     """A registered tensor as it lies in a rank's memory. `strides`: in bytes, for each of its dimensions."""
 
     name: str
@@ -66,8 +82,8 @@ class LocalTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     region: int
-    offset: int = 0
-    quantization: Quantization | None = None
+    offset: int
+    quantization: Quantization | None
 
 
 def packed(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -95,69 +111,43 @@ def within(part: Box, box: Box, strides: Sequence[int]) -> tuple[int, list[tuple
 
 
 def pieces_of(
-    tensors: Iterable[LocalTensor],
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    shardings: Mapping[str, Sharding | None] | None = None,
-    sources: Mapping[str, object] | Callable[[str], object] | None = None,
-    shape_of: ShapeOf | None = None,
-) -> list[Piece]:
-    """The pieces that these tensors hold, or are to be filled with.
+    manifest: Manifest, declared: Declaration, shape_of: ShapeOf | None = None
+) -> tuple[list[Piece], dict[str, str]]:
+    """The pieces that this manifest's tensors hold, or are to be filled with; and each faulty tensor's fault, by name.
 
     A tensor with an entry in `sources` follows the entry; a tensor with an entry in `shardings` is its part of a DTensor.
-    Any other is the whole tensor of its name if the rank is alone, and rank-local if not. A callable `sources` returns
-    None for a tensor without an entry. `shape_of`: shapes by the publication; None for a publisher, whose views state
-    them.
-
-    `shardings`: from `sharding_of`. RegistrationError, with every fault.
+    Any other is the whole tensor of its name if the rank is alone, and rank-local if not. `shape_of`: shapes by the
+    publication; None for a publisher, whose views state them.
     """
-    found, faults = pieces_and_faults(
-        tensors, rank=rank, world_size=world_size, shardings=shardings, sources=sources, shape_of=shape_of
-    )
-    if faults:
-        text = "\n  ".join(faults.values())
-        raise RegistrationError(f"{len(faults)} fault(s) in what the tensors are made of:\n  {text}")
-    return found
-
-
-def pieces_and_faults(
-    tensors: Iterable[LocalTensor],
-    *,
-    rank: int,
-    world_size: int,
-    shardings: Mapping[str, Sharding | None] | None,
-    sources: Mapping[str, object] | Callable[[str], object] | None,
-    shape_of: ShapeOf | None,
-) -> tuple[list[Piece], dict[str, str]]:
-    """As `pieces_of`, of the faultless tensors; and the faults of all other tensors, by name."""
     found: list[Piece] = []
     faults: dict[str, str] = {}
-    resolved, tensors, begins = _Resolved(shape_of), list(tensors), list[int]()
-    entry_of = sources if callable(sources) else (sources or {}).get
-    unknown = {} if sources is None or callable(sources) else dict.fromkeys(sources)
+    resolved, begins = _Resolved(shape_of), list[int]()
+    tensors = [_local(tensor, declared) for tensor in manifest.tensors]
     for tensor in tensors:
-        unknown.pop(tensor.name, None)
         begins.append(len(found))
         try:
-            entry = entry_of(tensor.name)
+            entry = declared.sources.get(tensor.name)
             if entry is not None:
-                found += resolved.pieces(tensor, *parts(tensor.name, entry))
-            elif shardings is not None and tensor.name in shardings:
-                sharding = shardings[tensor.name]
+                found += resolved.pieces(tensor, entry)
+            elif tensor.name in declared.shardings:
+                sharding = declared.shardings[tensor.name]
                 found += () if sharding is None else _from_sharding(tensor, sharding)
             else:
-                found.append(_as_it_is(tensor, rank, world_size))
+                found.append(_as_it_is(tensor, declared))
         except RegistrationError as error:
             faults[tensor.name] = str(error)
-    for name in unknown:
-        faults[name] = f"sources names {errors.shown(name)}, and no tensor of that name is registered"
     if shape_of is not None:
         faults |= _overwritten(tensors, [found[begin:end] for begin, end in pairwise((*begins, len(found)))])
     return [piece for piece in found if piece.nbytes or piece.is_of_none], faults
 
 
-def _overwritten(tensors: Sequence[LocalTensor], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
+def _local(tensor: TensorSpec, declared: Declaration) -> _Local:
+    name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
+    strides = declared.strides.get(name) or packed(shape, ITEMSIZE[dtype])
+    return _Local(name, dtype, shape, strides, tensor.region, tensor.offset, tensor.quantization)
+
+
+def _overwritten(tensors: Sequence[_Local], pieces: Sequence[Sequence[Piece]]) -> dict[str, str]:
     """Tensors that share memory with another tensor, and are to be filled in other places of it. (If both are filled in
     equal places, `Publication.check_readers` compares the contents.)
     """
@@ -187,16 +177,16 @@ def _footprint(pieces: Iterable[Piece]) -> set[object]:
     }
 
 
-def _as_it_is(tensor: LocalTensor, rank: int, world_size: int) -> Piece:
-    ranks = world_size if world_size > 1 else 0
+def _as_it_is(tensor: _Local, declared: Declaration) -> Piece:
+    ranks = declared.world_size if declared.world_size > 1 else 0
     shape, box, strides = tensor.shape, whole(tensor.shape), tensor.strides
     if ranks:
-        shape, box, strides = (ranks, *shape), (span(rank, 1), *box), (0, *strides)
+        shape, box, strides = (ranks, *shape), (span(declared.rank, 1), *box), (0, *strides)
     kind = Kind(tensor.dtype, shape, tensor.quantization, ranks)
     return Piece(tensor.name, kind, box, tensor.region, tensor.offset, strides)
 
 
-def _from_sharding(tensor: LocalTensor, sharding: Sharding) -> Iterator[Piece]:
+def _from_sharding(tensor: _Local, sharding: Sharding) -> Iterator[Piece]:
     """One piece, or several where the rank's indices of a dimension are no single run."""
     if fault := sharding.fault(tensor.shape):
         raise RegistrationError(f"tensor {errors.shown(tensor.name)}: {fault}")
@@ -221,60 +211,52 @@ class _Resolved:
         self._shape_of = shape_of
         self._first: dict[Hashable, tuple[int, list[Piece]]] = {}  # of each form, a tensor's offset and its pieces
 
-    def pieces(self, tensor: LocalTensor, pairs: Sequence[tuple[Place, View]], views: Sequence[View]) -> Iterable[Piece]:
-        """One of these two is empty. RegistrationError."""
-        of = views or [view for _, view in pairs]
-        shapes = [view.shape if self._shape_of is None else self._shape_of(view.name) for view in of]
+    def pieces(self, tensor: _Local, entry: Entry) -> Iterable[Piece]:
+        """RegistrationError: the entry does not fit the tensor, or the published tensors."""
+        shapes = [view.shape if self._shape_of is None else self._shape_of(view.name) for _, view in entry]
         local = tensor.dtype, tensor.shape, tensor.strides, tensor.quantization
-        form = *local, *[place for place, _ in pairs], *[view.form for view in of], *shapes
+        form = *local, *[(place, view.form) for place, view in entry], *shapes
         if form not in self._first:
-            found = _from_sources(tensor, pairs, views, self._shape_of)
+            found = _from_sources(tensor, entry, self._shape_of)
             self._first[form] = tensor.offset, found
             return found
         offset, first = self._first[form]
         return [
             Piece(view.name, its.kind, its.box, tensor.region, its.offset - offset + tensor.offset, its.strides)
-            for view, its in zip(of, first, strict=True)
+            for (_, view), its in zip(entry, first, strict=True)
         ]
 
 
-def _from_sources(
-    tensor: LocalTensor, pairs: Sequence[tuple[Place, View]], views: Sequence[View], shape_of: ShapeOf | None
-) -> list[Piece]:
-    resolved = (
-        [(_select(tensor, place, tensor.shape), place, view) for place, view in pairs]
-        if pairs
-        else _one_after_another(tensor, views, shape_of)
-    )
-    places = [selection.box for selection, _, _ in resolved]
-    if (both := overlapping(places)) is not None:
-        one, other = (resolved[number] for number in both)
+def _from_sources(tensor: _Local, entry: Entry, shape_of: ShapeOf | None) -> list[Piece]:
+    pairs = _placed(tensor, entry, shape_of)
+    places = [_select(tensor, place, tensor.shape) for place, _ in pairs]
+    if (both := overlapping([place.box for place in places])) is not None:
+        one, other = (pairs[number] for number in both)
         raise RegistrationError(
-            f"sources of {errors.shown(tensor.name)}: {one[1]} ({one[2]}) and {other[1]} ({other[2]}) overlap; each element "
+            f"sources of {errors.shown(tensor.name)}: {one[0]} ({one[1]}) and {other[0]} ({other[1]}) overlap; each element "
             "of the tensor can have one source"
         )
-    return [_put(tensor, place, written, view, shape_of) for place, written, view in resolved]
+    return [_put(tensor, place, *pair, shape_of) for place, pair in zip(places, pairs, strict=True)]
 
 
-def _one_after_another(
-    tensor: LocalTensor, views: Sequence[View], shape_of: ShapeOf | None
-) -> list[tuple[Taken, Place, View]]:
-    """Along dimension 0; a single view is the whole tensor."""
-    if len(views) == 1:
-        return [(Taken(whole(tensor.shape), tuple(range(len(tensor.shape)))), at[...], views[0])]
+def _placed(tensor: _Local, entry: Entry, shape_of: ShapeOf | None) -> list[tuple[Place, View]]:
+    """With a place for each view: a single view is the whole tensor, and views follow each other along dimension 0."""
+    if len(entry) == 1 and entry[0][0] is None:
+        return [(at[...], entry[0][1])]
     found, start = [], 0
-    for view in views:
+    for place, view in entry:
+        if place is not None:
+            found.append((place, view))
+            continue
         shape = _select(tensor, view, _shape(tensor, view, shape_of)).shape
         if not shape or shape[1:] != tensor.shape[1:]:
             raise RegistrationError(
                 f"sources of {errors.shown(tensor.name)}: {view} has shape {shape}, and the tensor's is {tensor.shape}; in "
                 "a list, which concatenates along dimension 0, all other sizes are equal"
             )
-        place = at[start : start + shape[0]]
+        found.append((at[start : start + shape[0]], view))
         start += shape[0]
-        if start <= tensor.shape[0]:
-            found.append((place.select(tensor.shape), place, view))
-    if start != tensor.shape[0] and views:
+    if entry and entry[0][0] is None and start != tensor.shape[0]:
         raise RegistrationError(
             f"sources of {errors.shown(tensor.name)}: the list has {start} rows, and the tensor {tensor.shape[0]}; where "
             "some rows are to stay as they are, write pairs `[(at[0:2048], view), ...]`"
@@ -282,7 +264,7 @@ def _one_after_another(
     return found
 
 
-def _put(tensor: LocalTensor, place: Taken, written: Place, view: View, shape_of: ShapeOf | None) -> Piece:
+def _put(tensor: _Local, place: Taken, written: Place, view: View, shape_of: ShapeOf | None) -> Piece:
     shape = _shape(tensor, view, shape_of)
     selection = _select(tensor, view, shape)
     if selection.shape != place.shape:
@@ -314,7 +296,7 @@ def _fitting(view: tuple[int, ...], place: tuple[int, ...], whole: tuple[int, ..
     return "take a part of either that has the other's shape"
 
 
-def _select(tensor: LocalTensor, part: Place | View, shape: tuple[int, ...]) -> Taken:
+def _select(tensor: _Local, part: Place | View, shape: tuple[int, ...]) -> Taken:
     """The box that a part of an entry takes of a tensor of this shape; an error names the entry's tensor."""
     try:
         return part.select(shape)
@@ -322,7 +304,7 @@ def _select(tensor: LocalTensor, part: Place | View, shape: tuple[int, ...]) -> 
         raise RegistrationError(f"sources of {errors.shown(tensor.name)}: {error}") from None
 
 
-def _shape(tensor: LocalTensor, view: View, shape_of: ShapeOf | None) -> tuple[int, ...]:
+def _shape(tensor: _Local, view: View, shape_of: ShapeOf | None) -> tuple[int, ...]:
     published = shape_of(view.name) if shape_of is not None else view.shape
     if published is None:
         if shape_of is None:

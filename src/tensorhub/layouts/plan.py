@@ -33,14 +33,13 @@ from itertools import islice
 from operator import itemgetter, sub
 from typing import NamedTuple, TypeAlias
 
-from tensorhub.errors import ManifestMismatch
+from tensorhub.errors import ManifestMismatch, some
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Meetings, meet, shown, taken_out, volume
 from tensorhub.layouts.catalogue import numbers_in
 from tensorhub.layouts.columns import stretches
 from tensorhub.layouts.pieces import within
 
-NAMES_MAX = 10  # in one error
 PLACES_PER_MEETING = 8  # that are looked at in the time that two boxes take to be met
 MANY = 60  # stretches of like pieces: then it is worth to look for fewer
 
@@ -74,11 +73,8 @@ def plan(reader: Coordinates, sources: Sequence[Coordinates], *, turn: int = 0) 
     planning = _Planning(reader, sources, turn)
     made = planning.made()
     if planning.unheld:
-        more = len(planning.unheld) - NAMES_MAX
-        text = "; ".join(planning.unheld[:NAMES_MAX]) + (f" (and {more} more)" if more > 0 else "")
-        raise ManifestMismatch(
-            f"{len(planning.unheld)} part(s) of the reader's tensors: {text}", differences=tuple(planning.unheld)
-        )
+        text = f"{len(planning.unheld)} part(s) of the reader's tensors: {some(planning.unheld, '; ')}"
+        raise ManifestMismatch(text, differences=tuple(planning.unheld))
     return made
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from tensorhub.errors import ProtocolError, RegistrationError
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack, put_together, split_all, unpack_all
+from tensorhub.layouts.columns import Column, column, count_and_sum, expect, pack, pack_all, split_all, unpack_all
 from tensorhub.layouts.plan import STILL, Loops, Row, plan
 from tensorhub.layouts.publication import Publication, ShardClass
 from tensorhub.layouts.published import ID_MAX
@@ -147,7 +147,7 @@ class Selection:
 
     @cached_property
     def _encoded(self) -> bytes:
-        return put_together(FORM, [self.of], _Chunks.of(self.chunks).packed)
+        return pack_all(FORM, [self.of], _Chunks.of(self.chunks).packed)
 
     def encode(self) -> bytes:
         """The canonical encoding of this selection: equal selections have equal bytes."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.boxes import Box, Span, shown, volume, whole
+from tensorhub.layouts.boxes import Box, Span, meet, shown, volume, whole
 from tensorhub.layouts.pieces import within
 from tensorhub.layouts.publication import Publication
 from tensorhub.model.strips import Strip, shortest
@@ -45,10 +44,28 @@ def shares_of(publication: Publication, rank: int) -> tuple[Share, ...] | None:
     groups = [
         (holders, parts[at : at + at_once]) for holders, parts in together.items() for at in range(0, len(parts), at_once)
     ]
-    lie = _Lying(publication, publication.classes[mine].coordinates)
+    coordinates = publication.classes[mine].coordinates
+    shared = {tensor for tensor, _, _ in overlaps}
+    pieces: dict[int, list[tuple[int, int, int]]] = {}  # by tensor: region, offset and form of each piece of this rank
+    for tensor, *place in publication.places(coordinates):
+        if tensor in shared:
+            pieces.setdefault(tensor, []).append((place[0], place[1], place[2]))
+
+    def chunks(parts: list[tuple[int, Box]]) -> Iterator[Strip]:
+        for tensor, box in parts:
+            for region, offset, form in pieces[tensor]:
+                kind, its, strides = coordinates.geometry[form]
+                if meet(box, its) != box:
+                    continue  # it is within another piece, as `Publication.overlaps` has met them
+                for part in _cut(box, kind.itemsize):
+                    begin, steps = within(part, its, strides)
+                    loops = tuple([(times, apart) for times, apart in steps if times > 1])
+                    yield shortest(Strip(region, offset + begin, 0, 0, 1, loops, kind.itemsize))
+                break
+
     return tuple(
         [
-            Share(number, _named(publication, parts), tuple([strip for part in parts for strip in lie.strips(*part)]))
+            Share(number, _named(publication, parts), tuple(chunks(parts)))
             for number, (holders, parts) in enumerate(groups)
             if mine in holders
         ]
@@ -60,35 +77,6 @@ def _named(publication: Publication, parts: list[tuple[int, Box]]) -> str:
     name, kind = publication.catalogue.names[tensor], publication.catalogue.kind(tensor)
     first = repr(name) if box == whole(kind.shape) else f"{name!r} {shown(box)}"
     return first if len(parts) == 1 else f"{first} or {len(parts) - 1} parts that follow"
-
-
-class _Lying:
-    """Where one rank has what it shares."""
-
-    def __init__(self, publication: Publication, rank: Coordinates) -> None:
-        self._rank = rank
-        wanted = {tensor for tensor, _, _ in publication.overlaps}
-        self._pieces: dict[int, list[tuple[int, int, int]]] = {}  # by tensor: region, offset and form of each piece
-        for tensor, *place in publication.places(rank):
-            if tensor in wanted:
-                self._pieces.setdefault(tensor, []).append((place[0], place[1], place[2]))
-
-    def strips(self, tensor: int, box: Box) -> Iterator[Strip]:
-        """It is within one of the rank's pieces, as `Publication.overlaps` has met them."""
-        for region, offset, form in self._pieces[tensor]:
-            kind, its, strides = self._rank.geometry[form]
-            if all(_is_within(part, of) for part, of in zip(box, its, strict=True)):
-                for part in _cut(box, kind.itemsize):
-                    begin, steps = within(part, its, strides)
-                    loops = tuple([(times, apart) for times, apart in steps if times > 1])
-                    yield shortest(Strip(region, offset + begin, 0, 0, 1, loops, kind.itemsize))
-                return
-
-
-def _is_within(part: Span, of: Span) -> bool:
-    if not of.start <= part.start <= part.last <= of.last or (part.start - of.start) % of.step:
-        return False
-    return part.size == 1 or part.step % of.step == 0
 
 
 def _cut(box: Box, itemsize: int) -> Iterator[Box]:

@@ -12,15 +12,17 @@ with its dimensions in some order. Nothing is clamped: an index that does not ex
 tensor may be unknown when a view is made. Then indices are kept as they were written, and are looked at when the shape
 is known.
 
+Entries of `sources=` are read once, when tensors are registered (`entries_of`).
+
 Responsible for the notation, and for its errors. Not responsible for bytes (`pieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from tensorhub import errors
 from tensorhub.errors import RegistrationError
@@ -45,10 +47,6 @@ class _Slice(NamedTuple):
 class _Index(NamedTuple):
     items: tuple[int | _Slice | EllipsisType, ...]
 
-    @property
-    def written(self) -> tuple[object, ...]:
-        return "index", ["..." if item is ... else item for item in self.items]
-
     def __repr__(self) -> str:
         return f"[{', '.join('...' if item is ... else repr(item) for item in self.items)}]"
 
@@ -56,10 +54,6 @@ class _Index(NamedTuple):
 @dataclass(frozen=True, slots=True)  # no tuple: it would equal an index of its numbers
 class _Permutation:
     dimensions: tuple[int, ...] | None  # None: `.T`
-
-    @property
-    def written(self) -> tuple[object, ...]:
-        return "permute", self.dimensions
 
     def __repr__(self) -> str:
         return ".T" if self.dimensions is None else f".permute({', '.join(map(str, self.dimensions))})"
@@ -112,11 +106,6 @@ class View:
         """Equal for views that take equal parts, of any tensors."""
         return self.shape, self._steps
 
-    @property
-    def written(self) -> tuple[object, ...]:
-        """What the caller wrote, in strings, numbers and lists of them."""
-        return self.name, self.shape, [step.written for step in self._steps]
-
     def select(self, shape: Sequence[int]) -> Taken:
         """The view's box of a tensor of this shape. RegistrationError, with advice, if that is impossible."""
         selection = Taken(whole(shape), tuple(range(len(shape))))
@@ -160,10 +149,6 @@ class Place:
 
     _index: _Index
 
-    @property
-    def written(self) -> tuple[object, ...]:
-        return self._index.written
-
     def select(self, shape: Sequence[int]) -> Taken:
         """Which part of a tensor of this shape it is. RegistrationError, with what to write, if there is no such part."""
         return _take(Taken(whole(shape), tuple(range(len(shape)))), self._index, at)
@@ -183,23 +168,59 @@ class _At:
 at: Final = _At()
 
 
-def parts(name: str, given: object) -> tuple[tuple[tuple[Place, View], ...], tuple[View, ...]]:
-    """What an entry of `sources=` says: its pairs of a place and a view, or else the views that it concatenates.
+# ---------------------------------------------------------------------------------------------- entries of sources=
 
-    RegistrationError: it is neither a view, nor a list of views, nor a list of pairs.
+# A place of a registered tensor, and the view that it holds. Without places, the views follow each other along dimension 0.
+Entry: TypeAlias = tuple[tuple[Place | None, View], ...]
+Sources: TypeAlias = Mapping[str, object] | Callable[[str], object]  # as a caller gives them
+
+
+def entries_of(names: Iterable[str], sources: Sources | None) -> tuple[dict[str, Entry], list[str]]:
+    """The present entries of the tensors of these names, and all their faults. A callable is called once for each name:
+    it may be the caller's code.
     """
+    found: dict[str, Entry] = {}
+    faults: list[str] = []
+    entry_of = sources if callable(sources) else (sources or {}).get
+    unknown = {} if sources is None or callable(sources) else dict.fromkeys(sources)
+    for name in names:
+        unknown.pop(name, None)
+        given = entry_of(name)
+        if given is None:
+            continue
+        entry = _entry(given)
+        if entry is None:
+            faults.append(
+                f"sources of {errors.shown(name)}: give a view (`source(...)`), a list of views, which are concatenated "
+                f"along dimension 0, or a list of pairs `[(at[0:2048], view), ...]`, not {errors.shown(given)}"
+            )
+        else:
+            found[name] = entry
+    faults += [f"sources names {errors.shown(name)}, and no tensor of that name is registered" for name in unknown]
+    return found, faults
+
+
+def _entry(given: object) -> Entry | None:
     if isinstance(given, View):
-        return (), (given,)
-    if isinstance(given, list | tuple):
-        if all(isinstance(each, View) for each in given):
-            return (), tuple(given)
-        pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
-        if len(pairs) == len(given) and all(isinstance(p, Place) and isinstance(v, View) for p, v in pairs):
-            return tuple([(place, view) for place, view in pairs]), ()
-    raise RegistrationError(
-        f"sources of {errors.shown(name)}: give a view (`source(...)`), a list of views, which are concatenated along "
-        f"dimension 0, or a list of pairs `[(at[0:2048], view), ...]`, not {errors.shown(given)}"
-    )
+        return ((None, given),)
+    if not isinstance(given, list | tuple):
+        return None
+    if all(isinstance(each, View) for each in given):
+        return tuple([(None, view) for view in given])
+    pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
+    if len(pairs) < len(given) or not all(isinstance(p, Place) and isinstance(v, View) for p, v in pairs):
+        return None
+    return tuple([(place, view) for place, view in pairs])
+
+
+def without_shape(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """The tensors that have a view without a global shape, each with the name of the viewed tensor."""
+    found: dict[str, str] = {}
+    for name, entry in entries.items():
+        for _, view in entry:
+            if view.shape is None:
+                found.setdefault(name, view.name)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- indexing

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from itertools import islice
 
-from tensorhub.errors import ManifestMismatch
+from tensorhub.errors import ManifestMismatch, some
 from tensorhub.layouts.catalogue import Catalogue
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
@@ -28,9 +27,9 @@ def whole_manifest(published: Published, publication: Publication, patterns: tup
     if wanted_locals := local if patterns is None else local & _chosen(patterns, list(catalogue.names)):
         names = sorted(wanted_locals)
         sentences = tuple([f"tensor {name!r} is plain and local to each of the publisher's ranks" for name in names])
-        text = "; ".join(sentences[:NAMES_SHOWN_MAX]) + (", and others" if len(names) > NAMES_SHOWN_MAX else "")
         advice = "fetch one of the ranks (rank=), or others only (names=), or publish with sources= or DTensors"
-        raise ManifestMismatch(f"the whole model cannot be put together: {text}: {advice}", differences=sentences)
+        text = f"the whole model cannot be put together: {some(sentences, '; ', most=NAMES_SHOWN_MAX)}: {advice}"
+        raise ManifestMismatch(text, differences=sentences)
     tensors, sizes = list[TensorSpec](), list[int]()
     region_of: dict[int, int] = {}  # by the first of the tensors that are tied
     for number, name in enumerate(catalogue.names):
@@ -77,8 +76,8 @@ def _chosen(patterns: tuple[str, ...], names: Sequence[str]) -> set[str]:
     for pattern in patterns:
         found = {pattern} if pattern in known else {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            shown = ", ".join(map(repr, islice(names, NAMES_SHOWN_MAX))) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")
-            text = f"names: no tensor is called {pattern!r}; there are {shown or 'none'}"
+            there = some([*map(repr, names)], most=NAMES_SHOWN_MAX) or "none"
+            text = f"names: no tensor is called {pattern!r}; there are {there}"
             raise ManifestMismatch(text, differences=(text,))
         chosen |= found
     return chosen

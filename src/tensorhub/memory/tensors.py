@@ -21,8 +21,8 @@ from typing import Any
 
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, some
-from tensorhub.layouts.entries import Sources, entries_of
 from tensorhub.layouts.sharding import is_dtensor
+from tensorhub.layouts.views import Sources, entries_of
 from tensorhub.memory.addresses import Bytes, bytes_at
 from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.describing import (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorhub.layouts.entries import Sources, entries_of
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.pieces import Declaration
+from tensorhub.layouts.views import Sources, entries_of
 from tensorhub.memory.describing import (
     check_any,
     describe,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from tensorhub import messages
 from tensorhub.errors import TensorHubError
-from tensorhub.layouts.joining import Declaration, publication_of, reading_for, reading_of_copy
+from tensorhub.layouts.joining import publication_of, reading_for, reading_of_copy
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.publication import Publication
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.resharded import ReshardedManifest

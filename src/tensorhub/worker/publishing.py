@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tensorhub.errors import StateError, shown, some
-from tensorhub.layouts.entries import without_shape
+from tensorhub.layouts.views import without_shape
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Publish
 from tensorhub.types import VersionInfo
@@ -20,8 +18,7 @@ from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
 def check_has_shapes(shard: Shard) -> None:
     """Raise StateError if nobody could tell what its tensors hold: their views do not say of how large a tensor they are."""
-    sources = shard.declared.sources if shard.declared is not None else None
-    if isinstance(sources, Mapping) and (unknown := without_shape(sources)):
+    if shard.declared is not None and (unknown := without_shape(shard.declared.sources)):
         names = list(dict.fromkeys(unknown.values()))
         each_of = "each of " if len(names) > 1 else ""
         raise StateError(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import inf
 
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.joining import Declaration, coordinates_of, parts_of
+from tensorhub.layouts.joining import coordinates_of, parts_of
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.model.manifest import Manifest
 from tensorhub.types import Medium, OpKey, Purpose

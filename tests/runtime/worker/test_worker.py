@@ -13,7 +13,7 @@ import pytest
 import trio.testing
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, TensorHubError, VersionUnavailable
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,11 @@ from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
 from tensorhub.layouts.ahead import Known
 from tensorhub.layouts.arrangement import Coordinates
-from tensorhub.layouts.entries import without_shape
 from tensorhub.layouts.identity import ALONE, layout_id_of
-from tensorhub.layouts.joining import Declaration, coordinates_of
+from tensorhub.layouts.joining import coordinates_of
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.published import Published
+from tensorhub.layouts.views import without_shape
 from tensorhub.memory.regions import FilledMemory, Memory
 from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest, id_of
 from tensorhub.runtime.ending import Parting
@@ -48,7 +49,6 @@ class Described:
 
 def coordinates_known(manifest: Manifest, declared: Declaration) -> Coordinates | None:
     """What these tensors hold, if each view says how large its tensor is. RegistrationError: views do not fit."""
-    assert isinstance(declared.sources, Mapping)
     unknown = without_shape(declared.sources)
     known = replace(manifest, tensors=tuple([each for each in manifest.tensors if each.name not in unknown]))
     sources = {name: entry for name, entry in declared.sources.items() if name not in unknown}

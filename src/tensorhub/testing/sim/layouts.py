@@ -17,7 +17,8 @@ from random import Random
 
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.identity import layout_id_of
-from tensorhub.layouts.joining import Declaration, coordinates_of
+from tensorhub.layouts.joining import coordinates_of
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.reading import Part
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.layouts.views import source
@@ -75,7 +76,7 @@ def described(layout: Layout, rank: int) -> tuple[Manifest, Declaration, Coordin
     tensors = [TensorDescription("w", "uint8", shape, 0, shape[0] * shape[1])]
     declared, is_part = Declaration(rank, layout.ranks, partial=layout.partial), layout.ranks > 1 or layout.left_out > 0
     if is_part:
-        sources = {"w": source("w", shape=(layout.rows, CHUNK_BYTES))[rows, columns]}
+        sources = {"w": ((None, source("w", shape=(layout.rows, CHUNK_BYTES))[rows, columns]),)}
         declared = replace(declared, sources=sources)
     manifest = build_manifest(tensors, CHUNK_BYTES, "xxh3-64")
     manifest = replace(manifest, layout_id=layout_id_of(manifest, declared))

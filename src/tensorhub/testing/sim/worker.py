@@ -12,7 +12,7 @@ from typing import Protocol, assert_never
 from tensorhub import messages
 from tensorhub.errors import GroupAborted
 from tensorhub.layouts.identity import layout_id_together
-from tensorhub.layouts.joining import Declaration
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.reading import Selection
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.worker.coordinator_client import Answer

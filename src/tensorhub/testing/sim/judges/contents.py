@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensorhub.coordinator import Publication
-from tensorhub.layouts.joining import Declaration, coordinates_of
+from tensorhub.layouts.joining import coordinates_of
+from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.testing.sim.judges.ports import JudgedHandle
