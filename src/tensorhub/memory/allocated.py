@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
@@ -16,14 +17,12 @@ from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, install, shown
 from tensorhub.layouts.whole import choose
 from tensorhub.memory.addresses import Bytes
-from tensorhub.memory.regions import FilledMemory, MappedRegions, check_padding, is_packed
+from tensorhub.memory.regions import FilledMemory, MappedRegions, mapped
 from tensorhub.memory.tensors import view
 from tensorhub.model.manifest import Manifest, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-EMPTY: Bytes = memoryview(b"")
 
 
 class _Place(NamedTuple):
@@ -77,9 +76,6 @@ class AllocatedMemory(FilledMemory):
         self._chosen = tuple(choose(self.patterns, manifest))
         for tensor in self._chosen:
             self._check_supported(tensor)
-        wanted = {tensor.region for tensor in self._chosen}
-        for region in wanted:
-            check_padding(manifest, region)
         places = {_place(tensor) for tensor in self._chosen}
         nbytes = sum(place.nbytes for place in places)
         try:
@@ -92,15 +88,13 @@ class AllocatedMemory(FilledMemory):
                 f"({_first_line(error)}): free some, or fetch fewer names"
             )
             raise StateError(text, retryable=self._gpu is not None) from error
-        regions, pieces = [EMPTY] * len(manifest.regions), dict[int, list[tuple[int, Bytes]]]()
-        for place, its in self._bytes.items():
-            pieces.setdefault(place.region, []).append((place.offset, self._view(its)))
-        scattered = {region: tuple(found) for region, found in pieces.items() if is_packed(manifest, region)}
-        for region in pieces.keys() - scattered.keys():
-            ((_, regions[region]),) = pieces[region]
-        unwanted = frozenset(range(len(manifest.regions))) - wanted
+
+        def find(tensors: Sequence[TensorSpec]) -> list[Bytes]:
+            its = self._bytes.get(_place(tensors[0]))
+            return [] if its is None else [self._view(its)]
+
         then = None if self._device.type == "cpu" or self._gpu is not None else self._move
-        return MappedRegions(tuple(regions), (), unwanted, then, scattered)
+        return replace(mapped(manifest, find), then=then)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         device = None if self._gpu is None else self._device

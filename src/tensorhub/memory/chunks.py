@@ -16,14 +16,15 @@ import xxhash
 
 from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, DeviceBytes, Spread
+from tensorhub.cuda.kernels import SPREAD_BYTES_MAX
 from tensorhub.errors import StateError
 from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.resharded import ReshardedManifest
 from tensorhub.memory import strided_device
 from tensorhub.memory.addresses import Bytes, address_of, copy_bytes, guarded_pieces
 from tensorhub.memory.covering import Covering, Extent
-from tensorhub.memory.strided import BUFFER_BYTES, Strided
-from tensorhub.model.digests import WIDTHS
+from tensorhub.memory.strided import BUFFER_BYTES, Strided, blocks
+from tensorhub.model.digests import WIDTHS, hasher
 from tensorhub.model.manifest import Chunk, Manifest
 from tensorhub.model.strips import Strip
 
@@ -44,23 +45,6 @@ class ChunkMemory:
     The CPU has no views of a GPU's chunks. What it sends or receives of them goes through `transport.staging`. Chunks of
     strips have no view either: see `outgoing` and `incoming`.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_addresses",
-        "_chunks",
-        "_covering",
-        "_regions",
-        "_spans",
-        "_strided",
-        "_strips",
-        "device",
-        "is_digested",
-        "manifest",
-        "sizes",
-        "unwanted",
-        "width",
-    )
 
     def __init__(self, manifest: Manifest, regions: Sequence[Bytes], unwanted: frozenset[int] = frozenset()) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
@@ -207,7 +191,8 @@ class ChunkMemory:
         return dict(zip(chunks, made, strict=True)) if digested else {}
 
     def _rows(self, chunks: Sequence[int]) -> list[Spread]:
-        return strided_device.rows_of(chain.from_iterable(map(self.strips, chunks)), self._addresses)
+        strips = chain.from_iterable(map(self.strips, chunks))
+        return strided_device.rows_of_blocks(blocks(strips, self._addresses, SPREAD_BYTES_MAX))
 
     def buffer(self, chunk: int) -> memoryview:
         """The bytes of one chunk, which must not be on a device."""
@@ -278,7 +263,7 @@ class ChunkMemory:
         """As `digest`, of host memory that its owner may free meanwhile. OSError (EFAULT): it is not mapped any more."""
         if not self.width:
             return 0
-        made = xxhash.xxh3_64() if self.is_digested else hashlib.sha256()
+        made = hasher(self.manifest.digest)
         views = chain.from_iterable(self.outgoing(chunk)) if self.is_strided else [self.buffer(chunk)]
         for view in views:
             for piece in guarded_pieces(view, GUARDED_BYTES) if view.nbytes >= GUARDED_BYTES_MIN else [view]:
@@ -295,7 +280,7 @@ class ChunkMemory:
         return found
 
     def _digest_of_strips(self, chunk: int) -> int:
-        made = xxhash.xxh3_64() if self.is_digested else hashlib.sha256()
+        made = hasher(self.manifest.digest)
         for views in self.outgoing(chunk):
             for view in views:
                 made.update(view)

@@ -19,12 +19,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.errors import StateError
 from tensorhub.layouts.whole import choose
 from tensorhub.memory.allocated import patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
-from tensorhub.memory.regions import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
-from tensorhub.memory.safetensors import Entry, Header, make_header
+from tensorhub.memory.regions import FilledMemory, MappedRegions, mapped, mismatch
+from tensorhub.memory.safetensors import Header, make_header
 from tensorhub.memory.unfinished import Unfinished, stem_of
 from tensorhub.model.digests import WIDTHS
 from tensorhub.model.manifest import Manifest, TensorSpec
@@ -53,7 +53,7 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
     metadata that is not what a publisher says of these tensors.
     """
     if not wanted:
-        raise _mismatch("this version holds no tensor: there is nothing to write")
+        raise mismatch("this version holds no tensor: there is nothing to write")
     try:
         source = Checkpoint.decode(manifest.metadata)
         if source is None:
@@ -66,14 +66,12 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
             text = source.index.text if whole else rewritten(source.index, headers)
             return Plan(headers, (source.index.name, text))
     except ValueError as error:
-        raise _mismatch(f"this version cannot be written as safetensors files: {error}") from error
+        raise mismatch(f"this version cannot be written as safetensors files: {error}") from error
     if name is not None:
-        return Plan({name: next(iter(headers.values())) if len(headers) == 1 else _merged(wanted, headers)})
+        (first, *others) = headers.values()
+        merged = _header(wanted, agreed(header.metadata for header in headers.values())) if others else first
+        return Plan({name: merged})
     return Plan(headers)
-
-
-def _merged(wanted: Sequence[TensorSpec], headers: Mapping[str, Header]) -> Header:
-    return _header(wanted, agreed(header.metadata for header in headers.values()))
 
 
 def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Header:
@@ -97,10 +95,6 @@ def _check(source: Checkpoint, manifest: Manifest) -> None:
     if said != there:
         differs = sorted(name for name in {*said, *there} if said.get(name) != there.get(name))
         raise ValueError(f"what its publisher says of its files is not true of tensor {differs[0]!r}")
-
-
-def _mismatch(text: str) -> ManifestMismatch:
-    return ManifestMismatch(text, differences=(text,))
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -189,11 +183,12 @@ class FileTarget(FilledMemory):
         for name, header in self._plan.headers.items():
             self._mappings[name] = self._allocate(self._temporary / name, header)
         views = {
-            entry.name: _view(mapping, self._plan.headers[name], entry)
+            entry.name: memoryview(mapping)[at + entry.offset : at + entry.offset + entry.nbytes]
             for name, mapping in self._mappings.items()
+            for at in [self._plan.headers[name].data_at]
             for entry in self._plan.headers[name].entries
         }
-        return _mapped(manifest, views)
+        return mapped(manifest, lambda tensors: [views[tensor.name] for tensor in tensors if tensor.name in views])
 
     def _allocate(self, path: Path, header: Header) -> mmap.mmap:
         """The file, mapped. Bytes of an existing file stay: each is overwritten, or digested again."""
@@ -265,32 +260,6 @@ class FileTarget(FilledMemory):
         """Leave nothing behind but committed files, or arrived bytes: then the place of these is returned."""
         self._mappings.clear()
         return self._temporary if self._unfinished.keep() else None
-
-
-def _view(mapping: mmap.mmap, header: Header, entry: Entry) -> memoryview:
-    at = header.data_at + entry.offset
-    return memoryview(mapping)[at : at + entry.nbytes]
-
-
-def _mapped(manifest: Manifest, views: Mapping[str, memoryview]) -> MappedRegions:
-    """The manifest's regions where the `views` are. Tensors that share bytes are copied from the first."""
-    regions: list[memoryview] = []
-    copies: list[tuple[memoryview, memoryview]] = []
-    scattered: dict[int, Pieces] = {}
-    unwanted: set[int] = set()
-    for index in range(len(manifest.regions)):
-        check_padding(manifest, index)
-        pieces = []
-        for tensors in alias_classes(manifest, index):
-            found = [views[tensor.name] for tensor in tensors if tensor.name in views]
-            pieces += [(tensors[0].offset, first) for first in found[:1]]
-            copies += [(found[0], other) for other in found[1:] if other.nbytes]
-        if not pieces:
-            unwanted.add(index)
-        elif is_packed(manifest, index):
-            scattered[index] = tuple(pieces)
-        regions.append(pieces[0][1] if pieces and index not in scattered else memoryview(b""))
-    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted), scattered=scattered)
 
 
 def _sync(path: Path) -> None:

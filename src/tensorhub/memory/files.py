@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.memory.checkpoint import Checkpoint, find_files
-from tensorhub.memory.claims import NO_CLAIM
-from tensorhub.memory.regions import MappedRegions
+from tensorhub.memory.regions import CallersMemory, MappedRegions
 from tensorhub.memory.safetensors import Entry, Header, open_file, read_from
 from tensorhub.model.digests import hasher
 from tensorhub.model.manifest import Chunk, Manifest, TensorDescription
@@ -62,7 +60,7 @@ def _stamp(descriptor: int) -> tuple[int, int]:
     return now.st_size, now.st_mtime_ns
 
 
-class FileMemory:
+class FileMemory(CallersMemory):
     """The tensors of a safetensors file, a directory of them, or an index, as memory that can be published.
 
     OSError for an unreadable file; ValueError, naming file and reason, for files that are not one whole model. Close it
@@ -70,8 +68,6 @@ class FileMemory:
     """
 
     digests_first = True
-    device: Device | None = None
-    claim = NO_CLAIM
 
     def __init__(self, path: Path) -> None:
         self.progress: Progress = lambda done, total: None  # told of the digests, by the thread that makes them
@@ -137,23 +133,6 @@ class FileMemory:
         times = {file.path: _stamp(file.descriptor)[1] for file in self._files}
         counts = [times[file.path] for file, _ in self._places.values()]
         return tuple(counts if tensors is None else [counts[number] for number in tensors])
-
-    def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
-        """None: a file stays open. Nothing but a system call reads it, which fails where it is gone."""
-        return []
-
-    def check_current(self) -> None:
-        """As `check_unreplaced`."""
-        self.check_unreplaced()
-
-    def check_writable(self, *, again: bool = False) -> None:
-        """It is never filled."""
-
-    def count_write(self) -> None:
-        """It is never filled."""
-
-    def watch(self) -> None:
-        """It stays as it is."""
 
     # ----------------------------------------------------------------------------------------------------- digests
 

@@ -6,7 +6,7 @@ what a fetch allocates (`allocated`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,14 +70,14 @@ class MappedRegions:
             self.then()
 
 
-class Memory(Protocol):
+class Memory:
     """The memory of one registration: the caller's tensors, a file's bytes, or memory that a fill allocates."""
 
-    descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
-    metadata: bytes  # see `Manifest.metadata`
-    digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
-    device: Device | None  # that has the memory; None: the CPU can address it
-    claim: Claim  # on the caller's tensors, which may be registered more than once
+    descriptions: tuple[TensorDescription, ...] = ()  # as this memory would be published; empty where it never is
+    metadata = b""  # see `Manifest.metadata`
+    digests_first = False  # `digests` makes every chunk's digest, before anything is promised
+    device: Device | None = None  # that has the memory; None: the CPU can address it
+    claim: Claim = NO_CLAIM  # on the caller's tensors, which may be registered more than once
 
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
@@ -91,71 +91,79 @@ class Memory(Protocol):
         """Counts of writes, of each tensor or of those with these numbers. If they are equal before and after, no write was
         seen in between.
         """
+        return ()
 
     def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
         """The numbers of tensors (of all, or of these) with memory that was replaced, freed or resized since it was
         registered: it must not be touched. Any thread may ask.
         """
+        return []
 
     def count_write(self) -> None:
         """Count a write of the library's as if the owner had written."""
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
-        """Every chunk's digest; None: each is made when it is first sent.
+        """Every chunk's digest; None: each is made when it is first sent, or a fill brings it.
 
         Blocks. `check` is called every few MiB, and ends the call by raising. Memory that makes its digests here is never
         digested by its views, which may be of a file that is truncated meanwhile.
         """
+        return None
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
+        raise NotImplementedError
 
 
 class FilledMemory(Memory):
-    """Memory of the library alone: it is filled, and not published from tensors. Inherit from it."""
+    """Memory of the library alone: it is filled, and not published from tensors."""
 
-    descriptions: tuple[TensorDescription, ...] = ()
-    metadata = b""
-    digests_first = False
-    device: Device | None = None
-    claim = NO_CLAIM
     patterns: tuple[str, ...] | None = None  # of the names of the tensors that it takes; None: all
-
-    def check_unreplaced(self) -> None:
-        """Do nothing: only the library has this memory."""
-
-    def check_writable(self, *, again: bool = False) -> None:
-        """It was made to be written."""
-
-    def versions(self, tensors: Iterable[int] | None = None) -> tuple[int, ...]:
-        return ()
-
-    def moved(self, tensors: Iterable[int] | None = None) -> list[int]:
-        return []
-
-    def count_write(self) -> None:
-        """Do nothing: the count is not used."""
-
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """None: a fill brings the digests."""
 
     def recall(self, content_id: str, manifest: Manifest) -> Sequence[int | None] | None:
         """The chunks of this content that may have arrived before, in an earlier process: their digests, to be compared with
         the bytes. Called after `map`.
         """
+        return None
 
     def note(self, digests: Sequence[int | None]) -> None:
         """The digests of the chunks that have arrived, for `recall`. Called while it is filled, now and then."""
 
 
-class CallersMemory(Memory, Protocol):
+class CallersMemory(Memory):
     """What a caller has registered, and may replace or write. These methods are called in the caller's own thread."""
 
     def check_current(self) -> None:
         """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
+        self.check_unreplaced()
 
     def watch(self) -> Callable[[], bool] | None:
         """A function to call later: True if no write was seen since now. None: writes cannot be seen."""
+        return None
+
+
+def mapped(
+    manifest: Manifest, find: Callable[[Sequence[TensorSpec]], Sequence[Bytes]], padded: Container[int] = ()
+) -> MappedRegions:
+    """The manifest's regions, where `find` has the bytes of an alias class: once for each place that they have here, or
+    nowhere, where they are not wanted. `padded`: regions of tensors with padded rows, which are as they are.
+    """
+    regions, copies = list[Bytes](), list[tuple[Bytes, Bytes]]()
+    scattered, unwanted = dict[int, Pieces](), set[int]()
+    for index in range(len(manifest.regions)):
+        if index not in padded:
+            check_padding(manifest, index)
+        pieces = list[tuple[int, Bytes]]()
+        for tensors in alias_classes(manifest, index):
+            found = find(tensors)
+            pieces += [(tensors[0].offset, first) for first in found[:1]]
+            copies += [(found[0], other) for other in found[1:] if other.nbytes]
+        if not pieces:
+            unwanted.add(index)
+        elif index not in padded and is_packed(manifest, index):
+            scattered[index] = tuple(pieces)
+        regions.append(pieces[0][1] if pieces and index not in scattered else memoryview(b""))
+    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted), None, scattered)
 
 
 def is_packed(manifest: Manifest, region: int) -> bool:

@@ -10,20 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from tensorhub.cuda.device import Spread
-from tensorhub.cuda.kernels import SPREAD_BYTES_MAX, spread_rows
-from tensorhub.memory.strided import Block, blocks
-from tensorhub.model.strips import Strip
+from tensorhub.cuda.kernels import spread_rows
+from tensorhub.memory.strided import Block
 
 BATCH_BYTES = 64 * 2**20  # of chunks that go at a time: to start them and wait for them costs as much as 100 MiB do
 
 
-def rows_of(strips: Iterable[Strip], addresses: Sequence[int]) -> list[Spread]:
-    """The bytes of these strips, in order, for `Device.relay`. `addresses`: of the regions."""
-    return rows_of_blocks(blocks(strips, addresses, SPREAD_BYTES_MAX))
-
-
 def rows_of_blocks(made: Iterable[Block]) -> list[Spread]:
-    """The kernel's rows for blocks; none of the blocks is larger than SPREAD_BYTES_MAX."""
+    """The bytes of these blocks, in order, for `Device.relay`; none of the blocks is larger than SPREAD_BYTES_MAX."""
     rows: list[Spread] = []
     offset = 0
     for cells, loops, run, nbytes in made:

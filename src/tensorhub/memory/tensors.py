@@ -24,7 +24,6 @@ from tensorhub.errors import RegistrationError, some
 from tensorhub.layouts.sharding import is_dtensor
 from tensorhub.layouts.views import Sources, entries_of
 from tensorhub.memory.addresses import Bytes, bytes_at
-from tensorhub.memory.claims import NO_CLAIM
 from tensorhub.memory.describing import (
     check_any,
     describe,
@@ -38,7 +37,7 @@ from tensorhub.memory.describing import (
     shardings_of,
 )
 from tensorhub.memory.pages import read_only
-from tensorhub.memory.regions import MappedRegions, Pieces, alias_classes, check_padding, is_packed, mismatch
+from tensorhub.memory.regions import CallersMemory, MappedRegions, mapped, mismatch
 from tensorhub.memory.resolving import is_module, resolve, resolve_all
 from tensorhub.memory.sampling import Sample
 from tensorhub.model.dtypes import ITEMSIZE, Quantization
@@ -77,15 +76,12 @@ _count = attrgetter("_version")
 _NO_COUNT = SimpleNamespace(_version=0)
 
 
-class RegisteredMemory:
+class RegisteredMemory(CallersMemory):
     """The caller's tensors, as they were when they were registered: those of a module or of a mapping (see `resolve`).
 
     RegistrationError as for `resolve` and `describe`. The module or mapping is kept, to be compared, never to be adopted.
     A DTensor is its local part. `sources`: see `Hub.register`; what it says is looked at once, now.
     """
-
-    metadata = b""
-    digests_first = False
 
     def __init__(self, given: Any, sources: Sources | None = None, world_size: int = 1) -> None:
         resolved = resolve_all(given)
@@ -123,7 +119,6 @@ class RegisteredMemory:
             tensor if own else _NO_COUNT for tensor, own in zip(self._objects.values(), self._counted, strict=True)
         ]
         self._sample: Sample | None = None  # made when it is first needed
-        self.claim = NO_CLAIM  # until it is registered
         self._is_writable = False  # found so by the last check
 
     def __repr__(self) -> str:
@@ -266,30 +261,18 @@ class RegisteredMemory:
         taken = sample.take()
         return lambda: self.versions() == versions and sample.is_still(taken)
 
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """None: they are made when a chunk is first sent."""
-
     def map(self, manifest: Manifest) -> MappedRegions:
         """See `Memory.map`."""
-        regions, scattered = list[Bytes](), dict[int, Pieces]()
-        copies: list[tuple[Bytes, Bytes]] = []
-        # By address: a tied reader of an untied source would overwrite itself (R13).
-        taken: dict[int, str] = {}
-        for index in range(len(manifest.regions)):
-            is_padded = self._has_padded_rows(manifest, index)
-            if not is_padded:
-                check_padding(manifest, index)
-            pieces = []
-            for tensors in alias_classes(manifest, index):
-                primary, *others = self._views(tensors, taken)
-                pieces.append((tensors[0].offset, primary))
-                copies += [(primary, other) for other in others if other.nbytes]
-                if is_padded and others:
-                    raise mismatch(f"tensor {tensors[0].name!r} has padded rows, and is tied elsewhere only")
-            if not is_padded and is_packed(manifest, index):
-                scattered[index] = tuple(pieces)
-            regions.append(memoryview(b"") if index in scattered else pieces[0][1])
-        return MappedRegions(tuple(regions), tuple(copies), scattered=scattered)
+        padded = {index for index in range(len(manifest.regions)) if self._has_padded_rows(manifest, index)}
+        taken: dict[int, str] = {}  # by address: a tied reader of an untied source would overwrite itself (R13)
+
+        def find(tensors: Sequence[TensorSpec]) -> list[Bytes]:
+            found = self._views(tensors, taken)
+            if len(found) > 1 and tensors[0].region in padded:
+                raise mismatch(f"tensor {tensors[0].name!r} has padded rows, and is tied elsewhere only")
+            return found
+
+        return mapped(manifest, find, padded)
 
     def _has_padded_rows(self, manifest: Manifest, region: int) -> bool:
         """Whether a tensor of it has padded rows here. The region is then all that is between its first byte and its last
