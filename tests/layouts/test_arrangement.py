@@ -66,24 +66,6 @@ def test_what_ranks_have_in_common_is_said_once() -> None:
     assert len(ranks[0].boxes) == 3  # a and b are cut alike
 
 
-def test_of_a_model_with_many_tensors_each_rank_says_a_few_hundred_bytes() -> None:
-    kinds = [Kind("bfloat16", (64, 32)), Kind("bfloat16", (64,))]
-    pieces = [
-        Piece(
-            f"layers.{n}.w",
-            kind,
-            (Span(8, 8), *[Span(0, size) for size in kind.shape[1:]]),
-            n,
-            0,
-            packed((8, *kind.shape[1:]), 2),
-        )
-        for n, kind in enumerate(kinds * 5000)
-    ]
-    made = arrange(pieces)
-    assert len(made.encode()) < 200
-    assert len(made.arrangement.encode()) < 10_300  # a byte for each tensor: which box
-
-
 def test_strides_are_said_where_memory_is_not_contiguous() -> None:
     def with_strides(*strides: int, rows: int = 4) -> Coordinates:
         return arrange([Piece("w", Kind("uint8", (4, 6)), (Span(0, rows), Span(0, 6)), 0, 0, strides)])

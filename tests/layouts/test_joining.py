@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from random import Random
 
@@ -13,7 +14,9 @@ from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
 from tensorhub.layouts import (
     Declaration,
     Published,
+    ReshardedManifest,
     Sharding,
+    at,
     coordinates_of,
     parts_of,
     publication_of,
@@ -21,7 +24,8 @@ from tensorhub.layouts import (
     source,
 )
 from tensorhub.layouts.sharding import Cut, cut
-from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.model.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.model.strips import Strip, straight
 from tests.layouts.worlds import entries, world
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -194,3 +198,50 @@ def test_ties_at_the_reader_only_are_refused() -> None:
 def test_a_publisher_says_all_shapes() -> None:
     with pytest.raises(RegistrationError, match=r"source\('a', shape=...\)"):
         coordinates_of(manifest_of({"a": (2, 4)}), Declaration(sources=entries({"a": source("a")[0:2]})))
+
+
+# ------------------------------------------------------------------------------------------------ its manifest
+
+
+def resharded(
+    chunk_bytes: int, digest: Digest, published: Shapes, mine: Sequence[TensorDescription], declared: Declaration
+) -> tuple[Manifest, ReshardedManifest]:
+    """The manifest of a reader's memory, and what it reads of these plain tensors of a rank alone."""
+    theirs = replace(manifest_of(published, {name: 2**20 * n for n, name in enumerate(published)}), digest=digest)
+    what = Published(digest, chunk_bytes, ((theirs.manifest_id,),))
+    publication = publication_of(what, {theirs.manifest_id: theirs.encode()})
+    manifest = build_manifest(mine, 8192, "none", "mine")
+    return manifest, reading_for(what, publication, manifest, declared)
+
+
+def test_a_resharded_manifest_has_the_readers_memory_and_the_publishers_digests_and_no_padding() -> None:
+    sources = {"padded": [(at[0:100], source("v"))], "columns": source("w")[:, 2:4]}
+    mine = [
+        TensorDescription("padded", "uint8", (128,), 0, 128),
+        TensorDescription("columns", "uint8", (4096, 2), 2**20, 8192),
+    ]
+    shapes: Shapes = {"w": (4096, 4), "v": (100,)}
+    plain, made = resharded(4096, "sha-256", shapes, mine, Declaration(0, 2, sources=entries(sources)))
+    assert (made.tensors, made.regions) == (plain.tensors, plain.regions)
+    assert (made.digest, made.chunk_bytes, made.layout_id) == ("sha-256", 4096, "mine")
+    assert made.grid_id not in (plain.grid_id, made.manifest_id)
+    with pytest.raises(TypeError, match="use `places`"):
+        _ = made.chunks
+    assert (made.sizes, made.chunk_count, made.nbytes) == ((100, 4096, 4096), 3, 100 + 2 * 4096)
+    places = [straight(0, 0, 100), straight(1, 0, 4096), straight(1, 4096, 4096)]
+    assert [made.places(chunk) for chunk in range(3)] == [(place,) for place in places]
+    assert [made.tensors_in(chunk) for chunk in range(3)] == [("padded",), ("columns",), ("columns",)]
+    (part,) = made.parts
+    assert part.selection.chunks == (
+        (straight(1, 0, 100),),
+        (Strip(0, 2, 0, 0, 1, ((2048, 4),), 2),),
+        (Strip(0, 8194, 0, 0, 1, ((2048, 4),), 2),),
+    )
+
+
+def test_a_chunk_of_padded_rows_knows_its_tensor() -> None:
+    rows = TensorDescription("w", "uint8", (4096, 4), 0, 2**14, strides=(10, 1))
+    _, made = resharded(4096, "none", {"w": (4096, 4)}, [rows], Declaration(strides={"w": (10, 1)}))
+    assert (made.region_bytes, made.nbytes, made.chunk_count) == (4095 * 10 + 4, 2**14, 4)
+    assert made.places(3) == (Strip(0, 3 * 1024 * 10, 0, 0, 1, ((1024, 10),), 4),)
+    assert {made.tensors_in(chunk) for chunk in range(4)} == {("w",)}
