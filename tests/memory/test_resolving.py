@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from tensorhub.errors import RegistrationError
 from tensorhub.layouts.views import source
@@ -67,6 +70,10 @@ def process_group() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+def alone() -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, as it imports itself
 def test_prefixes_of_wrappers_are_left_out(process_group: None) -> None:
     names = list(plain().state_dict())
@@ -91,34 +98,25 @@ def test_a_module_of_ones_own_that_is_called_like_a_wrappers_keeps_its_name() ->
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_fsdp_makes_of_a_module_is_refused_with_the_mend(process_group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
     flattened = nn.Sequential(FullyShardedDataParallel(plain(), device_id=torch.device("cpu")))
     with pytest.raises(RegistrationError, match=r"the module '0' is wrapped in Fully.*register tensors of your own"):
         RegisteredMemory(flattened)
-    sharded: Any = fully_shard(plain(), mesh=init_device_mesh("cpu", (1,)))
+    sharded: Any = fully_shard(plain(), mesh=alone())
     memory, local = RegisteredMemory(sharded), {name: tensor.to_local() for name, tensor in sharded.named_parameters()}
     assert memory.descriptions[:4] == describe(local)
     assert set(memory.shardings) == set(local)
 
 
 def test_a_module_that_is_sharded_after_it_was_registered(process_group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     module = plain()
     memory = RegisteredMemory(module)
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(module, mesh=alone())
     with pytest.raises(RegistrationError, match=r"4 tensor\(s\) were replaced.*\n.*'0\.weight': .*it is a DTensor now"):
         memory.check_current()
 
 
 def test_a_sharded_module_that_has_changed_since(process_group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    module: Any = fully_shard(plain(), mesh=init_device_mesh("cpu", (1,)))
+    module: Any = fully_shard(plain(), mesh=alone())
     memory = RegisteredMemory(module)
     versions = memory.versions()
     memory.check_current()
@@ -137,13 +135,10 @@ def test_a_sharded_module_that_has_changed_since(process_group: None) -> None:
 
 def test_a_part_of_a_module_that_is_gathered_by_hand(process_group: None) -> None:
     """Nothing else of it is: the parameters of the other part, and one that FSDP leaves alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     module: Any = plain()
-    mesh, alone = init_device_mesh("cpu", (1,)), next(iter(module.children())).bias
+    ignored = {next(iter(module.children())).bias}
     for layer in module.children():
-        fully_shard(layer, mesh=mesh, ignored_params={alone})
+        fully_shard(layer, mesh=alone(), ignored_params=ignored)
     module[0].unshard()
     with pytest.raises(RegistrationError, match=r"^1 parameter\(s\) are gathered by FSDP now \('0\.weight'\): "):
         resolve(module)
@@ -156,10 +151,7 @@ def test_a_part_of_a_module_that_is_gathered_by_hand(process_group: None) -> Non
 
 
 def test_dtensors_that_cannot_be_used_and_sources_that_say_nothing_are_all_named(process_group: None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Shard
-
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = alone()
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
     transposed = DTensor.from_local(torch.ones(2, 3).T, mesh, [Shard(0)])

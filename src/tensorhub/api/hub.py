@@ -24,8 +24,8 @@ from tensorhub.api.tools import check_full, claim_of, fetch_into, plan_group, re
 from tensorhub.api.watcher import Watcher
 from tensorhub.api.weights import Weights
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, shown
-from tensorhub.layouts.ahead import plan_whole
 from tensorhub.layouts.pieces import Declaration
+from tensorhub.layouts.preview import preview_whole
 from tensorhub.memory.allocated import AllocatedMemory, patterns
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.memory.unallocated import described
@@ -345,7 +345,7 @@ class Hub(Unpicklable):
             (found,) = await plan_group(self, model, [declared], selector, timeout)
             return found
         known = await self._thread.call(self._worker.known, model, selector, self._worker.timeout_s(timeout))
-        return plan_whole(known, chosen)
+        return preview_whole(known, chosen)
 
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.

@@ -17,9 +17,9 @@ import anyio
 from tensorhub.api.arguments import check_rank, check_ranks
 from tensorhub.api.weights import Weights, callers_level
 from tensorhub.errors import InvalidValue, LeftOutStateWarning, RegistrationError, read_only_refusal, some
-from tensorhub.layouts.ahead import plan_ahead
 from tensorhub.layouts.joining import publication_of
 from tensorhub.layouts.pieces import Declaration
+from tensorhub.layouts.preview import preview_ranks
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.whole import whole_manifest
 from tensorhub.memory.claims import Claim
@@ -156,7 +156,7 @@ async def plan_group(
     """
     readers = [(hub._worker.describe_reader(descriptions, declared), declared) for descriptions, declared in ranks]
     known = await hub._thread.call(hub._worker.known, model, selector, hub._worker.timeout_s(timeout))
-    return plan_ahead(known, readers)
+    return preview_ranks(known, readers)
 
 
 @dataclass(frozen=True, slots=True)

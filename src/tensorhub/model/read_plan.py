@@ -1,6 +1,6 @@
 """The result of `plan`: a reader's transfer plan, as counts for each source.
 
-Responsible for the values. `layouts.ahead` makes them.
+Responsible for the values. `layouts.preview` makes them.
 """
 
 from __future__ import annotations

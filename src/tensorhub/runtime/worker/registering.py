@@ -16,11 +16,11 @@ import anyio
 
 from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError, VersionUnavailable
-from tensorhub.layouts.ahead import Known
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.identity import ALONE, layout_id_of
 from tensorhub.layouts.joining import coordinates_of
 from tensorhub.layouts.pieces import Declaration
+from tensorhub.layouts.preview import Known
 from tensorhub.layouts.published import Published
 from tensorhub.layouts.views import without_shape
 from tensorhub.memory.regions import FilledMemory, Memory

@@ -1,4 +1,4 @@
-"""A plan that is shown before anything is read: the reader's own one, counted by source.
+"""The preview of a transfer plan: the reader's own plan, counted by source, before anything is read.
 
 Responsible for counting. `reading_for` makes the plan, as it does for a fill.
 """
@@ -32,7 +32,7 @@ class Known:
     info: ModelInfo
 
 
-def plan_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
+def preview_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
     """What a fetch of the whole model would read of that version, or of the tensors of these names.
 
     Raises as `publication_of` and `whole_manifest`. Takes up to seconds.
@@ -43,7 +43,7 @@ def plan_whole(known: Known, names: tuple[str, ...] | None) -> ReadPlan:
     return _counted(known, publication, reading_for(known.published, publication, manifest, declared), declared)
 
 
-def plan_ahead(known: Known, readers: Sequence[tuple[Manifest, Declaration]]) -> list[ReadPlan]:
+def preview_ranks(known: Known, readers: Sequence[tuple[Manifest, Declaration]]) -> list[ReadPlan]:
     """What each of these ranks of one group would read of that version.
 
     Raises as `publication_of` and `reading_for`; also, if they are all ranks of their group, if they leave bytes unread.
