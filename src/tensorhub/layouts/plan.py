@@ -36,9 +36,9 @@ from typing import NamedTuple, TypeAlias
 from tensorhub.errors import ManifestMismatch, some
 from tensorhub.layouts.arrangement import Coordinates
 from tensorhub.layouts.boxes import Box, Meetings, meet, shown, taken_out, volume
-from tensorhub.layouts.catalogue import numbers_in
 from tensorhub.layouts.columns import stretches
 from tensorhub.layouts.pieces import within
+from tensorhub.layouts.publication import Forms, Held
 
 PLACES_PER_MEETING = 8  # that are looked at in the time that two boxes take to be met
 MANY = 60  # stretches of like pieces: then it is worth to look for fewer
@@ -111,17 +111,13 @@ def neat(row: Row) -> Row:
 # ----------------------------------------------------------------------------------------------------- likeness
 
 
-# Of pieces of one tensor: the numbers of the arrangement, and of the form in it.
-_Forms: TypeAlias = tuple[tuple[int, int], ...]
-
-
 class _Likeness(NamedTuple):
     """The reader's form; for each of the sources' pieces of the tensor, the number of its arrangement, and its form
     there.
     """
 
     form: int
-    held: _Forms
+    held: Forms
 
 
 class _Stretch(NamedTuple):
@@ -206,12 +202,7 @@ class _Planning:
         self._sources = sources
         self._turn = turn
         self._given = [0] * len(sources)  # bytes that each source gives so far
-        arrangements = {each.arrangement.arrangement_id: each.arrangement for each in sources}
-        numbers = {key: number for number, key in enumerate(arrangements)}
-        self._arrangements = list(arrangements.values())
-        self._of_arrangement: list[list[int]] = [[] for _ in arrangements]  # the sources of each
-        for number, each in enumerate(sources):
-            self._of_arrangement[numbers[each.arrangement.arrangement_id]].append(number)
+        self._held = Held(reader.catalogue, sources, reader.arrangement.tensors)
         self._taken: dict[int, list[_Taken]] = {}
         self.unheld: list[str] = []  # a sentence for each part of a reader's tensor that no source has
         self._meetings = Meetings()
@@ -233,34 +224,10 @@ class _Planning:
 
     # --------------------------------------------------------------------------------------------- who has what
 
-    def _held(self) -> tuple[list[_Forms], list[tuple[int, ...]]]:
-        """For each tensor of the reader's catalogue: arrangement and form of the sources' pieces of it, and which pieces."""
-        catalogue = self._reader.catalogue
-        wanted = bytearray(len(catalogue.names))
-        for tensor in self._reader.arrangement.tensors:
-            wanted[tensor] = 1
-        forms: list[_Forms] = [()] * len(catalogue.names)  # tuples: most are shared, and none costs the garbage collector
-        pieces: list[tuple[int, ...]] = [()] * len(catalogue.names)
-        more: dict[int, list[tuple[tuple[int, int], int]]] = {}  # of tensors with several pieces: all but the first
-        for number, arrangement in enumerate(self._arrangements):
-            numbers = numbers_in(arrangement.catalogue, self._reader.catalogue)
-            alone: list[_Forms] = [((number, form),) for form in range(len(arrangement.forms))]
-            for piece, (theirs, form) in enumerate(zip(arrangement.tensors, arrangement.form_of, strict=True)):
-                tensor = theirs if numbers is None else numbers[theirs]
-                if tensor >= 0 and wanted[tensor] and forms[tensor]:
-                    more.setdefault(tensor, []).append(((number, form), piece))
-                elif tensor >= 0 and wanted[tensor]:
-                    forms[tensor], pieces[tensor] = alone[form], (piece,)
-        for tensor, rest in more.items():
-            forms[tensor] += tuple([form for form, _ in rest])
-            pieces[tensor] += tuple([piece for _, piece in rest])
-        return forms, pieces
-
     def _alike(self) -> Iterator[tuple[_Likeness, list[_Stretch]]]:
-        forms, held_pieces = self._held()
-        mine = self._reader.arrangement
+        forms, mine = self._held.forms, self._reader.arrangement
         shared = mine.tied
-        held: dict[_Forms, int] = {}  # numbered once for each tensor, since it may be long
+        held: dict[Forms, int] = {}  # numbered once for each tensor, since it may be long
         held_of = [held.setdefault(each, len(held)) for each in forms]
         numbers: dict[tuple[int, int], int] = {}  # of the likenesses
         number_of = [
@@ -273,7 +240,7 @@ class _Planning:
         for pieces in filter(None, groups):
             likeness = _Likeness(mine.form_of[pieces[0]], forms[mine.tensors[pieces[0]]])
             self._meetings.spend(len(pieces) * len(likeness.held) // PLACES_PER_MEETING)
-            places = self._places(likeness, pieces, held_pieces)
+            places = self._places(likeness, pieces)
             lines = [_Lines(pieces, places)]
             if 3 * _count(lines) > len(pieces) > 1:
                 # What alternates, such as gate and up, is told apart by the piece before: each is equally far from its next.
@@ -291,17 +258,17 @@ class _Planning:
                 lines = min(lines, [sorted_], key=_count)
             yield likeness, [stretch for each in lines for stretch in each.stretches()]
 
-    def _places(self, likeness: _Likeness, pieces: list[int], held_pieces: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        mine = self._reader.arrangement
-        theirs = [held_pieces[mine.tensors[piece]] for piece in pieces]
+    def _places(self, likeness: _Likeness, pieces: list[int]) -> list[tuple[int, ...]]:
+        mine, arrangements = self._reader.arrangement, self._held.arrangements
+        theirs = [self._held.pieces[mine.tensors[piece]] for piece in pieces]
         if len(pieces) == 1:  # columns of one number each would cost far more than the numbers
             its = [mine.regions[pieces[0]], mine.offsets[pieces[0]]]
             for held, (number, _) in zip(theirs[0], likeness.held, strict=True):
-                its += (self._arrangements[number].regions[held], self._arrangements[number].offsets[held])
+                its += (arrangements[number].regions[held], arrangements[number].offsets[held])
             return [tuple(its)]
         columns = [map(mine.regions.__getitem__, pieces), map(mine.offsets.__getitem__, pieces)]
         for column, (number, _) in enumerate(likeness.held):
-            arrangement = self._arrangements[number]
+            arrangement = arrangements[number]
             held_there = [held[column] for held in theirs]
             columns += [map(each.__getitem__, held_there) for each in (arrangement.regions, arrangement.offsets)]
         return list(zip(*columns, strict=True))
@@ -310,12 +277,10 @@ class _Planning:
 
     def _candidates(self, likeness: _Likeness) -> Iterator[_Candidate]:
         _, box, _ = self._reader.geometry[likeness.form]
-        for column, (number, form) in enumerate(likeness.held):
-            self._meetings.spend(len(self._of_arrangement[number]))
-            for source in self._of_arrangement[number]:
-                _, theirs, _ = self._sources[source].geometry[form]
-                if (common := meet(box, theirs)) is not None:
-                    yield _Candidate(source, column, common)
+        for column, source, theirs in self._held.boxes(likeness.held):
+            self._meetings.spend(1)
+            if (common := meet(box, theirs)) is not None:
+                yield _Candidate(source, column, common)
 
     def _part(self, likeness: _Likeness, candidate: _Candidate, common: Box) -> _Part:
         kind, mine, to = self._reader.geometry[likeness.form]

@@ -65,14 +65,14 @@ class Publication:
     @cached_property
     def overlaps(self) -> tuple[tuple[int, Box, frozenset[int]], ...]:
         """What several classes hold: tensor, part, and the numbers of the classes. It is within one piece of each."""
-        alike, meetings = _Likenesses(self.catalogue, [each.coordinates for each in self.classes]), Meetings()
-        shared_of: dict[_Likeness, list[tuple[Box, frozenset[int]]]] = {}
+        held, meetings = Held(self.catalogue, [each.coordinates for each in self.classes]), Meetings()
+        shared_of: dict[Forms, list[tuple[Box, frozenset[int]]]] = {}
         found = []
-        for tensor, likeness in enumerate(alike.of_tensor):
-            if likeness not in shared_of:
-                is_local = self.catalogue.kind(tensor).ranks
-                shared_of[likeness] = [] if is_local else _shared(alike.boxes(likeness), meetings)
-            found += [(tensor, box, holders) for box, holders in shared_of[likeness]]
+        for tensor, forms in enumerate(held.forms):
+            if forms not in shared_of:
+                boxes = [] if self.catalogue.kind(tensor).ranks else [(each, box) for _, each, box in held.boxes(forms)]
+                shared_of[forms] = _shared(boxes, meetings)
+            found += [(tensor, box, holders) for box, holders in shared_of[forms]]
         return tuple(found)
 
     def places(self, rank: Coordinates) -> Iterator[tuple[int, int, int, int]]:
@@ -157,51 +157,70 @@ def refuse(faults: Iterable[str], what: str, advice: str = "") -> None:
 # ----------------------------------------------------------------------------------------------------- coverage
 
 
-_Likeness: TypeAlias = "tuple[object, ...]"  # the kind's number, and (arrangement, form) of each piece
+# Of pieces of one tensor: the numbers of the arrangement, and of the form in it.
+Forms: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class _Likenesses:
-    """Tensors are alike if they are of one kind and the holders have equal forms of them: one answer goes for all, as when
-    plans are made. `of_tensor[i]`: the likeness of tensor i.
+class Held:
+    """Which pieces some ranks hold of a catalogue's tensors. Tensors are alike if they are of one kind and the ranks have
+    equal forms of them: one answer goes for all.
+
+    `forms[i]`: of the pieces of tensor i; `pieces[i]`: their numbers in their arrangements. `holders[n]`: which of the
+    ranks have arrangement n.
     """
 
-    def __init__(self, catalogue: Catalogue, holders: Sequence[Coordinates]) -> None:
-        arrangements = {each.arrangement.arrangement_id: each.arrangement for each in holders}
-        self._of_arrangement: dict[str, list[tuple[int, Coordinates]]] = {key: [] for key in arrangements}
-        for number, each in enumerate(holders):
-            self._of_arrangement[each.arrangement.arrangement_id].append((number, each))
-        held: list[list[tuple[str, int]]] = [[] for _ in catalogue.names]
-        for key, arrangement in arrangements.items():
-            numbers = numbers_in(arrangement.catalogue, catalogue)
-            keys = [(key, form) for form in range(len(arrangement.forms))]
-            for tensor, form in zip(arrangement.tensors, arrangement.form_of, strict=True):
-                number = tensor if numbers is None else numbers[tensor]
-                if number >= 0:
-                    held[number].append(keys[form])
-        self.of_tensor: list[_Likeness] = [(kind, *forms) for kind, forms in zip(catalogue.kind_of, held, strict=True)]
-        self._forms = dict(zip(self.of_tensor, held, strict=True))
+    def __init__(self, catalogue: Catalogue, ranks: Sequence[Coordinates], wanted: Iterable[int] | None = None) -> None:
+        """`wanted`: the numbers of tensors, in any order; None: all."""
+        self._ranks = ranks
+        arrangements = {each.arrangement.arrangement_id: each.arrangement for each in ranks}
+        numbers = {key: number for number, key in enumerate(arrangements)}
+        self.arrangements = list(arrangements.values())
+        self.holders: list[list[int]] = [[] for _ in arrangements]
+        for number, each in enumerate(ranks):
+            self.holders[numbers[each.arrangement.arrangement_id]].append(number)
+        is_wanted = bytearray(len(catalogue.names))
+        for tensor in range(len(catalogue.names)) if wanted is None else wanted:
+            is_wanted[tensor] = 1
+        # Tuples: most are shared, and none costs the garbage collector.
+        self.forms: list[Forms] = [()] * len(catalogue.names)
+        self.pieces: list[tuple[int, ...]] = [()] * len(catalogue.names)
+        more: dict[int, list[tuple[tuple[int, int], int]]] = {}  # of tensors with several pieces: all but the first
+        for number, arrangement in enumerate(self.arrangements):
+            theirs_here = numbers_in(arrangement.catalogue, catalogue)
+            alone: list[Forms] = [((number, form),) for form in range(len(arrangement.forms))]
+            for piece, (theirs, form) in enumerate(zip(arrangement.tensors, arrangement.form_of, strict=True)):
+                tensor = theirs if theirs_here is None else theirs_here[theirs]
+                if tensor < 0 or not is_wanted[tensor]:
+                    continue
+                if self.forms[tensor]:
+                    more.setdefault(tensor, []).append(((number, form), piece))
+                else:
+                    self.forms[tensor], self.pieces[tensor] = alone[form], (piece,)
+        for tensor, rest in more.items():
+            self.forms[tensor] += tuple([form for form, _ in rest])
+            self.pieces[tensor] += tuple([piece for _, piece in rest])
 
-    def boxes(self, likeness: _Likeness) -> Iterator[tuple[int, Box]]:
-        """The holders of these tensors, each with its boxes."""
-        for key, form in self._forms[likeness]:
-            for number, each in self._of_arrangement[key]:
-                yield number, each.geometry[form][1]
+    def boxes(self, forms: Forms) -> Iterator[tuple[int, int, Box]]:
+        """Of each rank that has one of these: which of them, the rank's number, and the box."""
+        for column, (number, form) in enumerate(forms):
+            for holder in self.holders[number]:
+                yield column, holder, self._ranks[holder].geometry[form][1]
 
 
 def _unheld(
     catalogue: Catalogue, holders: Sequence[Coordinates], otherwise: str, if_local: Callable[[str], str] = lambda name: ""
 ) -> Iterator[str]:
     """Tensors of which a part is in no piece of these, a sentence each. `if_local`: said where a plain one has that name."""
-    alike, meetings = _Likenesses(catalogue, holders), Meetings()
-    left_of: dict[_Likeness, list[Box]] = {}
-    for name, kind_number, likeness in zip(catalogue.names, catalogue.kind_of, alike.of_tensor, strict=True):
-        kind = catalogue.kinds[kind_number]
+    held, meetings = Held(catalogue, holders), Meetings()
+    left_of: dict[tuple[int, Forms], list[Box]] = {}
+    for name, number, forms in zip(catalogue.names, catalogue.kind_of, held.forms, strict=True):
+        kind = catalogue.kinds[number]
         if kind.ranks:
             continue  # each rank's is its own
-        if likeness not in left_of:
-            boxes = dict.fromkeys(box for _, box in alike.boxes(likeness))
-            left_of[likeness] = left_over(whole(kind.shape), boxes, meetings)
-        if left := left_of[likeness]:
+        if (number, forms) not in left_of:
+            boxes = dict.fromkeys(box for _, _, box in held.boxes(forms))
+            left_of[number, forms] = left_over(whole(kind.shape), boxes, meetings)
+        if left := left_of[number, forms]:
             yield _missing(name, kind, left, otherwise) + (if_local(name) if name in catalogue.local_names else "")
 
 
