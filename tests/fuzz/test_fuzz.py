@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tensorhub.coordinator import limits
 from tests.fuzz.targets import CORPUS, TARGETS
 
 CORPUS_BYTES_MAX = 200_000
@@ -25,8 +26,12 @@ def test_whatever_comes(name: str) -> None:
     holds()
 
 
-def test_liars_who_talk_for_long() -> None:
-    """What Hypothesis draws is over before much is published or read."""
+@pytest.mark.parametrize("per_step", [None, 3])
+def test_liars_who_talk_for_long(per_step: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Hypothesis draws is over before much is published or read. `per_step`: how little a step does at most (G7)."""
+    if per_step is not None:
+        for name in ("WOKEN_PER_STEP", "TIMERS_PER_STEP", "NOTED_PER_STEP"):
+            monkeypatch.setattr(limits, name, per_step)
     for seed in range(LONG_TALKS):
         try:
             TARGETS["liars"].run(Random(seed).randbytes(TARGETS["liars"].bytes_max))
