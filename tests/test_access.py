@@ -8,13 +8,11 @@ from pathlib import Path
 
 import anyio
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.tools import seed_shard
-from tensorhub.api.weights import Weights
 from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable
 from tensorhub.messages import Watch
 from tensorhub.protocol.codec import FROM_COORDINATOR
@@ -25,10 +23,8 @@ from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.types import parse_address
 from tests.rig import (
     CHUNK_BYTES,
-    CHUNKS,
     OPTIONS,
     WAIT_S,
-    all_of,
     gated,
     holds,
     nothing_left,
@@ -185,81 +181,6 @@ async def test_a_read_only_token_fetches_and_looks_and_nothing_else() -> None:
                 await call
         await source.unpublish()
         assert (await trainer.describe("m")).leases == ()
-
-
-async def test_the_coordinator_says_the_same_to_a_client_that_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.api.hub.check_full", lambda *_: None)
-    monkeypatch.setattr("tensorhub.api.tools.check_full", lambda *_: None)
-    async with (
-        nothing_left(),
-        tensorhub.serve(token=SECRET, options=OPTIONS) as coordinator,
-        tensorhub.connect(coordinator.address, token=READ_ONLY, options=OPTIONS) as dashboard,
-    ):
-        for call, named in (
-            (dashboard.register("m", tensors()), "register"),
-            (dashboard.retain("m", latest=3), "retain"),
-            (dashboard.rollback("m", to=0), "rollback"),
-            (dashboard.pin("m", 1).__aenter__(), "pin"),
-        ):
-            with pytest.raises(AuthenticationFailed, match=f"this token is read-only: {named} needs"):
-                await call
-        assert await dashboard.describe() == ()
-
-
-async def test_a_read_only_token_puts_the_whole_model_together_when_its_publisher_has_gone() -> None:
-    """Out of a copy of two ranks, whose digests count."""
-    whole = np.arange(2**16, dtype=np.int32).reshape(2, 2**15)
-    view = tensorhub.source("w", shape=whole.shape)
-
-    async def ranks(hub: Hub, group: str, content: npt.NDArray[np.int32]) -> list[Weights]:
-        cuts = [slice(rank, rank + 1) for rank in range(2)]
-        return [
-            await hub.register("m", {"w": content[cut]}, sources={"w": view[cut]}, group=group, rank=rank, world_size=2)
-            for rank, cut in enumerate(cuts)
-        ]
-
-    async with (
-        nothing_left(),
-        tensorhub.serve(token=SECRET, options=OPTIONS) as coordinator,
-        tensorhub.connect(coordinator.address, token=SECRET, options=OPTIONS, name="keeper") as keeper,
-        tensorhub.connect(coordinator.address, token=READ_ONLY, options=OPTIONS, name="dashboard") as dashboard,
-    ):
-        async with tensorhub.connect(coordinator.address, token=SECRET, options=OPTIONS, name="trainer") as trainer:
-            await all_of(*[rank.publish(1) for rank in await ranks(trainer, "trainer", whole.copy())])
-            await all_of(*[rank.replicate() for rank in await ranks(keeper, "keeper", np.zeros_like(whole))])
-        fetched = await dashboard.fetch("m", rank=None)
-        assert np.array_equal(fetched["w"].numpy(), whole)
-        assert fetched.report.verified_by == "source"
-        assert [source.name for source in fetched.report.sources if source.bytes_read] == ["keeper", "keeper"]
-
-
-async def test_a_read_only_fetch_goes_on_when_its_coordinator_restarts(tmp_path: Path) -> None:
-    async with nothing_left(), contextlib.AsyncExitStack() as stack:
-        first = tensorhub.serve(token=SECRET, state_dir=tmp_path, options=OPTIONS)
-        address = (await first.__aenter__()).address
-        trainer = await stack.enter_async_context(tensorhub.connect(address, token=SECRET, options=OPTIONS))
-        source = await trainer.register("m", tensors(1))
-        await source.publish(1)
-        got = list[tensorhub.Fetched]()
-        with gated(3) as gate:
-            dashboard = await stack.enter_async_context(tensorhub.connect(address, token=READ_ONLY, options=OPTIONS))
-
-            async def fetch() -> None:
-                got.append(await dashboard.fetch("m"))
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(fetch)
-                await until(lambda: gate.holds)
-                await first.__aexit__(None, None, None)
-                await until(lambda: "offline" in repr(dashboard))
-                port = parse_address(address)[1]
-                second = tensorhub.serve(port=port, token=SECRET, state_dir=tmp_path, options=OPTIONS)
-                await stack.enter_async_context(second)
-                await until(lambda: "online" in repr(dashboard))
-                gate.open()
-        assert all(np.array_equal(got[0][name].numpy(), tensor) for name, tensor in tensors(1).items())
-        assert (got[0].report.bytes_read, got[0].report.reread_bytes) == (CHUNKS * CHUNK_BYTES, 0)
-        await stack.aclose()
 
 
 async def test_who_is_left_with_a_read_only_token_keeps_its_memory_and_hears_why(tmp_path: Path) -> None:

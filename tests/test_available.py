@@ -17,7 +17,6 @@ from tests.rig import (
     Cluster,
     cluster,
     holds,
-    published,
     tensors,
     write,
 )
@@ -52,13 +51,6 @@ async def test_elastic_workers_get_the_newest_that_is_held() -> None:
         await weights.unpublish()
         assert (await weights.replicate("available")).version == 1
         assert (await c.hubs[2].fetch("m", "available")).info.version == 1
-
-
-async def test_a_staged_update_takes_it_too() -> None:
-    async with trainer_left("reader") as c:
-        weights = await published(c.hubs[2], 3, content=7)
-        await weights.unpublish()
-        assert (await weights.update("available", staged=True)).version == 1
 
 
 async def test_latest_says_what_is_held_and_how_to_get_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,14 +10,11 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import numpy as np
 import pytest
 import torch
 
 import tensorhub
-from tensorhub.api.hub import Hub
 from tensorhub.errors import (
     AuthenticationFailed,
     CoordinatorUnavailable,
@@ -29,8 +25,8 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import PROTOCOL_VERSION
 from tensorhub.protocol.frames import PREFACE
-from tensorhub.types import Location, Options, VersionInfo, parse_address
-from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, nothing_left, published, tensors, worker_of
+from tensorhub.types import Location, Options, VersionInfo
+from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, nothing_left, published, tensors
 
 QUICK = Options(op_timeout_s=5, connect_timeout_s=1, coordinator_wait_s=0, chunk_bytes=CHUNK_BYTES)
 
@@ -86,24 +82,6 @@ async def test_not_a_coordinator(answer: bytes, text: str) -> None:
             check(caught.value, retryable=False)
 
 
-async def test_an_http_server() -> None:
-    """It waits for the end of a request, which our hello has: nobody waits for the time of a whole handshake."""
-    async with nothing_left():
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
-        server.daemon_threads = False  # closing it waits for what it has answered
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            with pytest.raises(ProtocolError, match=r"not a TensorHub peer: .*check the address") as caught:
-                async with connect(f"tcp://127.0.0.1:{server.server_port}", options=Options(connect_timeout_s=15)):
-                    pass
-            check(caught.value, retryable=False)
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-
 async def test_of_several_addresses_a_silent_one_does_not_use_up_the_time_of_the_others() -> None:
     async with cluster(options=QUICK) as c:
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -141,30 +119,7 @@ async def test_names_that_cannot_be_said(settings: dict[str, object]) -> None:
                 pass
 
 
-async def test_the_longest_name_makes_a_group_name() -> None:
-    async with cluster() as c, connect(c.address, "n" * 512) as hub:
-        await published(hub)
-
-
 # ------------------------------------------------------------------------------------------------------------ arguments
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"world_size": 2}, "world_size > 1 needs group="),
-        ({"group": "g", "rank": 2, "world_size": 2}, "ranks are integers from 0 to world_size - 1"),
-        ({"group": "g", "rank": -1}, "ranks are integers from 0"),
-        ({"group": "g", "world_size": 1.5}, "ranks are integers from 0"),
-        ({"group": ""}, "'' cannot name a group"),
-    ],
-)
-async def test_registering_a_rank_that_cannot_be(settings: dict[str, object], text: str) -> None:
-    async with cluster("worker") as c:
-        with pytest.raises(StateError, match=text) as caught:
-            await c.hubs[0].register("m", tensors(), **settings)  # type: ignore[arg-type]
-        check(caught.value, retryable=False)
-        assert await c.hubs[0].describe() == ()
 
 
 async def test_arguments_that_no_message_can_carry() -> None:
@@ -239,12 +194,6 @@ async def test_an_integer_may_be_of_any_library(kind: Callable[[int], Any]) -> N
         assert {type(each.version) for each in (await rollout.describe("m")).versions} <= {int}
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.int32])
-async def test_a_port_may_be_of_any_library(kind: Callable[[int], Any]) -> None:
-    async with nothing_left(), tensorhub.serve(port=kind(0)) as coordinator:
-        assert coordinator.address.startswith("tcp://127.0.0.1:")
-
-
 @pytest.mark.parametrize(
     ("address", "advice"),
     [
@@ -305,58 +254,3 @@ async def test_an_error_of_the_callers_may_say_anything() -> None:
                 raise Mute
         with pytest.raises(GroupAborted, match=r"the body of mutate\(1\) raised Mute"):
             await group[1].publish(1)
-
-
-# ----------------------------------------------------------------------------------------------- unauthenticated peers
-
-
-GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "noise": bytes(range(256)) * 64,
-    "oversized": PREFACE + b"\xff\xff\xff\xff",
-    "truncated": PREFACE + b"\x00\x00\x00\x20abc",
-    "nothing": b"",
-}
-
-
-def insult(address: str, words: bytes) -> None:
-    with socket.create_connection(parse_address(address), 5) as peer:
-        peer.sendall(words)
-        with contextlib.suppress(OSError):  # it may have been cut off already
-            peer.shutdown(socket.SHUT_WR)
-            while peer.recv(65536):
-                pass
-
-
-def data_address(hub: Hub) -> str:
-    return next(each.address for each in worker_of(hub)._endpoints if each.transport == "tcp")
-
-
-@pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
-@pytest.mark.parametrize("where", ["coordinator", "worker"])
-async def test_unauthenticated_peers_cost_nobody_anything(where: str, words: bytes) -> None:
-    async with cluster("trainer", "reader") as c:
-        source = await published(c.hubs[0])
-        address = c.address if where == "coordinator" else data_address(c.hubs[0])
-        lives = [worker_of(hub).incarnation for hub in c.hubs]
-        for _ in range(3):
-            await anyio.to_thread.run_sync(insult, address, words)
-        mine = tensors()
-        await (await c.hubs[1].register("m", mine)).replicate()
-        assert holds(mine, 1)
-        assert [worker_of(hub).incarnation for hub in c.hubs] == lives
-        assert source.state == "ready"
-
-
-@pytest.mark.parametrize("where", ["coordinator", "worker"])
-async def test_pending_connections_that_say_nothing_do_not_keep_others_out(where: str) -> None:
-    async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0])
-        address = parse_address(c.address if where == "coordinator" else data_address(c.hubs[0]))
-        with contextlib.ExitStack() as stack:
-            for _ in range(20):
-                stack.enter_context(socket.create_connection(address, 5))
-            async with connect(c.address, "late") as hub:
-                mine = tensors()
-                await (await hub.register("m", mine)).replicate()
-                assert holds(mine, 1)

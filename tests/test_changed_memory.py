@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 import torch
@@ -14,11 +13,10 @@ import torch
 from tensorhub import shared_empty_like
 from tensorhub.api.hub import Hub
 from tensorhub.errors import MutabilityViolation, RegistrationError, TensorHubError
-from tensorhub.messages import Digests, TellDigests
 from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import Options
-from tests.rig import CHUNK_BYTES, OPTIONS, cluster, handle_of, until
+from tests.rig import CHUNK_BYTES, OPTIONS, cluster
 from tests.runtime.data_rig import KINDS
 
 pytestmark = pytest.mark.anyio
@@ -93,18 +91,6 @@ async def test_a_reader_has_what_was_published_or_an_error(way: str, options: Op
 
 
 @pytest.mark.usefixtures("lazily")
-async def test_a_reader_goes_on_with_a_holder_that_has_kept_it() -> None:
-    async with cluster("trainer", "other", "rollout") as c:
-        mine, others, memory = model(), empty(), empty()
-        trainer = await c.hubs[0].register("m", mine)
-        await trainer.publish(1)
-        await (await c.hubs[1].register("m", others)).replicate()
-        unmerge({"a": mine["a"]})
-        assert (await (await c.hubs[2].register("m", memory)).replicate()).version == 1
-        assert is_merged(memory)
-
-
-@pytest.mark.usefixtures("lazily")
 @pytest.mark.parametrize("way", WAYS[:2])
 async def test_what_is_written_while_its_digest_is_made_is_not_served(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("trainer", "rollout", transports=[way]) as c:
@@ -162,42 +148,6 @@ async def test_memory_that_was_freed_or_replaced_is_offered_no_more(
 
 
 @pytest.mark.parametrize("change", [frees, replaces])
-async def test_what_was_replaced_or_freed_is_not_called_written_as_well(change: Callable[[torch.Tensor], None]) -> None:
-    async with cluster("trainer") as c:
-        mine = model()
-        trainer = await c.hubs[0].register("m", mine)
-        await trainer.publish(1)
-        unmerge({"a": mine["a"]})
-        change(mine["b"])
-        assert handle_of(trainer)._writes.broken() == "'a' (written); 'b' (replaced or freed)"
-
-
-@pytest.mark.usefixtures("lazily")
-async def test_digests_of_memory_that_was_written_since_are_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster("trainer") as c:
-        mine = model()
-        trainer = await c.hubs[0].register("m", mine)
-        await trainer.publish(1)
-        handle, said = handle_of(trainer), list[object]()
-
-        async def tell() -> None:
-            make = handle._making()
-            assert make is not None
-            make()
-            unmerge(mine)
-            monkeypatch.setattr(handle._link, "say", said.append)
-            handle.tell_made(if_all=False)
-            content = handle.member.content
-            assert content is not None
-            asked = TellDigests(handle.member.shard.registration, content.generation, "")
-            await handle._tell_digests(asked, anyio.CapacityLimiter(1))
-            monkeypatch.undo()
-
-        await trainer._thread.call(tell)
-        assert not [each for each in said if isinstance(each, Digests)]
-
-
-@pytest.mark.parametrize("change", [frees, replaces])
 async def test_a_handle_can_be_closed_as_its_error_advises(change: Callable[[torch.Tensor], None]) -> None:
     async with cluster("trainer", "rollout") as c:
         mine = model()
@@ -222,54 +172,4 @@ async def test_an_array_that_was_resized_is_not_touched() -> None:
         with pytest.raises(TensorHubError):
             await c.hubs[1].fetch("m", timeout=1)
         with pytest.raises(MutabilityViolation, match="'a'"):
-            await trainer.unpublish()
-
-
-@pytest.mark.usefixtures("lazily")
-async def test_a_copy_that_was_freed_is_given_up_and_its_reader_goes_on_elsewhere() -> None:
-    async with cluster("trainer", "other", "rollout") as c:
-        await (await c.hubs[0].register("m", model())).publish(1)
-        others, memory = empty(), empty()
-        other = await c.hubs[1].register("m", others)
-        await other.replicate()
-        frees(others["b"])
-        assert (await (await c.hubs[2].register("m", memory)).replicate()).version == 1
-        assert is_merged(memory)
-
-
-@pytest.mark.usefixtures("lazily")
-async def test_what_is_handed_over_or_copied_is_not_what_was_written() -> None:
-    """Of a retained version its last holder makes a copy before it lets go of it."""
-    options = replace(OPTIONS, host_memory_bytes=2**26, op_timeout_s=2)
-    async with cluster("trainer", "rollout", options=options) as c:
-        mine = model()
-        trainer = await c.hubs[0].register("m", mine)
-        await trainer.publish(1)
-        unmerge(mine)
-        await c.hubs[1].retain("m", latest=2)
-        with pytest.raises(TensorHubError):
-            await trainer.unpublish()
-        try:
-            fetched = await c.hubs[1].fetch("m", 1, timeout=1)
-        except TensorHubError:
-            return
-        assert is_merged(dict(fetched))
-
-
-async def test_digests_are_made_right_after_a_publication() -> None:
-    """Nobody has read it. What is written then is noticed by its reader, too."""
-    async with cluster("trainer", "rollout") as c:
-        array = np.full(LENGTH, MERGED, np.float32)  # whose writes nobody counts
-        trainer = await c.hubs[0].register("m", {"a": array})
-        await trainer.publish(1)
-        owner = handle_of(trainer)._owner
-
-        def digests() -> list[int | None]:
-            return [digest for each in owner._owner._memories.values() for digest in each.own.digests]
-
-        await until(lambda: len(digests()) == 8 and None not in digests())
-        array[:] = UNMERGED
-        with pytest.raises(TensorHubError):
-            await c.hubs[1].fetch("m", timeout=1)
-        with pytest.raises(MutabilityViolation):
             await trainer.unpublish()

@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tensorhub
-from tensorhub import MutabilityViolation
 from tensorhub.api.hub import Hub
 from tensorhub.api.tools import fetch_into, register_memory
 from tensorhub.memory.file_target import FileTarget
@@ -111,34 +109,6 @@ async def test_each_version_is_packed_anew() -> None:
         assert holds(tensors, 4)
 
 
-async def test_what_readers_have_got_is_what_was_published_whatever_is_written_since() -> None:
-    """The promise counts for tiny tensors, too, and breaking it harms nobody: readers read the copy."""
-    async with cluster("trainer", "reader", options=OPTIONS) as c:
-        tensors, memory = model(1), model()
-        source = await c.hubs[0].register("m", tensors)
-        await source.publish(1)
-        tensors["norm.7"].zero_()
-        await (await c.hubs[1].register("m", memory)).replicate()
-        assert holds(memory, 1)
-        with pytest.raises(MutabilityViolation, match=r"norm\.7"):
-            await source.unpublish()
-
-
-async def test_ties_are_the_readers_own_affair() -> None:
-    """A tied pair is once in the region; a reader may have two tensors of it."""
-    async with cluster("trainer", "reader", options=OPTIONS) as c:
-        await (await c.hubs[0].register("m", model(1))).publish(1)
-        memory = model()
-        memory["tied"] = torch.zeros(1024)
-        weights = await c.hubs[1].register("m", memory)
-        await weights.replicate()
-        assert holds(memory, 1)
-        await weights.close()  # else the same memory would be filled under another registration
-        one = memory["tied"] = memory["norm.4"]
-        with pytest.raises(tensorhub.ManifestMismatch, match="share memory at the reader only"):
-            await (await c.hubs[1].register("m", {**memory, "norm.4": one}, group="other")).replicate()
-
-
 async def test_fetch_makes_tensors_of_their_own() -> None:
     async with cluster("trainer", "reader", options=OPTIONS) as c:
         await (await c.hubs[0].register("m", model(1))).publish(1)
@@ -195,39 +165,6 @@ async def test_a_broken_fill_keeps_what_it_has_of_the_packed_region() -> None:
                 report.bytes_read == manifest.nbytes - manifest.regions[0].nbytes
             )  # the large chunk that it had was written
             assert report.reread_bytes == 0
-
-
-async def test_prefetched_staged_and_without_digests() -> None:
-    options = dataclasses.replace(OPTIONS, integrity=False)
-    for trainers in OPTIONS, options:
-        async with cluster("trainer", options=trainers) as c, rig.connect(c.address, "reader", OPTIONS) as reader:
-            tensors, memory = model(1), model()
-            source, weights = await c.hubs[0].register("m", tensors), await reader.register("m", memory)
-            await source.publish(1)
-            await weights.update()
-            async with source.mutate(2):
-                write(tensors, 2)
-            await weights.prefetch()
-            assert holds(memory, 1)
-            assert (await weights.update()).bytes_read == 0
-            assert holds(memory, 2)
-            async with source.mutate(3):
-                write(tensors, 3)
-            await weights.update(staged=True)
-            assert holds(memory, 3)
-
-
-async def test_a_retained_version_is_copied_as_it_was_packed() -> None:
-    async with cluster("trainer", "reader", options=OPTIONS) as c:
-        tensors, memory = model(1), model()
-        source = await c.hubs[0].register("m", tensors)
-        await c.hubs[0].retain("m", latest=2)
-        await source.publish(1)
-        async with source.mutate(2):
-            write(tensors, 2)
-        await (await c.hubs[1].register("m", memory)).replicate(1)
-        assert holds(memory, 1)
-        await c.hubs[0].retain("m", latest=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch means to give quantized tensors up

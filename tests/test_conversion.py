@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import tensorhub
-from tensorhub import sync
 from tensorhub.conversion import Conversion, ConvertedWeights, cast, register_converted
 from tensorhub.errors import (
     GroupAborted,
@@ -22,7 +21,6 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tests.layouts.test_sharding import mesh_of
 from tests.rig import CHUNK_BYTES, OPTIONS, all_of, cluster, gated, until
 
 SIZE = 4 * CHUNK_BYTES  # elements
@@ -224,28 +222,3 @@ def test_a_cast_ties_what_is_tied_and_takes_what_is_there_now() -> None:
     model.body = nn.Parameter(torch.zeros(1))
     with pytest.raises(RegistrationError, match="'body'"):
         conversion.convert(target)
-
-
-def test_the_copy_of_a_dtensor_is_one_of_the_same_placements() -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    with mesh_of(4, rank=2) as mesh:
-        dtensor = distribute_tensor(torch.arange(39.0).reshape(13, 3), mesh, [Shard(0)], src_data_rank=None)
-        conversion = cast({"w": dtensor}, torch.bfloat16)
-        target = conversion.allocate()
-        conversion.convert(target)
-        assert (target["w"].placements, target["w"].shape, target["w"].dtype) == ((Shard(0),), (13, 3), torch.bfloat16)
-        assert torch.equal(target["w"].to_local(), dtensor.to_local().bfloat16())
-
-
-def test_without_a_loop() -> None:
-    with sync.serve() as coordinator, sync.connect(coordinator.address) as hub, sync.connect(coordinator.address) as other:
-        model, held = Tied(), zeros()
-        weights = sync.register_converted(hub, "actor", cast(model, torch.bfloat16), group="trainer", buffers=3)
-        for version in range(1, 5):
-            model.set(version)
-            assert weights.publish(version).version == version
-        other.register("actor", held).replicate()
-        assert holds(held, 4)
-        assert weights.version == 4
-        weights.close(abandon=True)

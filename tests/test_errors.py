@@ -339,35 +339,6 @@ async def test_a_filled_memory_that_is_written_is_not_taken_for_its_version() ->
 
 
 @provokes(MutabilityViolation)
-async def test_memory_that_is_written_after_an_update_of_it_was_given_up() -> None:
-    """The fence of the old version stood already, so that it was opened again."""
-    async with cluster("trainer", "reader") as c:
-        source, mine = await c.hubs[0].register("m", model()), model()
-        await source.publish(1)
-        weights = await c.hubs[1].register("m", mine)
-        await weights.replicate()
-        async with source.mutate(2):
-            memory_of(source)["a"].add_(1)
-        generation, scope = generation_of(weights), anyio.CancelScope()
-
-        async def update() -> None:
-            with scope:
-                await weights.update()
-
-        async with anyio.create_task_group() as tasks:
-            with accessed(weights):
-                tasks.start_soon(update)
-                await until(lambda: "<Owner 0 open of 1" in repr(handle_of(weights)._owner))
-                scope.cancel()
-                await until(lambda: weights._handle.member.running is None)  # although the access runs on
-        assert (weights.state, weights.version) == ("ready", 1)
-        assert generation != generation_of(weights)
-        mine["b"].add_(1)
-        with raises(MutabilityViolation, *WRITTEN, retryable=False, memory="torn"):
-            await weights.unpublish()
-
-
-@provokes(MutabilityViolation)
 async def test_a_rank_whose_memory_was_written_ends_its_groups_mutate() -> None:
     async with cluster("one", "two") as c:
         sets = [model(), model()]

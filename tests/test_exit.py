@@ -18,8 +18,6 @@ import pytest
 
 import tensorhub
 from tensorhub import sync
-from tensorhub.runtime import ending
-from tensorhub.runtime.ending import Parting
 from tensorhub.types import Options
 from tests.rig import OPTIONS, WAIT_S
 
@@ -566,37 +564,3 @@ def test_what_cannot_be_wired() -> None:
     thread.start()
     thread.join()
     assert "in the main thread" in str(caught[0])
-
-
-class Thread:
-    """What a process ends with: it tells what is done to it."""
-
-    exit_s = 0.0
-    ends_until = 0.0
-
-    def __init__(self, name: str, told: list[str], *, is_stuck: bool = False, ends_last: bool = False) -> None:
-        self.ends_last = ends_last
-        self._name = name
-        self._told = told
-        self._is_stuck = is_stuck
-
-    def end_soon(self, parting: Parting) -> None:
-        self._told.append(f"end {self._name}: {parting.reason}")
-
-    def join(self, timeout_s: float) -> bool:
-        self._told.append(f"join {self._name}")
-        return not self._is_stuck
-
-    def give_up(self) -> None:
-        self._told.append(f"give up {self._name}")
-
-
-def test_hubs_have_left_before_a_coordinator_ends_and_who_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their last words are for that coordinator; and whoever waits for one that is stuck must hear that nothing comes."""
-    told: list[str] = []
-    threads = [Thread("coordinator", told, ends_last=True), Thread("hub", told), Thread("stuck", told, is_stuck=True)]
-    monkeypatch.setattr(ending, "_open", threads)
-    ending._at_exit()
-    why = "the interpreter is ending"
-    hubs = [f"end hub: {why}", f"end stuck: {why}", "join hub", "join stuck", "give up stuck"]
-    assert told == [*hubs, f"end coordinator: {why}", "join coordinator"]

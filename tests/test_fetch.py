@@ -14,23 +14,18 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub import errors, sync
+from tensorhub import errors
 from tensorhub.api.hub import Hub
 from tensorhub.api.tools import fetch_into
 from tensorhub.api.weights import Weights
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.regions import MappedRegions
-from tensorhub.messages import Outcome, ToRank
 from tensorhub.model.manifest import Manifest
-from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.runtime.worker import fill
-from tensorhub.runtime.worker.calling import CallersHandle
-from tensorhub.runtime.worker.handle import Handle
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
     OPTIONS,
-    WAIT_S,
     all_of,
     cluster,
     connect,
@@ -182,24 +177,6 @@ async def test_a_worker_fetches_what_it_holds_itself() -> None:
         assert fetched["head"].data_ptr() != source["head"].data_ptr()
 
 
-async def test_two_fetches_at_once_beside_a_replica_that_fills() -> None:
-    async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0], tensors(1))
-        memory, found = tensors(), dict[int, tensorhub.Fetched]()
-        weights = await c.hubs[1].register("m", memory)
-
-        async def fetch(number: int) -> None:
-            found[number] = await c.hubs[1].fetch("m")
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(weights.replicate)
-            for number in range(6):
-                tasks.start_soon(fetch, number)
-        expected = {name: torch.from_numpy(array) for name, array in tensors(1).items()}
-        assert all(equal(each, expected) for each in found.values())
-        assert weights.version == 1
-
-
 # ------------------------------------------------------------------------------------------------------ versions
 
 
@@ -288,44 +265,6 @@ async def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(monkeypa
         await nothing_of_it_is_left(c.hubs[1])
 
 
-async def test_what_is_heard_just_before_a_failed_fetch_is_dropped_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of its operation comes when its caller has been woken: nothing is said after Deregister."""
-    async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0], {"w": torch.zeros(4)})
-        worker = worker_of(c.hubs[1])
-
-        def receive(self: Handle, message: ToRank) -> None:
-            if not isinstance(message, Outcome):
-                received(self, message)
-
-        async def fetch(self: Handle, *arguments: Any) -> Any:
-            try:
-                return await fetched(self, *arguments)
-            finally:
-                for _ in range(10):
-                    await anyio.lowlevel.checkpoint()  # so that its shell waits for more to do
-
-        def drop(handle: CallersHandle) -> None:
-            left = handle.member._session.left
-            assert left is not None, "it has said that it gives up, and has heard nothing yet"
-            assert isinstance(handle, Handle)
-            if worker.router.handles.get(handle.member.shard.registration) is handle:
-                received(handle, Outcome(left.key, left.rank, False, False, None, left.error))
-            dropped(handle)
-
-        def no_memory(self: AllocatedMemory, nbytes: int) -> torch.Tensor:
-            return torch.empty(2**50)
-
-        received, fetched, dropped = Handle.receive, Handle.fetch, worker.drop_handle
-        monkeypatch.setattr(Handle, "receive", receive)
-        monkeypatch.setattr(Handle, "fetch", fetch)
-        monkeypatch.setattr(worker, "drop_handle", drop)
-        monkeypatch.setattr(AllocatedMemory, "_allocate", no_memory)
-        with pytest.raises(errors.StateError, match="cannot be allocated"):
-            await c.hubs[1].fetch("m")
-        await nothing_of_it_is_left(c.hubs[1])
-
-
 class Elsewhere(AllocatedMemory):
     """As if the tensors belonged on a device, which the test's `then` stands for."""
 
@@ -335,21 +274,6 @@ class Elsewhere(AllocatedMemory):
 
     def map(self, manifest: Manifest) -> MappedRegions:
         return replace(super().map(manifest), then=self._then)
-
-
-class Broken(AllocatedMemory):
-    def map(self, manifest: Manifest) -> MappedRegions:
-        raise ZeroDivisionError("a defect")
-
-
-async def test_a_defect_of_one_memory_costs_its_call_and_no_other_handle_anything() -> None:
-    async with cluster("trainer", "reader") as c:
-        source = layers()
-        await published(c.hubs[0], source)
-        with pytest.raises(errors.StateError, match="cannot hold this version: ZeroDivisionError: a defect") as caught:
-            await fetch_into(c.hubs[1], "m", 1, Broken())
-        assert (caught.value.retryable, caught.value.memory) == (False, "intact")
-        assert equal(await c.hubs[1].fetch("m", 1), source)
 
 
 async def test_what_cannot_be_brought_to_its_device_is_an_error() -> None:
@@ -438,22 +362,6 @@ async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> 
             await until(lambda: not worker_of(c.hubs[1]).router.handles)
 
 
-async def test_a_lost_source_is_replaced() -> None:
-    """The source's connections break: the fetch goes on, there or elsewhere, and no byte is verified twice."""
-    with gated(2) as gate:
-        async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
-            await published(c.hubs[0], tensors(1))
-            fetching = Fetching()
-            tasks.start_soon(fetching.run, c.hubs[1])
-            await until(lambda: gate.holds)
-            worker_of(c.hubs[0])._owner.cut(worker_of(c.hubs[1]).incarnation, 0)
-            gate.open()
-            await until(lambda: fetching.result is not None)
-            assert fetching.is_whole()
-            assert fetching.result is not None
-            assert fetching.result.report.reread_bytes == 0
-
-
 async def test_cancelled_in_mid_fetch_nothing_is_left() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c:
@@ -466,26 +374,6 @@ async def test_cancelled_in_mid_fetch_nothing_is_left() -> None:
             await nothing_of_it_is_left(c.hubs[1])
             gate.open()
             await c.hubs[1].fetch("m")
-
-
-async def test_cancelled_at_once() -> None:
-    async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0], tensors(1))
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await c.hubs[1].fetch("m")
-        await nothing_of_it_is_left(c.hubs[1])
-
-
-async def test_a_deadline_in_mid_fetch() -> None:
-    with gated(2):
-        async with cluster("trainer", "reader") as c:
-            await published(c.hubs[0], tensors(1))
-            late = (errors.OperationTimeout, errors.VersionUnavailable, errors.CoordinatorUnavailable)
-            with pytest.raises(late) as caught:  # which it is depends on how far it got: tests/coordinator/test_fetch.py
-                await c.hubs[1].fetch("m", timeout=0.2)
-            assert caught.value.memory == "intact"
-            await nothing_of_it_is_left(c.hubs[1])
 
 
 async def test_no_coordinator_in_mid_fetch_and_all_of_it_arrives() -> None:
@@ -508,20 +396,6 @@ async def test_no_coordinator_in_mid_fetch_and_all_of_it_arrives() -> None:
             await until(lambda: fetching.result is not None)
             assert fetching.result is not None
             assert equal(fetching.result, {name: torch.from_numpy(array) for name, array in tensors(1).items()})
-
-
-def test_the_blocking_facade_fetches_too() -> None:
-    source = layers()
-    with sync.serve(token="", options=OPTIONS) as coordinator:
-        address = coordinator.address
-        with sync.connect(address, name="t", token="", options=OPTIONS) as trainer:
-            trainer.register("m", source).publish(1)
-            with sync.connect(address, name="r", token="", options=OPTIONS) as reader:
-                fetched = reader.fetch("m", names="layers.*", timeout=WAIT_S)
-                assert equal(fetched, {name: source[name] for name in source if name.startswith("layers.")})
-                memory = AllocatedMemory("head")
-                assert finish_blocking(fetch_into(reader._async, "m", 1, memory))[0].version == 1
-                assert torch.equal(memory.tensors()["head"], source["head"])
 
 
 async def test_what_has_arrived_is_noted_when_a_fetch_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:

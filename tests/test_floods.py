@@ -168,25 +168,6 @@ def heard_out(peer: BlockingConnection) -> None:
             return
 
 
-async def test_a_session_that_begins_a_large_frame_before_it_joins_is_closed_at_once() -> None:
-    async with cluster("one", options=PATIENT) as c:
-        with proved(c.address) as greedy:
-            greedy._socket.sendall((2**20).to_bytes(4, "big"))
-            assert await anyio.to_thread.run_sync(is_closed, greedy._socket)
-        assert await c.hubs[0].describe() == ()
-
-
-async def test_half_a_frame_of_a_session_costs_it_its_lease() -> None:
-    """Heartbeats cannot come inside it."""
-    options = Options(op_timeout_s=WAIT_S, lease_s=0.6, chunk_bytes=CHUNK_BYTES)
-    async with cluster("one", options=options) as c:
-        with proved(c.address) as half:
-            half.send(Join("half", Location(), (), 1, 0))
-            half._socket.sendall((2**20).to_bytes(4, "big") + bytes(1000))
-            assert await anyio.to_thread.run_sync(is_closed, half._socket)
-        assert await c.hubs[0].describe() == ()
-
-
 @pytest.mark.parametrize("drips", [False, True])
 async def test_a_reader_in_the_midst_of_a_message_is_given_up(drips: bool) -> None:
     options = Options(op_timeout_s=WAIT_S, stall_timeout_s=0.3, chunk_bytes=CHUNK_BYTES)
@@ -208,13 +189,3 @@ async def test_a_reader_in_the_midst_of_a_message_is_given_up(drips: bool) -> No
 
             await anyio.to_thread.run_sync(drip)
             await until(lambda: "0 lanes" in repr(owner))
-
-
-async def test_one_reader_does_not_take_all_places() -> None:
-    options = Options(op_timeout_s=WAIT_S, readers_max=4, chunk_bytes=CHUNK_BYTES)
-    async with cluster("trainer", options=options) as c:
-        await (await c.hubs[0].register("m", tensors(1))).publish(1)
-        with contextlib.ExitStack() as stack:
-            for _ in range(6):
-                stack.enter_context(proved(data_address(c.hubs[0]), "reader", "greedy"))
-            await fetches(c, 1)

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import pytest
 
 from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted
@@ -60,57 +59,3 @@ async def test_eight_ranks_through_two_hubs_change_version_together() -> None:
             assert all(holds(mine, 10 * version + rank) for rank, mine in enumerate(got))
         reports = await each(readers, Weights.update)
         assert [report.changed for report in reports] == [False] * RANKS
-
-
-async def test_one_of_eight_whose_hook_raises_ends_it_for_all_with_everything_intact() -> None:
-    async with cluster("even", "odd") as c:
-        sources, bytes_of = await group(c, "sources")
-        readers, got = await group(c, "readers")
-        for version in (1, 2):
-            for rank, source in enumerate(sources):
-                if version > 1:
-                    await source.unpublish()
-                write(bytes_of[rank], 10 * version + rank)
-            await each(sources, partial(publish, version))
-            if version == 1:
-                await each(readers, Weights.update)
-
-        async def update(rank: Weights) -> object:
-            async def pause(_: object) -> None:
-                if rank is readers[5]:
-                    raise RuntimeError("engine 5 does not pause")
-
-            if rank is not readers[5]:
-                return await rank.update(before_write=pause)
-            with pytest.raises(RuntimeError, match="engine 5 does not pause"):
-                await rank.update(before_write=pause)
-            return None
-
-        errors = await each(readers, update)
-        assert errors.pop(5) is None
-        for error in errors:
-            assert isinstance(error, GroupAborted)
-            assert (set(error.causes), error.memory) == ({5}, "intact")
-        assert [(reader.state, reader.version) for reader in readers] == [("ready", 1)] * RANKS
-        assert all(holds(mine, 10 + rank) for rank, mine in enumerate(got))
-        reports = await each(readers, Weights.update)
-        assert [report.version for report in reports] == [2] * RANKS
-
-
-async def test_two_groups_of_eight_in_one_process_do_not_wait_for_one_another() -> None:
-    async with cluster("even", "odd") as c:
-        sources, bytes_of = await group(c, "sources")
-        front, got_front = await group(c, "front")
-        back, got_back = await group(c, "back")
-        for rank, mine in enumerate(bytes_of):
-            write(mine, rank)
-        await each(sources, lambda rank: rank.publish(1))
-        async with anyio.create_task_group() as tasks:
-            for early in front[:-1]:
-                tasks.start_soon(early.replicate)  # one rank has not called yet
-            reports = await each(back, Weights.replicate)
-            assert [report.version for report in reports] == [1] * RANKS
-            assert not any(rank.version for rank in front)
-            tasks.start_soon(front[-1].replicate)
-        for got in (got_front, got_back):
-            assert all(holds(mine, rank) for rank, mine in enumerate(got))

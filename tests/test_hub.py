@@ -15,10 +15,8 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-import numpy as np
 import pytest
 
-import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.coordinator import limits
@@ -33,20 +31,17 @@ from tensorhub.errors import (
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
 from tensorhub.runtime.loop_thread import running_backend
-from tensorhub.runtime.worker.mapped_memory import MappedMemory
-from tensorhub.types import ModelInfo, Options, VersionInfo
+from tensorhub.types import ModelInfo, VersionInfo
 from tests.rig import (
     BEST,
     CHUNK_BYTES,
     CHUNKS,
-    OPTIONS,
     WAIT_S,
     cluster,
     connect,
     gated,
     handle_of,
     holds,
-    nothing_left,
     published,
     ranks_of,
     tensors,
@@ -133,20 +128,6 @@ async def test_publish_replicate_update_and_what_the_reports_say() -> None:
         report = await weights.update()
         assert (report.version, report.changed) == (5, True)
         assert holds(mine, 5)
-
-
-async def test_a_reader_is_a_source() -> None:
-    async with cluster("trainer", "first", "second") as c:
-        source = await published(c.hubs[0])
-        first = await c.hubs[1].register("m", tensors())
-        await first.replicate()
-        await source.unpublish()
-        write(memory_of(source), 9)
-        mine = tensors()
-        second = await c.hubs[2].register("m", mine)
-        report = await second.replicate("latest")
-        assert [s.name for s in report.sources] == ["first"]
-        assert holds(mine, 1)
 
 
 async def test_latest_waits_for_the_first_publication_and_at_least_for_its_number() -> None:
@@ -241,34 +222,6 @@ async def test_a_large_model_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         assert page.workers == everything[1].workers[3:]
 
 
-async def test_what_was_done_before_is_in_the_summary() -> None:
-    async with cluster("trainer", "dashboard") as c:
-        trainer, dashboard = c.hubs
-        source = await trainer.register("m", tensors(1))
-        for number in range(1, 6):
-            async with source.mutate(number):
-                pass
-            (model,) = await trainer.describe(limit=0)
-            newest = model.versions[-1]
-            assert newest.summary is not None
-            assert (model.mark, newest.version, newest.summary.ready) == (number, number, 1)
-            assert (await dashboard.describe("m", limit=0)).mark == number
-
-
-async def test_every_number_is_used_once() -> None:
-    async with cluster("trainer") as c:
-        source = await published(c.hubs[0], 5)
-        with pytest.raises(StateError, match=r"holds version 5, which is published: unpublish\(\) first"):
-            await source.publish(6)
-        await source.unpublish()
-        for number in (5, 4, 0):
-            with pytest.raises(VersionConflict, match="the newest number so far is 5; publish 6 or more") as caught:
-                await source.publish(number)
-            assert (caught.value.retryable, caught.value.memory) == (False, "intact")
-        assert source.state == "empty"
-        await source.publish(6)
-
-
 async def test_closing_a_handle() -> None:
     async with cluster("trainer", "reader") as c:
         source = await published(c.hubs[0], group="g")
@@ -297,24 +250,6 @@ async def test_the_memory_of_closed_handles_is_free_without_a_garbage_collection
             await until(lambda: not any(each() is not None for each in held))
         finally:
             gc.enable()
-
-
-async def test_a_closed_handles_rank_is_free_while_its_memory_is_still_being_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    free, registered = MappedMemory.free, threading.Event()
-
-    async def later(self: MappedMemory) -> None:
-        await anyio.to_thread.run_sync(registered.wait, 10)
-        await free(self)
-
-    monkeypatch.setattr(MappedMemory, "free", later)
-    async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", tensors(1), group="g")
-        await source.close()
-        again = await c.hubs[0].register("m", tensors(2), group="g")
-        registered.set()
-        await again.publish(1)
 
 
 # ------------------------------------------------------------------------------------------------------------- mutate
@@ -470,15 +405,6 @@ async def test_replicate_cancelled_in_mid_transfer() -> None:
             assert holds(memory_of(weights), 2)
 
 
-async def test_replicate_cancelled_while_it_waits_unbound() -> None:
-    async with cluster("reader") as c:
-        weights = await c.hubs[0].register("m", tensors())
-        with anyio.move_on_after(0.05):
-            await weights.replicate()
-        assert weights.state == "empty"
-        assert "idle" in repr(weights._handle.member)
-
-
 async def test_publish_cancelled_while_it_waits_for_its_group() -> None:
     async with cluster("one", "two") as c:
         ranks = await ranks_of(c.hubs, [tensors(1), tensors(1)], "g")
@@ -535,73 +461,6 @@ async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: 
         await published(hub, group="g")
 
 
-async def test_a_call_that_comes_while_the_last_one_is_being_ended() -> None:
-    """The refused publish is over for the machine before its fence is done: the two must not be taken for each other."""
-    async with cluster("trainer") as c:
-        weights = await published(c.hubs[0], 5)
-        await weights.unpublish()
-        handle, outcomes = handle_of(weights), list[str]()
-        owner = handle._owner
-        fence = owner.fence_async
-
-        async def publish(number: int) -> None:
-            try:
-                outcomes.append(f"published {(await weights.publish(number)).version}")
-            except TensorHubError as error:
-                outcomes.append(type(error).__name__)
-
-        entered, go_on = threading.Event(), threading.Event()
-
-        async def slow_fence(*arguments: object) -> None:
-            entered.set()
-            await until(go_on.is_set)
-            await fence(*arguments)  # type: ignore[arg-type]
-
-        owner.fence_async = slow_fence  # type: ignore[method-assign, assignment]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(publish, 5)
-            await until(entered.is_set)
-            tasks.start_soon(publish, 6)
-            await until(lambda: bool(outcomes) or "publish" in repr(handle.member))
-            go_on.set()
-        owner.fence_async = fence  # type: ignore[method-assign]
-        assert sorted(outcomes) in (["StateError", "VersionConflict"], ["VersionConflict", "published 6"])
-
-
-# --------------------------------------------------------------------------------------------------------- mutability
-
-
-async def test_memory_taken_back_without_the_coordinators_knowledge_is_read_no_more() -> None:
-    """R3: no digest, no lease and no coordinator stands between the reader and the overwritten bytes; the fence does."""
-    options = Options(op_timeout_s=WAIT_S, chunk_bytes=2**20, integrity=False, lease_s=600)
-    old = np.full(48 * 2**20, 1, np.uint8)  # more than what the sockets' buffers hold
-    with gated(2) as gate:
-        async with cluster("trainer", "reader", options=options) as c:
-            source = await c.hubs[0].register("m", {"a": old})
-            await source.publish(1)
-            weights = await c.hubs[1].register("m", {"a": np.zeros_like(old)})
-            worker = worker_of(c.hubs[0])
-
-            async def lose_the_coordinator() -> None:
-                worker.link._outbox = None
-                handle_of(source).apply(handle_of(source).member.disconnected(anyio.current_time()))
-
-            async with anyio.create_task_group() as tasks:
-
-                async def replicate() -> None:
-                    with pytest.raises(TensorHubError) as caught:
-                        await weights.replicate(timeout=1)
-                    assert (caught.value.retryable, caught.value.memory) == (True, "torn")
-
-                tasks.start_soon(replicate)
-                await until(lambda: gate.holds)
-                await c.hubs[0]._thread.call(lose_the_coordinator)
-                await source.unpublish()
-                old[:] = 2
-                gate.open()
-            assert weights.state == "torn"
-
-
 # ------------------------------------------------------------------------------------------------------------ watching
 
 
@@ -633,14 +492,6 @@ async def test_watching_ends_when_the_hub_closes() -> None:
         await ended.wait()
 
 
-async def test_watching_a_closed_hub_does_not_wait_for_ever() -> None:
-    async with nothing_left(), tensorhub.serve(token="", options=OPTIONS) as coordinator:
-        async with connect(coordinator.address) as hub:
-            pass
-        with pytest.raises(StateError, match="is closed"):
-            hub.watch("m")
-
-
 async def test_a_watcher_that_nobody_iterates_goes_away() -> None:
     async with cluster("watcher") as c:
         hub = c.hubs[0]
@@ -654,35 +505,6 @@ async def test_a_watcher_that_nobody_iterates_goes_away() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- loops and threads
-
-
-async def test_a_blocked_loop_loses_nothing() -> None:
-    """R14. The coordinator's lease is shorter than what the loop is blocked for."""
-    options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, lease_s=0.4)
-    async with cluster("trainer", "reader", options=options) as c:
-        trainer, reader = c.hubs
-        source = await published(trainer)
-        incarnations = [worker_of(hub).incarnation for hub in c.hubs]
-        weights = await reader.register("m", tensors())
-        filled = threading.Event()
-
-        async def replicate() -> None:
-            async with connect(c.address, "other", options) as hub:
-                mine = tensors()
-                await (await hub.register("m", mine)).replicate()
-                assert holds(mine, 1)
-            filled.set()
-
-        thread = threading.Thread(target=anyio.run, args=(replicate,))
-        thread.start()
-        time.sleep(1.2)  # noqa: ASYNC251 - three leases, which is what this test is about
-        assert filled.is_set()
-        thread.join()
-        assert source.state == "ready"
-        assert [worker_of(hub).incarnation for hub in c.hubs] == incarnations
-        async with source.mutate(2):
-            pass
-        await weights.replicate()
 
 
 async def test_after_a_fork_a_hub_says_so() -> None:

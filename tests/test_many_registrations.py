@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import anyio
-import pytest
 
-from tensorhub import errors
 from tests.rig import cluster, connect, gated, holds, tensors, until, write
 
 
@@ -57,10 +55,3 @@ async def test_one_set_serves_while_the_other_is_filled() -> None:
                 assert holds(mine, 2)
                 await first.update()  # over loopback, from the other set or the trainer
                 assert holds(one, 2)
-
-
-async def test_two_sets_of_one_group_are_refused() -> None:
-    async with cluster("trainer") as c:
-        await c.hubs[0].register("m", tensors(), group="g")
-        with pytest.raises(errors.RegistrationError, match="two sets of one model in one process need two groups"):
-            await c.hubs[0].register("m", tensors(), group="g")

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import tensorhub
 from examples import encoder
-from tensorhub import LeftOutStateWarning, Options, conversion, sync
+from tensorhub import LeftOutStateWarning, Options, conversion
 from tensorhub.errors import RegistrationError, StateError
 from tensorhub.memory.resolving import resolve_all
 from tests.rig import OPTIONS, cluster
@@ -150,14 +150,6 @@ def test_what_stays_behind_is_named(module: nn.Module, names: list[str]) -> None
     assert not found.carried - {"table"}
 
 
-def test_extra_state_on_another_device_is_named() -> None:
-    """The tensors of one registration are on one device."""
-    layer = Scaled(2.0, lambda own: own)
-    layer.weight = nn.Parameter(torch.ones(2, device="meta"))
-    found = resolve_all(layer)
-    assert (list(found.tensors), found.left_out) == (["weight"], {"_extra_state": "it is on cpu, where no parameter is"})
-
-
 async def test_registering_says_what_stays_behind(recwarn: pytest.WarningsRecorder) -> None:
     async with cluster("trainer") as c:
         layer = Scaled(2.0, torch.clone)
@@ -193,22 +185,6 @@ async def test_the_option_makes_it_an_error_or_nothing(recwarn: pytest.WarningsR
         assert [each.filename for each in told] == [__file__]
     with pytest.raises(StateError, match=r"left_out_state = 'never': give 'warn', 'error' or 'ignore'"):
         Options(left_out_state="never")  # type: ignore[arg-type]
-
-
-def test_without_an_event_loop_the_callers_line_is_named() -> None:
-    with sync.serve() as coordinator, sync.connect(coordinator.address, options=OPTIONS) as hub:
-        with pytest.warns(LeftOutStateWarning, match="'scale'") as told:
-            hub.register("m", plain(scale=torch.ones(1)))
-        assert [each.filename for each in told] == [__file__]
-
-
-async def test_a_cast_copies_no_extra_state() -> None:
-    copy = conversion.cast(Scaled(2.0, lambda own: own), torch.bfloat16)
-    async with cluster("trainer") as c:
-        with pytest.warns(LeftOutStateWarning, match="'_extra_state'"):
-            weights = await conversion.register_converted(c.hubs[0], "m", copy, group="g")
-        await weights.publish(1)
-        assert list(await c.hubs[0].fetch("m")) == ["weight"]
 
 
 # --------------------------------------------------------------------------------------------------- nothing to say

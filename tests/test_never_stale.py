@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import tensorhub
-from tensorhub import sync
 from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted, MutabilityViolation, RegistrationError, StaleWeightsWarning, StateError
 from tests.rig import OPTIONS, Cluster, cluster, gated, ranks_of, until
@@ -271,15 +270,6 @@ async def test_what_moves_no_count_is_seen_by_its_bytes(write: Callable[[torch.T
         assert not told
 
 
-async def test_a_write_that_changes_nothing_is_counted(told: Told) -> None:
-    async with cluster("trainer") as c:
-        tensor = torch.zeros(4)
-        source = await c.hubs[0].register("m", {"w": tensor})
-        async with source.mutate(1):
-            tensor.add_(0)
-        assert not told
-
-
 def uncounted() -> dict[str, Mapping[str, Any]]:
     with torch.inference_mode():
         inference = torch.zeros(4)
@@ -325,17 +315,6 @@ async def test_a_stale_mutate_may_be_an_error_or_silent(told: Told) -> None:
     assert not told
     with pytest.raises(StateError, match=r"stale_weights = 'never': give 'warn', 'error' or 'ignore'"):
         tensorhub.Options(stale_weights="never")  # type: ignore[arg-type]
-
-
-async def test_a_warning_that_is_made_an_error_publishes_nothing() -> None:
-    async with cluster("trainer") as c:
-        source = await c.hubs[0].register("m", {"w": torch.zeros(4)})
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", StaleWeightsWarning)
-            with pytest.raises(StaleWeightsWarning):
-                async with source.mutate(1):
-                    pass
-        assert (source.state, c.hubs[0].newest("m")) == ("empty", None)
 
 
 async def test_a_fill_within_mutate_is_a_write(told: Told) -> None:
@@ -407,50 +386,3 @@ async def test_what_is_read_in_the_midst_of_an_update_is_noticed_too_and_so_is_o
     for loss in losses:
         with pytest.raises(RuntimeError, match=OVERWRITTEN):
             torch.autograd.backward(loss)
-
-
-async def test_an_owner_who_writes_in_the_midst_of_a_fill_is_still_told() -> None:
-    with gated(0) as gate:
-        gate.open()
-        async with cluster("trainer", "reader") as c:
-            mine, weights = await two_versions(c)
-            gate.close(0)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(weights.update)
-                await until(lambda: gate.holds)
-                step(mine.norm)
-                gate.open()
-            with pytest.raises(MutabilityViolation, match=r"'norm\.weight'"):
-                await weights.unpublish()
-
-
-async def test_inference_tensors_are_filled_as_before() -> None:
-    with torch.inference_mode():
-        mine = {"w": torch.zeros(4), "v": torch.zeros(4)}
-    mine["v"] = torch.zeros(4)
-    async with cluster("trainer", "reader") as c:
-        await (await c.hubs[0].register("m", {"w": torch.ones(4), "v": torch.ones(4)})).publish(1)
-        await (await c.hubs[1].register("m", mine)).replicate()
-        assert mine["w"].eq(1).all()
-        assert mine["v"].eq(1).all()
-
-
-# ---------------------------------------------------------------------------------------------------- without a loop
-
-
-@pytest.fixture
-def hubs() -> Iterator[tuple[sync.Hub, sync.Hub]]:
-    with (
-        sync.serve(token="", options=OPTIONS) as coordinator,
-        sync.connect(coordinator.address, name="trainer", token="", options=OPTIONS) as trainer,
-        sync.connect(coordinator.address, name="reader", token="", options=OPTIONS) as reader,
-    ):
-        yield trainer, reader
-
-
-def test_blocking_mutate_tells_of_stale_weights(told: Told, hubs: tuple[sync.Hub, sync.Hub]) -> None:
-    source = hubs[0].register("m", {"w": torch.zeros(4)})
-    with source.mutate(1):
-        pass
-    (one,) = told
-    assert (one.category, one.filename, source.version) == (StaleWeightsWarning, __file__, 1)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import anyio
 import pytest
-import structlog
 
 import tensorhub
 from tensorhub import sync
 from tensorhub.errors import CoordinatorUnavailable, InvalidType, InvalidValue, StateError, TensorHubError, shown
-from tensorhub.logs import Repeats
 from tensorhub.types import VersionInfo
 from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, published, tensors, until, worker_of
 
@@ -47,14 +43,6 @@ async def test_hubs_and_coordinators_are_objects() -> None:
         assert weights.state == "closed"
         with pytest.raises(StateError, match="closed"):
             await reader.describe()
-
-
-async def test_what_cannot_be_opened_leaves_nothing() -> None:
-    async with nothing_left():
-        with pytest.raises(CoordinatorUnavailable, match="is one running there"):
-            await tensorhub.connect(NOBODY, token="", options=OPTIONS)
-        with pytest.raises(StateError, match="state_dir"):
-            await tensorhub.serve(token="", state_dir="/proc/none")
 
 
 def test_a_hub_outlives_the_loop_that_made_it() -> None:
@@ -354,35 +342,10 @@ def test_over_long_names_are_cut_in_messages() -> None:
     assert shown(Bad()) == "<Bad>"
 
 
-def test_repeated_warnings_are_said_once_and_then_summed_up() -> None:
-    now = [0.0]
-    repeats, logger = Repeats(lambda: now[0]), logging.getLogger("tensorhub.worker")
-    said: list[tuple[float, object]] = []
-    for second in range(3600):
-        now[0] = float(second)
-        with contextlib.suppress(structlog.DropEvent):
-            fields = repeats(
-                logger,
-                "warning",
-                {"event": "coordinator_unreachable", "coordinator": "tcp://a:1", "reason": f"refused ({second})"},
-            )
-            said.append((now[0], fields.get("times")))
-    assert said[:4] == [(0.0, None), (10.0, 10), (30.0, 20), (70.0, 40)]
-    assert len(said) == 11
-    assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://b:1"})
-    assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "reason": "another"})
-    assert repeats(logger, "info", {"event": "coordinator_unreachable"}) == {"event": "coordinator_unreachable"}
-    now[0] += 10_000  # long after: it is news again
-    assert "times" not in repeats(
-        logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://a:1", "reason": "refused (1)"}
-    )
-
-
 async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
     async with nothing_left():
         coordinator = await tensorhub.serve(token="", options=OPTIONS)
         hub = await join(coordinator.address)
-        await coordinator.close()
         tries: list[int] = []
 
         async def refuse(host: str, port: int) -> NoReturn:
@@ -390,6 +353,7 @@ async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.L
             raise OSError("refused")
 
         worker_of(hub).link._dial = refuse
+        await coordinator.close()
         await until(lambda: len(tries) >= 4)
         await hub.close()
     events = [record.getMessage() for record in caplog.records if "coordinator_unreachable" in record.getMessage()]

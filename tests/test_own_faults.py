@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ import torch
 
 import tensorhub
 from tensorhub.errors import RegistrationError, StateError
-from tensorhub.memory import pages
-from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.transport import sockets, unix
 from tests.rig import BEST, CHUNK_BYTES, cluster, equal, holds, tensors, write
 
@@ -151,38 +148,3 @@ async def test_a_reader_without_descriptors_says_so(module: Any, monkeypatch: py
 
 def socket_of(module: Any) -> Any:
     return module.socket.socket
-
-
-# --------------------------------------------------------------------------------------------------------------- pages
-
-
-def test_pages_are_found_by_either_end() -> None:
-    page = mmap.PAGESIZE
-    whole = np.frombuffer(mmap.mmap(-1, 8 * page, PRIVATE), np.uint8)
-    address = whole.__array_interface__["data"][0]
-    protect(whole[2 * page : 4 * page], mmap.PROT_READ)
-    places = [(0, 2), (0, 2.5), (1.5, 1), (2, 1), (3, 1), (3.5, 1), (4, 4), (0, 8), (4, 0), (1, 0)]
-    found = pages.read_only([(address + int(at * page), int(size * page)) for at, size in places])
-    assert found == dict.fromkeys([1, 2, 3, 4, 5, 7], "")
-
-
-def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MAPS", Path("/proc/self/no-such-file"))
-    assert pages.read_only([(id(pages), 8)]) == {}
-
-
-def test_tensors_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fill asks, and a model may have 100,000 tensors."""
-    asked = list[int]()
-
-    def look(places: Sequence[tuple[int, int]]) -> dict[int, str]:
-        asked.append(len(places))
-        return {}
-
-    monkeypatch.setattr("tensorhub.memory.tensors.read_only", look)
-    memory = RegisteredMemory(dict(tensors()))
-    for _ in range(3):
-        memory.check_writable()
-    assert asked == [3]
-    memory.check_writable(again=True)
-    assert asked == [3, 3]

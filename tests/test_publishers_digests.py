@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import anyio
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import GroupAborted, IntegrityError, TensorHubError
-from tensorhub.messages import Compare
-from tensorhub.runtime.control.session import Session
 from tests.rig import OPTIONS, Tensors, cluster, connect, holds, published, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable
 
@@ -60,24 +57,6 @@ async def test_who_overwrites_a_copy_and_vouches_for_it_poisons_nobody() -> None
             "trainer": "complete",
             **dict.fromkeys(readers, "complete"),
         }
-
-
-async def test_a_page_of_digests_takes_its_room_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many compare and take nothing, the coordinator has no more of them encoded than there is room for."""
-    taken: list[type] = []
-    say = Session._say_at_length
-
-    async def noting(self: Session, message: Any, answers: Any) -> None:
-        taken.append(type(message))
-        await say(self, message, answers)
-
-    monkeypatch.setattr(Session, "_say_at_length", noting)
-    async with cluster("trainer", "liar", "reader") as c:
-        await published(c.hubs[0])
-        _, memory = await replica(c.hubs[1])
-        lie(c.hubs[1], memory)
-        assert holds((await replica(c.hubs[2]))[1], 1)
-    assert Compare in taken
 
 
 async def test_a_fetch_is_compared_too_also_of_some_names() -> None:
@@ -153,18 +132,6 @@ async def test_a_coordinator_that_comes_back_knows_the_root(tmp_path: Path) -> N
         lie(hubs[0], memory)
         await coordinator.restart(*hubs)
         assert holds((await replica(hubs[2]))[1], 1)
-
-
-async def test_without_integrity_there_are_no_digests_to_agree_with() -> None:
-    """Whoever publishes so has nothing to compare: what arrives is what the source has."""
-    options = dataclasses.replace(OPTIONS, integrity=False)
-    async with cluster("trainer", "liar", "reader", options=options) as c:
-        trainer = await published(c.hubs[0])
-        _, memory = await replica(c.hubs[1])
-        write(memory, 9)
-        await trainer.unpublish()
-        _, got = await replica(c.hubs[2])
-        assert holds(got, 9)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "cma"])

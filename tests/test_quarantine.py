@@ -12,7 +12,7 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.tools import register_memory
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
 from tensorhub.memory.files import FileMemory
-from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, published, tensors, until, write
+from tests.rig import cluster, connect, damaging, holds, published, tensors, until
 
 pytestmark = pytest.mark.anyio
 
@@ -25,28 +25,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 async def states(hub: Hub) -> dict[str, str]:
     info = await hub.describe("m")
     return {shard.worker: shard.state for replica in info.replicas for shard in replica.shards}
-
-
-async def test_a_publisher_that_wrote_is_told_by_its_next_call_and_others_serve_on() -> None:
-    async with cluster("trainer", "other", "reader") as c:
-        mine = tensors(1)
-        source = await c.hubs[0].register("m", mine)
-        await source.publish(1)
-        await c.hubs[1].fetch("m")  # so that there are digests
-        mine["b"][CHUNK_BYTES] ^= 1
-        memory = tensors()
-        weights = await c.hubs[2].register("m", memory)
-        with pytest.raises((IntegrityError, VersionUnavailable)):
-            await weights.replicate(timeout=1)
-        assert await states(c.hubs[2]) == {"trainer": "quarantined"}
-        for call in (source.update, source.unpublish):
-            with pytest.raises(MutabilityViolation, match="while it was published: 'b'") as caught:
-                await call()
-        assert (caught.value.memory, source.state) == ("torn", "empty")
-        async with source.mutate(2):
-            write(mine, 2)
-        assert (await weights.replicate()).version == 2
-        assert holds(memory, 2)
 
 
 async def test_a_replica_that_was_written_is_given_up_and_its_reader_goes_on_elsewhere() -> None:

@@ -6,17 +6,10 @@ import math
 import time
 
 import anyio
-import pytest
 import torch
 
 from tensorhub.api.hub import Hub
-from tensorhub.api.tools import fetch_into
 from tensorhub.api.weights import Weights
-from tensorhub.memory.allocated import AllocatedMemory
-from tensorhub.memory.regions import MappedRegions
-from tensorhub.model.manifest import Manifest
-from tensorhub.runtime.data.lanes import PullReport
-from tensorhub.runtime.reports import pull_phases
 from tensorhub.types import FetchReport, VersionInfo
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, cluster, connect, gated, tensors, until, write
 
@@ -81,30 +74,6 @@ async def test_before_write_is_waiting() -> None:
         assert report.phases["wait"] >= paused[0]
 
 
-class Slow(AllocatedMemory):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-
-    def map(self, manifest: Manifest) -> MappedRegions:
-        mapped = super().map(manifest)
-        return MappedRegions(mapped.regions, mapped.copies, mapped.unwanted, self.take_time)
-
-    def take_time(self) -> None:
-        started = time.monotonic()
-        time.sleep(0.05)
-        self.seconds = time.monotonic() - started
-
-
-async def test_what_comes_after_the_bytes_is_unpacking() -> None:
-    async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0])
-        memory = Slow()
-        _, report = await fetch_into(c.hubs[1], "m", 1, memory)
-        check(report)
-        assert report.phases["unpack"] >= memory.seconds > 0
-
-
 async def test_a_source_that_is_held_and_left_counts_as_waiting() -> None:
     async with cluster("trainer", "keeper") as c:
         source, _ = await published(c.hubs[0])
@@ -126,21 +95,3 @@ async def test_a_source_that_is_held_and_left_counts_as_waiting() -> None:
         check(report)
         assert {used.name for used in report.sources} == {"trainer", "keeper"}
         assert report.bytes_read >= CHUNKS * CHUNK_BYTES
-
-
-@pytest.mark.parametrize(
-    ("wait", "transfer", "verify", "seconds", "expected"),
-    [
-        (0.5, 1.0, 0.5, 2.0, (0.5, 1.0, 0.5)),  # one lane all the time: as it measured
-        (0.5, 1.0, 0.5, 3.0, (1.5, 1.0, 0.5)),  # no lane for a second: it waited
-        (2.0, 4.0, 2.0, 2.0, (0.5, 1.0, 0.5)),  # four lanes side by side: shared out
-        (0.0, 0.0, 0.0, 1.0, (1.0, 0.0, 0.0)),
-        (0.0, 0.0, 0.0, 0.0, (0.0, 0.0, 0.0)),
-    ],
-)
-def test_a_pulls_wall_time_is_shared_out(
-    wait: float, transfer: float, verify: float, seconds: float, expected: tuple[float, float, float]
-) -> None:
-    phases = {"wait": wait, "transfer": transfer, "verify": verify}
-    found = pull_phases(PullReport(0, 0, 0, 0, 0, 0, phases, ()), seconds)
-    assert tuple(found[name] for name in phases) == pytest.approx(expected)

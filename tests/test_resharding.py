@@ -16,17 +16,16 @@ import anyio
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import tensorhub
 from tensorhub.api.hub import Hub
-from tensorhub.api.tools import fetch_into, register_memory
+from tensorhub.api.tools import register_memory
 from tensorhub.api.weights import Weights
 from tensorhub.errors import IntegrityError, ManifestMismatch, TensorHubError, VersionUnavailable
-from tensorhub.memory.file_target import FileTarget
 from tensorhub.memory.files import FileMemory
-from tensorhub.types import FetchReport, Options, RegistrationId, VersionInfo
-from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, handle_of, until
+from tensorhub.types import FetchReport, Options, VersionInfo
+from tests.rig import OPTIONS, Cluster, all_of, cluster, gated, until
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -263,15 +262,6 @@ async def replicas(c: Cluster) -> list[tuple[list[Weights], list[Tensors]]]:
     return held
 
 
-def spoil(weights: Weights, memory: Tensors, name: str = "up", *, lies: bool) -> None:
-    """Flip a byte of what is held. `lies`: its owner says digests that fit."""
-    memory[name].view(np.uint8)[5, 7] ^= 1
-    owner, registration = handle_of(weights)._owner, RegistrationId(handle_of(weights).member.shard.registration)
-    digests = owner._owner._memories[registration].own.digests
-    if lies:
-        digests[:] = owner._memory[registration].digests(range(len(digests)))
-
-
 @pytest.mark.parametrize("is_there", [True, False])
 async def test_a_report_says_whose_digests_the_bytes_have(is_there: bool) -> None:
     async with cluster("trainer", "replica", "reader", transports=["tcp"], options=OPTIONS) as c:
@@ -373,87 +363,6 @@ async def test_what_no_rank_of_a_group_reads_is_named_to_all_and_nothing_is_over
         assert is_held(theirs, 1)
 
 
-async def test_a_group_all_of_whose_ranks_are_partial_may_leave_bytes_unread() -> None:
-    half = {"down": tensorhub.source("down")[:, :128]}
-
-    async def register(hub: Hub, group: str, partial: Sequence[bool]) -> list[Weights]:
-        return [
-            await hub.register(
-                "m",
-                {"down": np.zeros((128, 128), np.float32)},
-                sources=half,
-                group=group,
-                rank=rank,
-                world_size=2,
-                partial=partial[rank],
-            )
-            for rank in range(2)
-        ]
-
-    async with world("one") as (c, _, _):
-        allowed = await register(c.hubs[2], "allowed", (True, True))
-        await all_of(*(each.replicate() for each in allowed))
-        for who in ((True, False), (False, False)):
-            refused = await register(c.hubs[2], f"refused {who}", who)
-            with pytest.raises(ManifestMismatch) as caught:
-                await all_or_first(*(each.replicate() for each in refused))
-            assert len(caught.value.differences) == len(SHAPES)
-            assert "of tensor 'down', [0:128, 128:256] (65536 bytes) is read by no rank of the group" in (
-                caught.value.differences
-            )
-
-
-async def test_a_staged_update_leaves_the_old_version_in_use_until_all_of_the_new_one_is_there() -> None:
-    options = replace(OPTIONS, host_memory_bytes=2**22)
-    async with world("one", options=options) as (c, trained, memory):
-        weights, mine = await rollout(c.hubs[2:3], "rollout")
-        await all_of(*(each.replicate() for each in weights))
-        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
-        seen = []
-
-        async def before_write(info: VersionInfo) -> None:
-            seen.append((info.version, is_held(mine, 1)))
-
-        reports = await all_of(*(each.update(staged=True, before_write=before_write) for each in weights))
-        assert is_held(mine, 2)
-        assert seen == [(2, True)] * ROLLOUTS
-        assert [report.version for report in reports] == [2, 2]
-
-
-async def test_what_was_prefetched_is_copied() -> None:
-    options = replace(OPTIONS, host_memory_bytes=2**22)
-    async with world("one", options=options) as (c, trained, memory):
-        weights, mine = await rollout(c.hubs[2:3], "rollout")
-        await all_of(*(each.replicate() for each in weights))
-        await all_of(*(new_version(trained, memory, rank, 2) for rank in range(TRAINERS)))
-        await all_of(*(each.prefetch() for each in weights))
-        assert is_held(mine, 1)
-        reports = await all_of(*(each.update() for each in weights))
-        assert is_held(mine, 2)
-        assert [report.bytes_read for report in reports] == [0, 0]
-
-
-async def test_a_source_that_is_lost_is_replaced_by_its_equal() -> None:
-    """Two trainer groups of one layout: what one rank lacks, the other's has."""
-    with gated(3) as gate:
-        async with world("one", "again") as (c, trained, _):
-            also, copied = await trainer(c.hubs[3:], 0, "also")
-            gate.open()
-            await all_of(*(each.replicate() for each in also))
-            gate.close(3)
-            weights, mine = await rollout(c.hubs[2:3], "rollout")
-            async with anyio.create_task_group() as tasks:
-                for each in weights:
-                    tasks.start_soon(each.replicate)
-                await until(lambda: gate.holds)
-                for each in trained:
-                    tasks.start_soon(each.unpublish)
-                await until(lambda: all(each.state != "ready" for each in trained))
-                gate.open()
-            assert is_held(mine, 1)
-            assert len(copied) == TRAINERS
-
-
 async def test_a_fetch_puts_the_whole_model_together() -> None:
     async with world("one", "two") as (c, _, _):
         full = whole(1)
@@ -498,38 +407,6 @@ async def test_of_the_whole_model_those_tensors_that_are_described_can_be_fetche
                 await c.hubs[1].fetch("m", rank=None, names=names)
 
 
-@pytest.mark.parametrize("is_trainer_there", [True, False])
-async def test_the_whole_model_has_the_tensors_without_elements(is_trainer_there: bool, tmp_path: Path) -> None:
-    """One that is described, and a plain one; from the trainer's layout, and from a reader's that has neither."""
-    full = np.arange(8, dtype=np.float32)
-    view = tensorhub.source("w", shape=(8,))
-    async with cluster("trainer", "rollout", "reader", transports=["tcp"]) as c:
-        ranks = []
-        for rank in range(2):
-            tensors = {"plain": np.zeros((3, 0), np.uint8), "w": full[4 * rank : 4 * rank + 4].copy(), "v": np.zeros((0, 4))}
-            sources = {"w": view[4 * rank : 4 * rank + 4], "v": tensorhub.source("v", shape=(0, 4))}
-            ranks.append(await c.hubs[0].register("m", tensors, sources=sources, group="t", rank=rank, world_size=2))
-        await all_of(*(each.publish(1) for each in ranks))
-        if not is_trainer_there:
-            rollout = await c.hubs[1].register("m", {"w": np.zeros(8, np.float32)})
-            await rollout.replicate()
-            await all_of(*(each.unpublish() for each in ranks))
-        fetched = await c.hubs[2].fetch("m", rank=None)
-        described = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in fetched.items()}
-        assert described == {
-            "plain": ((3, 0), "torch.uint8"),
-            "w": ((8,), "torch.float32"),
-            "v": ((0, 4), "torch.float64"),
-        }
-        assert np.array_equal(fetched["w"].numpy(), full)
-        assert (await c.hubs[2].fetch("m", rank=None, names="[pv]*")).keys() == {"plain", "v"}
-        with FileTarget(tmp_path / "m.safetensors") as target:
-            await fetch_into(c.hubs[2], "m", "latest", target, rank=None)
-            target.commit()
-    found = load_file(tmp_path / "m.safetensors")
-    assert {name: (array.shape, f"torch.{array.dtype}") for name, array in found.items()} == described
-
-
 async def test_which_plain_tensor_without_elements_is_the_whole_one_is_not_guessed() -> None:
     async with cluster("trainer", "reader", transports=["tcp"]) as c:
         ranks = []
@@ -542,25 +419,6 @@ async def test_which_plain_tensor_without_elements_is_the_whole_one_is_not_guess
             await c.hubs[1].fetch("m", rank=None)
         assert (await c.hubs[1].fetch("m", rank=None, names="w")).keys() == {"w"}
         assert tuple((await c.hubs[1].fetch("m", rank=1))["plain"].shape) == (1, 0)
-
-
-async def test_all_tensors_are_named_of_which_a_publisher_has_not_said_the_shape() -> None:
-    async with cluster("trainer", transports=["tcp"]) as c:
-        tensors = {name: np.zeros(2, np.float32) for name in "ab"}
-        sources = {name: tensorhub.source(name.upper())[0:2] for name in tensors}
-        weights = await c.hubs[0].register("m", tensors, sources=sources)
-        with pytest.raises(tensorhub.StateError, match=r"each of 'A', 'B' is as a whole; .* source\('A', shape=...\)"):
-            await weights.publish(1)
-
-
-async def test_published_files_feed_tensor_parallel_readers(tmp_path: Path) -> None:
-    save_file(whole(1), tmp_path / "m.safetensors")
-    with FileMemory(tmp_path / "m.safetensors") as memory:
-        async with cluster("files", "one", transports=["tcp"]) as c:
-            await (await register_memory(c.hubs[0], "m", memory)).publish(1)
-            weights, mine = await rollout(c.hubs[1:], "rollout")
-            await all_of(*(each.replicate() for each in weights))
-            assert is_held(mine, 1)
 
 
 @pytest.mark.parametrize("is_read_before", [False, True])
@@ -585,34 +443,6 @@ async def test_a_published_file_that_is_made_shorter_costs_its_readers_an_error(
                     await each.replicate(timeout=1)
 
             await all_of(*(fails(each) for each in second))
-
-
-async def test_a_fill_in_mid_read_goes_on_under_another_coordinator(tmp_path: Path) -> None:
-    """What was planned is not planned again, and nothing that was verified is read again."""
-    with gated(2) as gate:
-        async with restartable("trainer", "one", state_dir=tmp_path) as (coordinator, hubs):
-            trained, _ = await trainer(hubs[:1], 1)
-            await all_of(*(each.publish(1) for each in trained))
-            weights, mine = await rollout(hubs[1:], "rollout")
-            found: list[FetchReport] = []
-
-            async def fill(rank: Weights) -> None:
-                found.append(await rank.replicate())
-
-            async with anyio.create_task_group() as tasks:
-                for each in weights:
-                    tasks.start_soon(fill, each)
-                await until(lambda: gate.holds)
-                await coordinator.restart(*hubs)
-                gate.open()
-            assert is_held(mine, 1)
-            assert [report.reread_bytes for report in found] == [0, 0]
-            for each in trained:
-                await each.unpublish()
-            gate.open()
-            second, theirs = await rollout(hubs[:1], "second")
-            await all_of(*(each.replicate(1) for each in second))
-            assert is_held(theirs, 1)
 
 
 @pytest.mark.parametrize("gone", [1, 2])

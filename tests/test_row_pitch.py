@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import RegistrationError
-from tests.rig import OPTIONS, cluster
+from tests.rig import cluster
 from tests.test_resharding import whole, world
 
 pytestmark = pytest.mark.anyio
@@ -68,30 +67,6 @@ async def test_padded_rows_are_filled_and_their_padding_is_not() -> None:
         assert {source.name for source in report.sources} == {"one"}
 
 
-@pytest.mark.parametrize("way", ["staged", "prefetched"])
-async def test_padded_rows_are_filled_by_way_of_host_memory(way: str) -> None:
-    options = replace(OPTIONS, host_memory_bytes=2**22)
-    async with world("one", options=options) as (c, _, _):
-        mine = Padded()
-        weights = await mine.register(c.hubs[2], "first")
-        if way == "prefetched":
-            await weights.prefetch()
-            assert bool((mine.o == PAD).all())
-        await weights.update(staged=way == "staged")
-        assert mine.holds(1)
-
-
-async def test_a_plan_knows_padded_rows() -> None:
-    async with world("one") as (c, _, _):
-        mine = Padded()
-        plan = await c.hubs[2].plan("m", mine.tensors, sources=mine.sources, partial=True)
-        meta = {"o": torch.empty(128, 100, device="meta")[:, 2:98]}
-        assert (plan.nbytes, plan.excess_nbytes) == (4 * (128 * 96 + 96 * 128 + 3), 0)
-        assert (await c.hubs[2].plan("m", meta, partial=True)).runs == 128
-        with pytest.raises(RegistrationError, match="it is not contiguous"):
-            await c.hubs[2].plan("m", {"o": torch.empty(96, 128, device="meta").T}, partial=True)
-
-
 async def test_tensors_with_padded_rows_are_not_published() -> None:
     async with cluster("trainer") as c:
         weights = await c.hubs[0].register("m", {"w": torch.zeros(4, 8)[:, :6], "v": torch.zeros(2)})
@@ -122,19 +97,3 @@ async def test_columns_of_one_tensor_are_said_by_places() -> None:
     async with cluster("reader") as c:
         with pytest.raises(RegistrationError, match="Of columns of one tensor, register that one"):
             await c.hubs[0].register("m", {"left": both[:, :4], "right": both[:, 4:]})
-
-
-async def test_ties_of_padded_rows_are_read_once_where_they_are_tied_at_the_source() -> None:
-    async with cluster("trainer", "reader", "other", transports=["tcp"]) as c:
-        w = torch.randn(6, 4)
-        await (await c.hubs[0].register("m", {"a": w, "b": w})).publish(1)
-        held = torch.full((6, 5), PAD)
-        rows = held[:, :4]
-        report = await (await c.hubs[1].register("m", {"a": rows, "b": rows})).replicate()
-        assert (report.bytes_read, bool((held[:, 4] == PAD).all())) == (96, True)
-        assert torch.equal(rows, w)
-        apart = [torch.full((6, 5), PAD) for _ in range(2)]
-        other = await c.hubs[2].register("m", {"a": apart[0][:, :4], "b": apart[1][:, :4]})
-        await other.replicate()
-        assert all(torch.equal(each[:, :4], w) and bool((each[:, 4] == PAD).all()) for each in apart)
-        assert len({view.layout_id for view in (await c.hubs[0].describe("m")).replicas}) == 3

@@ -118,29 +118,6 @@ async def test_two_models_publish_what_they_share() -> None:
         assert (await actor.update(3)).changed is False  # a barrier, which writes nothing
 
 
-async def test_overlapping_views_and_tied_tensors() -> None:
-    async with cluster("worker", "far") as c:
-        whole = torch.zeros(100)
-        trainer = await c.hubs[0].register("t", {"whole": whole, "tied": whole})
-        apart = await c.hubs[0].register("u", {"x": torch.zeros(10)})
-        views = ((whole[10:20], True), (whole[:1], True), (whole[99:], True), (whole[:0], False))
-        for number, (view, shares) in enumerate(views):
-            await trainer.publish(number)
-            reader = await c.hubs[0].register("u", {"x": view}, group=f"g{len(view)}{view.storage_offset()}")
-            if shares:
-                with pytest.raises(StateError, match=r"'x' of 'u' .* shares memory with '(whole|tied)' of 't'"):
-                    await reader.replicate(1)
-            await trainer.unpublish()
-            await reader.close()
-        await (await c.hubs[1].register("u", {"x": torch.ones(10)})).publish(1)
-        await trainer.publish(50)
-        await apart.replicate(1)
-        await trainer.unpublish()
-        await (await c.hubs[1].register("t", {"whole": (one := torch.ones(100)), "tied": one})).publish(100)
-        await trainer.replicate(100)
-        assert whole.eq(1).all()
-
-
 def test_claims_end_with_their_memory_and_with_a_fork() -> None:
     memory, other = RegisteredMemory(tensors(1)), RegisteredMemory(tensors(1))
     alone = Claim("alone", other.descriptions, lambda: "holds version 1")

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 import tensorhub
-from tensorhub import errors, sync
+from tensorhub import sync
 from tensorhub.types import VersionInfo
 from tests.rig import OPTIONS, gated, holds, library_threads, open_files, tensors, write
 
@@ -73,41 +73,6 @@ def test_publish_replicate_mutate_update(hubs: Pair) -> None:
     assert weights.state == "closed"
 
 
-def test_mutate_whose_body_raises_publishes_nothing(hubs: Pair) -> None:
-    weights = hubs[0].register("m", tensors(1))
-    with pytest.raises(ValueError, match="diverged"), weights.mutate(1):
-        raise ValueError("diverged")
-    assert weights.state == "empty"
-    assert weights.publish(1).version == 1
-
-
-def test_rollback(hubs: Pair) -> None:
-    trainer, _ = hubs
-    weights = trainer.register("m", tensors(1))
-    for number in (1, 2):
-        with weights.mutate(number):
-            pass
-    trainer.rollback("m", to=1)
-    assert (weights.state, trainer.describe("m").mark) == ("empty", 1)
-    with pytest.raises(errors.VersionConflict, match="its newest number is 1"):
-        trainer.rollback("m", to=2)
-
-
-def test_retain_and_pin(hubs: Pair) -> None:
-    trainer, evaluator = hubs
-    weights = trainer.register("m", tensors(1))
-    weights.publish(1)
-    trainer.retain("m", latest=1)
-    with pytest.raises(errors.RetentionError, match="one of the newest 1"):
-        weights.unpublish(timeout=0.05)
-    trainer.retain("m", latest=0)
-    with evaluator.pin("m", 1), pytest.raises(errors.RetentionError, match="pinned by 1 block"):
-        weights.unpublish(timeout=0.05)
-    weights.unpublish()
-    with pytest.raises(errors.VersionUnavailable, match="nobody holds it now"), evaluator.pin("m", 1):
-        pass
-
-
 def test_what_is_known(hubs: Pair) -> None:
     trainer, reader = hubs
     trainer.register("m", tensors(1)).publish(3)
@@ -134,26 +99,6 @@ def test_before_write_is_called_in_this_thread(hubs: Pair) -> None:
     assert [(info.version, thread, written) for info, thread, written in seen] == [(1, threading.current_thread(), False)]
     with pytest.raises(ZeroDivisionError):
         reader.register("m", tensors()).update(before_write=lambda _: 1 // 0)
-
-
-def test_errors_are_the_async_ones(hubs: Pair) -> None:
-    trainer, reader = hubs
-    weights = trainer.register("m", tensors(1))
-    weights.publish(1)
-    with pytest.raises(errors.StateError, match="which is published"):
-        weights.publish(2)
-    with pytest.raises(errors.OperationTimeout, match="was not published within"):
-        reader.wait_for("m", at_least=9, timeout=0.01)
-    with pytest.raises(errors.VersionUnavailable, match=r"does not exist|not published yet"):
-        reader.register("m", tensors()).replicate(7)
-    with pytest.raises(errors.CoordinatorUnavailable, match="is one running there"), connect("tcp://127.0.0.1:1", "x"):
-        pass
-
-
-def test_watching_ends_with_the_hub(address: str) -> None:
-    with connect(address, "reader") as reader:
-        watcher = reader.watch("m")
-    assert list(watcher) == []
 
 
 def test_several_threads_at_once(hubs: Pair) -> None:

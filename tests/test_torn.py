@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -29,7 +29,6 @@ from tests.rig import (
     tensors,
     until,
     worker_of,
-    write,
 )
 
 pytestmark = pytest.mark.anyio
@@ -91,18 +90,6 @@ async def test_a_chunk_that_was_written_meanwhile_is_read_again() -> None:
     async with torn() as it:
         it.memory["a"][0] ^= 1
         check(await it.reader.replicate(), it.memory, reads=CHUNKS - HAD + 1)
-
-
-async def test_without_digests_everything_is_read_again() -> None:
-    async with torn(replace(OPTIONS, integrity=False)) as it:
-        check(await it.reader.replicate(), it.memory, reads=CHUNKS)
-
-
-async def test_another_version_is_read_whole() -> None:
-    async with torn() as it:
-        async with it.trainer.mutate(2):
-            write(it.source, 2)
-        check(await it.reader.replicate(), it.memory, reads=CHUNKS, content=2)
 
 
 async def test_what_is_kept_is_served_while_the_rest_is_read() -> None:

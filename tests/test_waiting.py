@@ -8,8 +8,7 @@ import anyio
 import pytest
 
 from tensorhub.errors import StateError, VersionUnavailable
-from tensorhub.protocol.secret import read_only_token
-from tests.rig import cluster, connect, tensors, until
+from tests.rig import cluster, tensors, until
 
 HINT = "nothing is published under this name yet"
 
@@ -50,17 +49,6 @@ async def test_who_waits_for_a_version_that_is_there_is_told_nothing(caplog: pyt
         await c.hubs[1].wait_for("m", at_least=1)
         await c.hubs[1].fetch("m")
         assert HINT not in caplog.text
-
-
-async def test_a_reader_with_the_read_only_token_is_told_too(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        cluster(token="secret") as c,
-        connect(c.address, token=read_only_token(b"secret")) as hub,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(hub.fetch, "acctor")
-        await until(lambda: HINT in caplog.text)
-        tasks.cancel_scope.cancel()
 
 
 async def test_to_ask_for_a_name_does_not_make_it_known() -> None:
@@ -104,10 +92,3 @@ async def test_without_a_deadline_it_waits_until_it_succeeds_or_fails_or_is_canc
             tasks.start_soon(wait)
             await until(lambda: weights._handle.member.running is not None)
             await c.hubs[1].close()
-
-
-@pytest.mark.parametrize("timeout", [-math.inf, math.nan, -1.0, 1e9])
-async def test_other_numbers_are_no_timeouts(timeout: float) -> None:
-    async with cluster("reader") as c:
-        with pytest.raises(StateError, match=r"give seconds, 0 or more and less than 10\*\*9, math\.inf, or None"):
-            await c.hubs[0].describe(timeout=timeout)
