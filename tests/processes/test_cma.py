@@ -8,7 +8,7 @@ import pytest
 
 from tensorhub.transport.cma import process as cma
 from tests.processes.child_processes import ChildProcesses, Process
-from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
+from tests.processes.stories import memory_is_taken_back_in_mid_read
 
 pytestmark = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
@@ -44,26 +44,6 @@ def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(pr
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False})
     memory_is_taken_back_in_mid_read(coordinator, trainer, reader)
-
-
-@pytest.mark.slow
-def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: ChildProcesses) -> None:
-    _, address, trainer = cluster(processes)
-    a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE)
-
-
-@pytest.mark.slow
-def test_a_source_that_stands_still_is_read_all_the_same(processes: ChildProcesses) -> None:
-    _, address, trainer = cluster(processes, integrity=False)  # with digests it would have to make them
-    sha = trainer.do("sha")
-    reader = processes.worker(address, "reader", NBYTES, gate=GATE)
-    fill = reader.begin("replicate")
-    reader.do("gate_holds")
-    trainer.stop()
-    reader.do("gate_open")
-    assert fill.result()["version"] == 1
-    trainer.go_on()
-    assert reader.do("sha") == sha
 
 
 @pytest.mark.slow

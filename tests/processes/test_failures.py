@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from tests.processes.child_processes import ChildProcesses, Failed, Process
-from tests.processes.stories import a_source_is_killed_in_mid_read, until
+from tests.processes.stories import a_source_is_killed_in_mid_read
 
 MIB = 2**20
 NBYTES = 64 * MIB  # more than what lies in sockets' buffers
@@ -69,30 +67,6 @@ def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(proc
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, 5)
 
 
-def test_two_halves_complete_each_other_when_the_last_holder_is_killed(processes: ChildProcesses) -> None:
-    """Each has held all of it, and has written over another half since: what is left is found by digest, and exchanged."""
-    _, address = cluster(processes, lease_s=1.0)
-    trainer = trainer_with(processes, address)
-    truth = trainer.do("sha")
-    halves = [processes.worker(address, f"half{part}", NBYTES, gate=NBYTES // MIB) for part in "ab"]
-    for half, part in zip(halves, "ab", strict=True):
-        half.do("replicate")
-        half.do("unpublish")
-        half.do("erase", part=part)
-    fills = [half.begin("replicate") for half in halves]
-    for half in halves:
-        half.do("gate_holds")
-    trainer.kill()
-    for half in halves:
-        half.do("gate_open")
-    reports = [fill.result() for fill in fills]
-    assert [half.do("sha") for half in halves] == [truth, truth]
-    assert [(r["version"], r["reread_bytes"]) for r in reports] == [(1, 0), (1, 0)]
-    assert sum(r["bytes_read"] for r in reports) <= NBYTES + 2 * MIB  # no half is read that was there
-    late = processes.worker(address, "late", NBYTES)
-    assert late.do("replicate")["version"] == 1
-
-
 def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(processes: ChildProcesses) -> None:
     """SIGSTOP: its connection stays, and nothing comes; the reader goes on elsewhere from what it has verified."""
     _, address = cluster(processes, lease_s=600.0)  # so that it is the reader that finds out
@@ -131,49 +105,6 @@ def test_a_coordinator_that_is_stopped_for_longer_than_a_lease_loses_nobody(proc
     assert reader.do("replicate")["version"] == 1
     assert trainer.do("incarnation") == life
     assert trainer.do("state") == ["ready", 1]
-
-
-def test_after_a_stop_of_the_coordinator_old_words_of_a_holder_let_nobody_leave(processes: ChildProcesses) -> None:
-    """What it said before it was stopped itself lies unread. Only when it answers may the other last holder go."""
-    coordinator, address = cluster(processes, lease_s=2.0)
-    trainer = trainer_with(processes, address)
-    holder = processes.worker(address, "holder", NBYTES)
-    holder.do("replicate")
-    trainer.do("retain", latest=1)
-    coordinator.stop()
-    holder.do("block", seconds=1.2)  # its heartbeats go on
-    holder.stop()
-    trainer.do("block", seconds=2.0)  # the fault lasts longer than a lease
-    coordinator.go_on()
-    until(trainer, lambda model: model["workers"].get("trainer") == "live")
-    assert trainer.do("describe")["workers"].get("holder") in ("suspect", None)
-    with pytest.raises(Failed, match="must stay: it is one of the newest 1, which are retained") as caught:
-        trainer.do("unpublish", timeout=0.5)
-    assert caught.value.kind == "RetentionError"
-    holder.go_on()
-    trainer.do("unpublish")
-    assert trainer.do("state") == ["empty", None]
-    assert trainer.do("replicate")["sources"] == {"holder": "used"}
-
-
-def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processes: ChildProcesses) -> None:
-    """It has nothing to send for longer than the stall timeout, and says that it lives (for less than twice that)."""
-    _, address = cluster(processes)
-    trainer = trainer_with(processes, address)
-    slow = processes.worker(address, "slow", NBYTES, gate=5)
-    filling = slow.begin("replicate")
-    slow.do("gate_holds")
-    over_sockets = {"stall_timeout_s": 2.0, "transports": ["tcp"]}  # else it would copy from the trainer, too
-    reader = processes.worker(address, "reader", NBYTES, options=over_sockets)
-    fill = reader.begin("replicate")
-    while reader.do("sources") != ["slow"]:
-        pass
-    reader.do("block", seconds=2.5)  # its lanes' threads go on
-    slow.do("gate_open")
-    reports = [filling.result(), fill.result()]
-    assert reports[1]["sources"] == {"slow": "used"}
-    assert [report["retries"] for report in reports] == [0, 0]
-    assert reader.do("sha") == trainer.do("sha")
 
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.slow)])
@@ -223,22 +154,6 @@ def test_unpublish_needs_nothing_of_a_reader_in_mid_read(processes: ChildProcess
     third = processes.worker(address, "third", NBYTES)
     assert third.do("replicate")["version"] == 2
     assert third.do("contents") == [2]
-
-
-def test_a_stopped_reader_that_wakes_up_commits_nothing_of_what_was_taken_back(processes: ChildProcesses) -> None:
-    _, address = cluster(processes, lease_s=1.0)
-    trainer = trainer_with(processes, address)
-    reader = processes.worker(address, "reader", NBYTES, gate=5)
-    fill = reader.begin("replicate")
-    reader.do("gate_holds")
-    reader.stop()
-    trainer.do("mutate", version=2)
-    reader.go_on()
-    reader.do("gate_open")
-    with contextlib.suppress(Failed):  # it was taken for lost meanwhile
-        assert fill.result()["version"] == 2  # its selector names that now
-    assert reader.do("update")["version"] == 2
-    assert reader.do("contents") == [2]
 
 
 def test_a_coordinator_that_restarts_with_its_state(processes: ChildProcesses, tmp_path: object) -> None:

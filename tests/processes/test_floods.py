@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
-import anyio.to_thread
 import pytest
 
 import tensorhub
@@ -264,39 +262,9 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
         assert watch.seconds < 3
 
 
-def resident_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
-
-
 def register(connection: BlockingConnection, number: int) -> Registered | Refused:
     use = (0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, os.urandom(MIB), None)
     connection.send(Register(number, f"r{number}", "greedy", f"g{number}", *use))
     while not isinstance(answer := connection.receive(FROM_COORDINATOR), Registered | Refused):
         assert answer is not None
     return answer
-
-
-@pytest.mark.slow
-async def test_who_only_registers_makes_the_coordinator_keep_so_much_and_no_more(anyio_backend_name: str) -> None:
-    with hosting(anyio_backend_name, 0, 16 * MIB) as (pid, address, _):
-        sock = socket.create_connection(parse_address(address))
-        with BlockingConnection(sock, stall_timeout_s=WAIT_S, frame_bytes_max=4 * MIB) as connection:
-            connection.handshake(ClientHandshake("worker", "greedy", b"", os.urandom(NONCE_BYTES)), WAIT_S)
-            connection.send(Join("greedy", Location(), (), 1, 0))
-
-            def rounds(first: int, last: int) -> list[Registered | Refused]:
-                return [register(connection, number) for number in range(first, last)]
-
-            answers = await anyio.to_thread.run_sync(rounds, 1, 40)
-            assert sum(isinstance(answer, Registered) for answer in answers) == 16
-            refused = answers[-1]
-            assert isinstance(refused, Refused)
-            assert "MANIFEST_BYTES_OF_WORKER_MAX" in refused.error.message
-            before = resident_bytes(pid)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(fetches, address)
-                answers = await anyio.to_thread.run_sync(rounds, 40, 140)
-            assert all(isinstance(answer, Refused) for answer in answers)
-            assert resident_bytes(pid) - before < 24 * MIB  # of 100 that were refused

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes.child_processes import ChildProcesses, Failed, Pending, Process
+from tests.processes.child_processes import ChildProcesses, Pending, Process
 from tests.processes.stories import until
 
 OPTIONS = {"chunk_bytes": 2**18, "stall_timeout_s": 600.0}
@@ -190,62 +190,6 @@ def test_nobody_waits_for_the_word_of_a_publisher_that_was_killed_who_can_do_wit
     newcomers = Group("n", "columns", 1, [late])
     assert [set(report["sources"]) <= {"copy", "engine"} for report in newcomers.do("replicate", timeout=30.0)] == [True]
     assert newcomers.has(1)
-
-
-@pytest.mark.slow
-def test_replicas_that_have_drifted_apart_are_named_and_nobody_is_quarantined(processes: ChildProcesses) -> None:
-    address = coordinator(processes)
-    one, other = (process_of(processes, address, name) for name in ("one", "other"))
-    trainer = Group("hsdp", "rows", 2, [one, one, other, other])
-    trainer.do("write_part", content=1)
-    other.do("write_part", content=9, name="hsdp3")
-    assert trainer.do("publish", version=1) == [1] * 4
-    engine = process_of(processes, address, "engine", gate=6)
-    readers = Group("r", "columns", 2, [engine] * 2)
-    for fill in readers.begin("replicate"):  # the gate: else they might have everything before that is known
-        with pytest.raises(Failed) as caught:
-            fill.result()
-        assert caught.value.kind in ("IntegrityError", "GroupAborted")
-        assert "ranks 1 and 3 of group 'hsdp'" in caught.value.text
-        assert any(f"'{name}'" in caught.value.text for name in ("up", "gate", "down"))
-    engine.do("gate_open")
-    assert trainer.do("state") == [["ready", 1]] * 4
-    trainer.do("unpublish")
-    trainer.publish(2)
-    assert [report["version"] for report in readers.do("replicate")] == [2, 2]
-    assert readers.has(2)
-
-
-@pytest.mark.slow
-def test_world_sizes_that_change_between_publish_and_read(processes: ChildProcesses) -> None:
-    """A trainer of 4 ranks comes back as one of 2, an engine of 2 ranks as one of 3."""
-    address = coordinator(processes)
-    train = process_of(processes, address, "trainer")
-    Group("t", "rows", 4, [train] * 4).publish(1)
-    engine = process_of(processes, address, "engine", gate=6)
-    readers = Group("r", "columns", 2, [engine] * 2)
-    fills = readers.begin("replicate", timeout=4.0)
-    engine.do("gate_holds")
-    train.kill()
-    again = process_of(processes, address, "again")
-    engine.do("gate_open")
-    for fill in fills:
-        with pytest.raises(Failed) as caught:
-            fill.result()
-        assert (caught.value.kind, caught.value.memory) == ("VersionUnavailable", "torn")
-    smaller = Group("t", "rows", 2, [again] * 2)
-    smaller.publish(2)
-    assert [report["version"] for report in readers.do("replicate")] == [2, 2]
-    assert readers.has(2)
-    engine.kill()
-    until(again, lambda model: "engine" not in model["workers"])
-    larger = process_of(processes, address, "larger")
-    readers = Group("r", "columns", 3, [larger] * 3)
-    assert [report["version"] for report in readers.do("replicate")] == [2] * 3
-    assert readers.has(2)
-    smaller.do("mutate_part", version=3)
-    assert [report["version"] for report in readers.do("update")] == [3] * 3
-    assert readers.has(3)
 
 
 @pytest.mark.slow

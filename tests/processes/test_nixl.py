@@ -64,18 +64,6 @@ def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Chil
     a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE, OPTIONS)
 
 
-def test_a_reader_that_is_killed_in_mid_read_is_nobodys_loss(processes: ChildProcesses, wires: str) -> None:
-    _, address, trainer = cluster(processes)
-    reader = processes.worker(address, "reader", NBYTES, gate=GATE)
-    reader.begin("replicate")
-    reader.do("gate_holds")
-    reader.kill()
-    trainer.do("mutate", version=2)
-    other = processes.worker(address, "other", NBYTES, options=OPTIONS)
-    assert other.do("replicate")["version"] == 2
-    assert other.do("sha") == trainer.do("sha")
-
-
 def test_a_source_that_stands_still_costs_its_reader_the_timeout_only(
     processes: ChildProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

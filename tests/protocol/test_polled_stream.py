@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 from collections.abc import AsyncIterator
 
 import anyio
@@ -97,32 +96,6 @@ async def test_what_follows_an_urgent_byte_is_heard() -> None:
     assert b"".join(heard) == b"before after"
 
 
-async def test_what_is_more_than_one_read_is_heard_without_further_news() -> None:
-    async with pair() as (peer, stream):
-        peer.sendall(b"123456789")
-        await settle()
-        assert [await stream.receive(3) for _ in range(3)] == [b"123", b"456", b"789"]
-        peer.sendall(b"more")
-        assert await stream.receive(3) == b"mor"
-        assert await stream.receive(3) == b"e"
-
-
-async def test_a_receiver_gives_others_a_turn_also_if_bytes_are_there() -> None:
-    async with pair() as (peer, stream), anyio.create_task_group() as tasks:
-        peer.sendall(b"12")
-        await settle()
-        turns = 0
-
-        async def other() -> None:
-            nonlocal turns
-            turns += 1
-
-        tasks.start_soon(other)
-        for _ in range(2):  # trio shuffles who is next
-            await stream.receive(1)
-        assert turns == 1
-
-
 async def test_a_sender_waits_until_its_peer_takes_the_rest() -> None:
     async with pair() as (peer, stream), anyio.create_task_group() as tasks:
         peer.settimeout(WAIT_S)
@@ -143,16 +116,6 @@ async def test_a_sender_waits_until_its_peer_takes_the_rest() -> None:
         await sent.wait()
         assert heard == data
         assert stream.send_nowait(b"next") == 4
-
-
-async def test_a_broken_connection_is_told_to_whoever_receives_and_sends() -> None:
-    async with pair() as (peer, stream):
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        peer.close()  # by a reset
-        with pytest.raises(anyio.BrokenResourceError):
-            await stream.receive()
-        with pytest.raises(anyio.BrokenResourceError):
-            await stream.send(b"words")
 
 
 async def test_closing_wakes_whoever_waits_and_closes_the_socket() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -16,7 +14,7 @@ import pytest
 from tensorhub.errors import StateError
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import AsyncMode, LoopThread, running_backend
-from tests.rig import WAIT_S, nothing_left, until
+from tests.rig import nothing_left, until
 
 
 class Inside(AsyncMode):
@@ -84,49 +82,6 @@ async def test_cancelling_ends_the_call_over_there_first(backend: str | None) ->
             await until(lambda: events == ["begun"])
             tasks.cancel_scope.cancel()
         assert events == ["begun", "ended"]
-
-
-async def test_a_call_cancelled_before_it_begins() -> None:
-    async def never() -> None:
-        await anyio.sleep_forever()
-
-    async with nothing_left(), running(idle, AsyncMode()) as thread:
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await thread.call(never)
-        assert scope.cancelled_caught
-
-
-async def test_a_result_that_comes_when_its_caller_is_cancelled_is_given_back() -> None:
-    """Its caller's loop is busy until the call has ended, and hears of the cancellation first."""
-    caller_waits, ended, given_back, seen = threading.Event(), threading.Event(), list[str](), list[str]()
-    cancels = list[Callable[[], object]]()
-
-    async def work() -> str:
-        assert caller_waits.wait(WAIT_S)
-        thread.post(ended.set)  # which runs when this has returned
-        return "result"
-
-    async def call() -> None:
-        if running_backend() == "asyncio":
-            task = asyncio.current_task()
-            assert task is not None
-            cancels.append(task.cancel)
-        seen.append(await thread.call(work, undo=given_back.append))
-
-    async with nothing_left(), running(idle, AsyncMode()) as thread:
-        async with anyio.create_task_group() as tasks:
-            cancels.append(tasks.cancel_scope.cancel)
-            tasks.start_soon(call)
-            while not thread._jobs:
-                await anyio.lowlevel.checkpoint()
-            caller_waits.set()
-            assert ended.wait(WAIT_S)
-            cancels[-1]()
-        await until(lambda: bool(given_back))
-        assert (seen, given_back) == ([], ["result"])
-        assert await thread.call(work, undo=given_back.append) == "result"
-        assert given_back == ["result"]
 
 
 async def test_a_call_may_ask_its_caller_back(backend: str | None) -> None:
@@ -217,49 +172,6 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
                     await thread.call(wait)
 
 
-async def test_a_call_that_comes_too_late_to_be_started_is_told_so() -> None:
-    """Between the last turn of the library's loop and its end, calls can still be posted."""
-    go_on, blocks = threading.Event(), threading.Event()
-
-    async def ends(thread: LoopThread) -> None:
-        thread.ready()
-        blocks.set()
-        go_on.wait(30)  # the loop does not turn any more before its end
-
-    async def never() -> None:
-        raise AssertionError("it must not be started")
-
-    async with nothing_left(), running(ends, AsyncMode()) as thread:
-        await anyio.to_thread.run_sync(blocks.wait, 30)
-        async with anyio.create_task_group() as tasks:
-
-            async def call() -> None:
-                with pytest.raises(StateError, match="closed"):
-                    await thread.call(never)
-
-            tasks.start_soon(call)
-            await until(lambda: bool(thread._jobs))
-            go_on.set()
-
-
-async def test_cancelled_while_it_starts() -> None:
-    begun = threading.Event()
-
-    async def starts(thread: LoopThread) -> None:
-        begun.set()
-        await anyio.sleep_forever()
-
-    async with nothing_left(), anyio.create_task_group() as tasks:
-
-        async def enter() -> None:
-            async with running(starts, AsyncMode()):
-                raise AssertionError("not entered")
-
-        tasks.start_soon(enter)
-        await until(begun.is_set)
-        tasks.cancel_scope.cancel()
-
-
 async def test_many_calls_from_many_loops() -> None:
     async def double(number: int) -> int:
         await anyio.lowlevel.checkpoint()
@@ -280,25 +192,3 @@ async def test_many_calls_from_many_loops() -> None:
             tasks.start_soon(anyio.to_thread.run_sync, elsewhere, 50, "asyncio")
             tasks.start_soon(anyio.to_thread.run_sync, elsewhere, 100, "trio")
         assert sorted(found) == [2 * number for number in range(150)]
-
-
-async def test_posting_from_a_finalizer_within_posting() -> None:
-    """Garbage is collected between any two bytecodes, also while the lock is held."""
-    done: list[str] = []
-
-    class Collected:
-        def __init__(self, post: Callable[[], object]) -> None:
-            self.me, self.post = self, post
-
-        def __del__(self) -> None:
-            self.post()
-
-    async def flush() -> None:
-        await anyio.lowlevel.checkpoint()
-
-    async with nothing_left(), running(idle, AsyncMode()) as thread:
-        Collected(lambda: thread.post(lambda: done.append("inner")))
-        with thread._lock:
-            gc.collect()
-        await thread.call(flush)
-        await until(lambda: done == ["inner"])

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import resource
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -19,13 +16,8 @@ import pytest
 from tensorhub.logs import Tally, get_logger
 from tensorhub.runtime.control import accepting
 from tensorhub.runtime.control.accepting import (
-    PENDING_MAX,
-    PENDING_READERS_MAX,
     AcceptLoop,
-    caps,
-    descriptors_for,
     network_of,
-    pending_readers_max,
 )
 from tensorhub.transport import sockets, unix
 from tests.rig import WAIT_S, nothing_left, until
@@ -126,39 +118,6 @@ async def test_at_the_cap_an_address_with_many_pending_connections_closes_its_ow
                 await until(lambda: served.heard == [b"hello"])
 
 
-async def test_where_descriptors_are_short_the_oldest_pending_connections_are_closed(listener: socket.socket) -> None:
-    class Short:
-        """A listener that lacks a descriptor one time."""
-
-        fails = False
-
-        def accept(self) -> Any:
-            if Short.fails:
-                Short.fails = False
-                raise OSError(errno.EMFILE, "too many open files")
-            return listener.accept()
-
-        def fileno(self) -> int:
-            return listener.fileno()
-
-    async with accepted(Short()) as served:  # type: ignore[arg-type]
-        with come(listener) as first, come(listener) as second:
-            await until(lambda: served.pending == 2)
-            Short.fails = True
-            with come(listener):
-                assert await is_closed(first)
-                await until(lambda: served.pending == 2)
-                second.sendall(b"hello")
-                await until(lambda: served.heard == [b"hello"])
-
-
-async def test_a_loop_that_ends_closes_its_connections(listener: socket.socket) -> None:
-    with come(listener) as peer:
-        async with accepted(listener) as served:
-            await until(lambda: served.pending == 1)
-        assert peer.recv(1) == b""
-
-
 # ---------------------------------------------------------------------------------------------------- addresses
 
 PEER = """
@@ -203,42 +162,3 @@ async def test_on_a_unix_socket_another_user_is_another_address() -> None:
 )
 def test_an_ipv6_network_counts_as_one_address(host: str, network: str) -> None:
     assert network_of(host) == network
-
-
-# -------------------------------------------------------------------------------------------------- descriptors
-
-
-@pytest.mark.parametrize(
-    ("soft", "expected"),
-    [
-        (resource.RLIM_INFINITY, (PENDING_MAX, 9999)),
-        (20_000, (PENDING_MAX, 9999)),
-        (4096, (1024, 2944)),
-        (1024, (256, 640)),
-        (64, (16, 32)),
-        (3, (1, 2)),
-    ],
-)
-def test_descriptors_bound_both_caps(monkeypatch: pytest.MonkeyPatch, soft: int, expected: tuple[int, int]) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert caps(9999) == expected
-
-
-@pytest.mark.parametrize("sessions", [1000, 12159, 12161, 16384])
-def test_so_many_descriptors_are_enough_and_one_less_is_not(monkeypatch: pytest.MonkeyPatch, sessions: int) -> None:
-    soft = descriptors_for(sessions)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert caps(sessions)[1] == sessions
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft - 1, soft - 1))
-    assert caps(sessions)[1] == sessions - 1
-
-
-@pytest.mark.parametrize(
-    ("soft", "expected"),
-    [(resource.RLIM_INFINITY, PENDING_READERS_MAX), (20_000, PENDING_READERS_MAX), (1024, 128), (3, 1)],
-)
-def test_pending_connections_of_an_owner_leave_its_user_most_descriptors(
-    monkeypatch: pytest.MonkeyPatch, soft: int, expected: int
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert pending_readers_max() == expected

@@ -13,7 +13,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from tensorhub.coordinator import DOOR, Action, Coordinator, Event, Received, Silent, Tick
+from tensorhub.coordinator import Action, Coordinator, Event, Received
 from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Heartbeat, HeartbeatAck, Join, Welcome
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
@@ -67,65 +67,3 @@ async def test_in_a_burst_that_lasts_longer_than_the_lease_nobody_is_lost(monkey
         await until(lambda: not server._core.cluster.workers)
         for worker in workers:
             assert isinstance(await worker.receive(), Dismissed)
-
-
-@pytest.mark.parametrize("pending", [False, True])
-async def test_who_is_away_has_a_second_lease_while_somebody_waits_to_be_let_in(
-    pending: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be the very worker that comes back. Pending connections that never say anything keep nobody for longer."""
-    lost: list[tuple[Event, float]] = []  # in which step, and how long after it was heard last
-    step = Coordinator.step
-
-    def watched(self: Coordinator, event: Event, now: float) -> list[Action]:
-        heard = [worker.heard_at for worker in self.cluster.workers.values()]
-        actions = step(self, event, now)
-        if heard and not self.cluster.workers:
-            lost.append((event, now - heard[0]))
-        return actions
-
-    monkeypatch.setattr(Coordinator, "step", watched)
-    options = Options(lease_s=LEASE_S, connect_timeout_s=2 * WAIT_S)
-    async with nothing_left(), serving(options) as server, AsyncExitStack() as stack:
-        if pending:
-            await stack.enter_async_context(await anyio.connect_tcp(*parse_address(server.address)))
-            await until(lambda: server._accept_loop is not None and not server._accept_loop.is_empty)
-        async with await thin_worker(server, 1) as worker:
-            say_at_once(worker, Join("w1", Location(), (), 1, 0))
-            assert isinstance(await worker.receive(), Welcome)
-        await until(lambda: bool(lost))
-        event, seconds = lost[0]
-        if pending:
-            assert isinstance(event, Tick)
-            assert seconds >= 2 * LEASE_S
-        else:
-            assert event == Silent((DOOR,))
-
-
-async def test_whose_words_come_between_the_question_and_the_verdict_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator with much to do gives its verdict long after it has asked the kernel."""
-    async with nothing_left(), serving(Options(lease_s=LEASE_S)) as server, await thin_worker(server, 1) as worker:
-        say_at_once(worker, Join("w1", Location(), (), 1, 0))
-        assert isinstance(await worker.receive(), Welcome)
-        ask, asked, verdicts = CoordinatorServer._has_nothing_unread, list[bool](), list[Silent]()
-        step = CoordinatorServer._step
-
-        def asks(self: CoordinatorServer, number: int) -> bool:
-            asked.append(ask(self, number))
-            if len(asked) == 1:
-                monkeypatch.setattr(PolledStream, "receive_nowait", lambda *_: None)  # nobody is heard for now
-                say_at_once(worker, Heartbeat(1))
-            return asked[-1]
-
-        def notes(self: CoordinatorServer, event: Event) -> None:
-            if isinstance(event, Silent) and not verdicts:
-                verdicts.append(event)
-                monkeypatch.undo()
-                say_at_once(worker, Heartbeat(2))
-            step(self, event)
-
-        monkeypatch.setattr(CoordinatorServer, "_has_nothing_unread", asks)
-        monkeypatch.setattr(CoordinatorServer, "_step", notes)
-        said = await worker.receive()
-        assert isinstance(said, HeartbeatAck)
-        assert verdicts == [Silent(())]

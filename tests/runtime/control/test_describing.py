@@ -15,16 +15,14 @@ import anyio.lowlevel
 import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
-from tensorhub.coordinator.views import Answers
 from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.testing import StepwiseCluster
-from tests.rig import OPTIONS, WAIT_S, connect, nothing_left, until
+from tests.rig import OPTIONS, connect, nothing_left, until
 from tests.runtime.control.test_server import JOIN, serving, talk
 
 MODELS = 2000
 OBSERVER = 1000
-DEAF = 2**40  # a request's number
 
 
 def many_models(coordinator: Coordinator, models: int = MODELS, prefix: str = "model") -> list[str]:
@@ -94,29 +92,6 @@ async def test_a_description_that_no_frame_could_carry_arrives_whole() -> None:
     async with nothing_left(), serving(replace(OPTIONS, frame_bytes_max=65_536)) as server, connect(server.address) as hub:
         names = many_models(server._core, prefix="m" * 100)
         assert [model.model for model in await hub.describe()] == names
-
-
-async def test_who_asks_for_pages_and_takes_none_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the turn only while nothing is in the way of its answer."""
-    asked: list[int] = []
-    describe = Answers.describe
-
-    def counting(self: Answers, session: int, message: Describe) -> None:
-        asked.append(message.request)
-        describe(self, session, message)
-
-    monkeypatch.setattr(Answers, "describe", counting)
-    async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
-        names = many_models(server._core, prefix="m" * 200)
-        async with await talk(server, JOIN) as deaf:
-            for _ in range(5000):  # far more than the kernel holds the answers to
-                await deaf.send(Describe(DEAF, None))
-            answered = -1
-            with anyio.fail_after(WAIT_S):
-                while asked.count(DEAF) > answered:
-                    answered = asked.count(DEAF)
-                    assert [model.model for model in await hub.describe()] == names
-            assert answered < 5000
 
 
 # ---------------------------------------------------------------------------------------------------- what it shows

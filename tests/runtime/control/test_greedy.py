@@ -18,29 +18,21 @@ import pytest
 
 import tensorhub
 from tensorhub.api.hub import Hub
-from tensorhub.coordinator import Event
 from tensorhub.coordinator.entities import Version
 from tensorhub.errors import StateError
 from tensorhub.messages import (
-    Compare,
-    Describe,
-    Description,
     GetManifest,
     GetPart,
     Heartbeat,
-    HeartbeatAck,
     Join,
     ManifestReply,
     Register,
     Registered,
-    Unwatch,
 )
-from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.frames import HEADER_BYTES, READ_BYTES_MAX
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import read_only_secret
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control import server as server_module
@@ -152,28 +144,6 @@ async def test_a_read_only_session_that_begins_a_large_frame_is_closed_at_once()
                 pass
 
 
-async def test_full_sessions_frames_are_bounded_together_and_small_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "UNDECODED_BYTES_MAX", 1, raising=False)  # one frame
-    options = Options(lease_s=4 * WAIT_S, frame_bytes_max=FRAME_BYTES)
-    async with serving(options) as server, contextlib.AsyncExitStack() as stack:
-        half, second, third = [
-            await stack.enter_async_context(await joined(server, number, read_only=False)) for number in range(3)
-        ]
-        await half._stream.send(unfinished(FRAME_BYTES, FRAME_BYTES - 1))
-        await until(lambda: undecoded() >= FRAME_BYTES)
-        await second.send(registers("second", FRAME_BYTES // 2))
-        await until(lambda: undecoded() > FRAME_BYTES + READ_BYTES_MAX // 2)
-        for number in range(20):
-            await third.send(Heartbeat(number))
-            ack = await third.receive()
-            assert isinstance(ack, HeartbeatAck)
-            assert ack.sequence == number
-        assert "second" not in server._core.cluster.members
-        await half.aclose()
-        assert isinstance(await second.receive(), Registered)
-        await until(lambda: server._full.pot.free == FRAME_BYTES)
-
-
 async def test_answers_that_read_only_sessions_do_not_take_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred sessions ask for a part of a manifest and read nothing: each answer is more than the kernel holds."""
     part, answers_max = bytes(6 * 2**20), 20 * 2**20
@@ -224,36 +194,6 @@ async def test_a_read_only_session_asks_one_question_at_a_time(monkeypatch: pyte
         assert most == 1
 
 
-async def test_pages_of_digests_are_encoded_once_there_is_room_and_answers_do_not_wait_behind_them_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They come unasked, to as many sessions at once as compare."""
-    made, encode, page = 0, codec.encode, Compare(OpKey("m", "g", 1, 1), 0, 0, bytes(2**10), last=True)
-
-    def counted_encode(message: Any) -> bytes:
-        nonlocal made
-        made += isinstance(message, Compare)
-        return encode(message)
-
-    async with serving() as server, contextlib.AsyncExitStack() as stack:
-        sessions = [await stack.enter_async_context(await joined(server, number, read_only=False)) for number in range(5)]
-        numbers = sorted(server._core.cluster.sessions)
-        answers = server._full.answers
-        assert isinstance(answers, Pot)
-        await answers.take(answers.nbytes)
-        monkeypatch.setattr(codec, "encode", counted_encode)
-        for number in numbers[:4]:
-            server._send(number, page)
-        await until(lambda: len(answers._waiting) == 1)
-        await sessions[4].send(Describe(1, None))
-        await until(lambda: len(answers._waiting) == 2)
-        assert made == 1
-        answers.give_back(answers.nbytes)
-        for messages in sessions[:4]:
-            assert await messages.receive() == page
-        assert isinstance(await sessions[4].receive(), Description)
-
-
 async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> None:
     async with serving(Options(lease_s=0.5)) as server, await joined(server, 1, read_only=True) as deaf:
         version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
@@ -284,34 +224,3 @@ async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes
         assert server._sessions_minted == 1
         model.versions.clear()
         assert (await hub.describe("m")).model == "m"
-
-
-async def test_many_read_only_sessions_that_flood_have_one_turn_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a turn for each of them, a trainer waited for all of them in each of its round trips: seconds for hundreds."""
-    steps, runs = 0, [0]
-    step = CoordinatorServer._step
-
-    def counting(self: CoordinatorServer, event: Event) -> None:
-        nonlocal steps
-        steps += 1
-        step(self, event)
-
-    async def others_turn() -> None:
-        while True:
-            before = steps
-            await anyio.lowlevel.checkpoint()
-            runs.append(steps - before)
-
-    async with serving() as server, contextlib.AsyncExitStack() as stack, anyio.create_task_group() as tasks:
-        flood = []
-        for number in range(SESSIONS):
-            messages = await joined(server, number, read_only=True)
-            flood.append(await stack.enter_async_context(messages))
-        frame = codec.encode(Unwatch("unknown"))
-        monkeypatch.setattr(CoordinatorServer, "_step", counting)
-        tasks.start_soon(others_turn)
-        for messages in flood:
-            await messages._stream.send(b"".join([messages._encoder.frames(frame) for _ in range(500)]))
-        await until(lambda: steps >= 500 * SESSIONS)
-        tasks.cancel_scope.cancel()
-    assert max(runs) <= 2 * server_module.READ_ONLY_HEARD_MAX

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
 
 from tensorhub.errors import AuthenticationFailed
 from tensorhub.logs import repeats
-from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.runtime.control.keyring import LOOK_S, TokenFile, open_keyring
 
 
@@ -42,20 +40,6 @@ def test_each_change_of_the_file_is_in_force_after_a_second_at_most(path: Path) 
         assert tuple(keyring) == now
         assert (keyring[0], keyring[:]) == (now[0], now)
         assert [secret in keyring for secret in (b"old", b"new")] == [b"old" in now, b"new" in now]
-
-
-def test_a_file_that_is_replaced_is_another_one(path: Path) -> None:
-    """Of the same length and times: only its content is different."""
-    clock = Clock()
-    keyring = TokenFile(path, clock)
-    other = path.with_name("other")
-    other.touch(0o600)
-    other.write_text("new\n")
-    status = path.stat()
-    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-    other.rename(path)
-    clock.now += LOOK_S
-    assert tuple(keyring) == (b"new",)
 
 
 def test_what_cannot_be_used_leaves_the_last_good_tokens_and_is_said_once(
@@ -95,22 +79,3 @@ def test_at_the_start_it_must_be_good(path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(AuthenticationFailed, match="run chmod 600"):
         open_keyring(path)
-
-
-def test_what_is_no_file_never_changes(path: Path) -> None:
-    assert open_keyring(resolve_token("text")) == (b"text",)
-    assert open_keyring(resolve_token(b"")) == (b"",)
-    keyring = open_keyring(resolve_token(str(path)))  # text is the token itself
-    assert keyring == (str(path).encode(),)
-    assert isinstance(keyring[0], Secret)
-
-
-def test_it_keeps_to_its_file_wherever_the_process_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(path.parent)
-    clock = Clock()
-    keyring = TokenFile(Path(path.name), clock)
-    monkeypatch.chdir("/")
-    path.write_text("new\n")
-    clock.now += LOOK_S
-    assert tuple(keyring) == (b"new",)
-    assert repr(keyring) == f"<TokenFile {path} of 1>"

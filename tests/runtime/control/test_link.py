@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import socket
 import threading
@@ -21,7 +20,6 @@ import pytest
 import tensorhub
 from tensorhub import sync
 from tensorhub.errors import AuthenticationFailed, CoordinatorUnavailable, ProtocolError, StateError, TensorHubError
-from tensorhub.runtime.control import link as link_module
 from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.types import Options
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
@@ -83,24 +81,6 @@ async def test_why_no_connection_could_be_made_is_said(numbers: list[int], kind:
     assert dialled == ["127.0.0.1"]
 
 
-async def test_until_the_deadline_it_is_tried_again_and_a_lack_of_descriptors_ends_that() -> None:
-    link, dialled = link_that_meets(itertools.repeat([errno.ECONNREFUSED]), Options(coordinator_wait_s=0.2))
-    with pytest.raises(CoordinatorUnavailable, match=r"tcp://127.0.0.1:1: Connection refused\): .*\(tensorhub serve\)"):
-        await link.connect_first()
-    assert len(dialled) > 1
-    link, dialled = link_that_meets([[errno.EHOSTUNREACH], [errno.EMFILE]], Options())
-    with pytest.raises(StateError, match="RLIMIT_NOFILE"):
-        await link.connect_first()
-    assert len(dialled) == 2
-
-
-async def test_the_deadline_ends_a_long_pause_between_two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "RECONNECT_S_FIRST", 1000.0)
-    link, _ = link_that_meets(itertools.repeat([errno.ECONNREFUSED]), Options(coordinator_wait_s=0.01))
-    with anyio.fail_after(WAIT_S), pytest.raises(CoordinatorUnavailable):
-        await link.connect_first()
-
-
 def link_that_meets(faults: Iterable[list[int]], options: Options) -> tuple[CoordinatorLink, list[str]]:
     """A link, and the hosts that it has dialled: each time it meets the next of these lists of errors."""
     ahead, dialled = iter(faults), list[str]()
@@ -147,15 +127,6 @@ async def test_a_worker_that_starts_before_its_coordinator_waits_for_it(
     told = [record.getMessage() for record in caplog.records if "coordinator_awaited" in record.getMessage()]
     assert len(told) == 1
     assert address in told[0]
-
-
-async def test_who_waits_for_a_coordinator_can_be_cancelled() -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        async with nothing_left():
-            with anyio.move_on_after(0.1) as scope:
-                await tensorhub.connect(f"tcp://127.0.0.1:{reserved.getsockname()[1]}", token="")
-            assert scope.cancelled_caught
 
 
 async def test_another_token_is_refused_at_once_though_a_coordinator_is_waited_for() -> None:

@@ -17,65 +17,17 @@ import tensorhub
 from tensorhub import logs
 from tensorhub.coordinator import Entry, Event
 from tensorhub.coordinator.views import Answers
-from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
-from tensorhub.messages import Describe, Description, Join, ReaderCut, Refused, Register, Watch, Welcome
+from tensorhub.errors import CoordinatorUnavailable, StateError
+from tensorhub.messages import Describe, Description, Join, ReaderCut, Refused, Register, Welcome
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.control import hearing, server as server_module
+from tensorhub.runtime.control import hearing
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
-from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
-
-
-async def test_a_used_number_stays_used_and_holders_serve_again_after_a_restart(tmp_path: Path) -> None:
-    async with nothing_left(), contextlib.AsyncExitStack() as stack:
-        first = tensorhub.serve(token="", state_dir=tmp_path, options=OPTIONS)
-        address = (await first.__aenter__()).address
-        trainer = await stack.enter_async_context(connect(address, "trainer"))
-        reader = await stack.enter_async_context(connect(address, "reader"))
-        source = await trainer.register("m", tensors(1))
-        info = await source.publish(3)
-        await first.__aexit__(None, None, None)
-        await until(lambda: "offline" in repr(trainer))
-        port = parse_address(address)[1]
-        second = tensorhub.serve(port=port, token="", state_dir=tmp_path, options=OPTIONS)
-        assert (await stack.enter_async_context(second)).address == address
-        mine = tensors()
-        weights = await reader.register("m", mine)
-        assert (await weights.replicate(3)).version == 3
-        assert holds(mine, 1)
-        assert reader.newest("m") in (None, info)
-        assert (source.state, source.version) == ("ready", 3)
-        with pytest.raises(VersionConflict, match="the newest number so far is 3"):
-            async with source.mutate(3):
-                raise AssertionError("the body must not run")
-        async with source.mutate(4):
-            pass
-        assert (await weights.update()).version == 4
-        await stack.aclose()
-
-
-async def test_without_its_state_a_coordinator_is_a_new_cluster() -> None:
-    """What was published there is not published here; nobody reads it by mistake."""
-    async with nothing_left(), contextlib.AsyncExitStack() as stack:
-        first = tensorhub.serve(token="", options=OPTIONS)
-        address = (await first.__aenter__()).address
-        trainer = await stack.enter_async_context(connect(address, "trainer"))
-        source = await trainer.register("m", tensors(1))
-        await source.publish(3)
-        await first.__aexit__(None, None, None)
-        second = tensorhub.serve(port=parse_address(address)[1], token="", options=OPTIONS)
-        await stack.enter_async_context(second)
-        await until(lambda: source.state == "empty")
-        with pytest.raises(LeaseLost, match="version 3, which it held, is unknown to the coordinator"):
-            await source.unpublish()
-        with pytest.raises(StateError, match="there is nothing to unpublish"):
-            await source.unpublish()
-        await source.publish(1)
-        await stack.aclose()
+from tests.rig import OPTIONS, WAIT_S, cluster, connect, nothing_left, tensors, until
 
 
 async def test_a_coordinator_that_cannot_listen_lets_go_of_its_state(tmp_path: Path) -> None:
@@ -132,32 +84,6 @@ async def talk(server: CoordinatorServer, *words: Any, incarnation: str = "by-ha
 
 
 JOIN = Join("by hand", Location(), (), 1, 0)
-
-
-async def test_who_says_what_is_not_his_to_say_loses_the_connection_alone() -> None:
-    async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
-        for words in [(JOIN, JOIN), (Watch("m"), JOIN, Join("again", Location(), (), 1, 0))]:
-            async with await talk(server, *words) as messages:
-                assert [type(message).__name__ async for message in messages][-1] in ("Welcome", "Announce")
-        await hub.describe()  # who was there before goes on
-        await until(lambda: "sessions=1" in repr(server))
-
-
-async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last words would otherwise be waited for until the kernel gives the connection up."""
-    monkeypatch.setattr(server_module, "LAST_WORDS_S", 0.2)
-    options = Options(lease_s=0.3)
-    async with nothing_left(), serving(options) as server, await talk(server, JOIN) as messages:
-        await until(lambda: "sessions=1" in repr(server))
-        await messages.receive()
-        original = MessageStream.send_encoded
-
-        async def never(self: MessageStream[Any], *bodies: bytes) -> None:
-            await anyio.sleep_forever()
-
-        monkeypatch.setattr(MessageStream, "send_encoded", never)
-        await until(lambda: "sessions=0" in repr(server))
-        monkeypatch.setattr(MessageStream, "send_encoded", original)
 
 
 async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

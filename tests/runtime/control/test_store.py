@@ -6,7 +6,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tensorhub.coordinator import (
     Decision,
     Durable,
     Entry,
-    Forgotten,
     ModelRecord,
     Pinned,
     Publication,
@@ -51,37 +49,6 @@ def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
     second.close()
     assert found.publications == (publication(1), publication(2))
     assert sorted(found.decisions, key=str) == sorted([decision(2), decision(1, "other")], key=str)
-
-
-def test_what_was_published_is_known_by_its_manifests_and_of_what_older_coordinators_have_written_it_is_not(
-    tmp_path: Path,
-) -> None:
-    first = SqliteStore(tmp_path)
-    first.write([replace(publication(number), manifest_ids=bytes([number]) * 32) for number in (1, 2, 5)])
-    first.write([Rollback("m", 1, 2, "why"), publication(5, lineage=1)])
-    first.close()
-    with sqlite3.connect(tmp_path / "state.sqlite3") as db:
-        assert db.execute("SELECT count(*) FROM described").fetchone() == (3,)
-        db.execute("DELETE FROM described WHERE number = 1")
-    second = SqliteStore(tmp_path)
-    found = second.read().publications
-    assert [(each.number, each.manifest_ids) for each in found] == [(1, b""), (2, b"\2" * 32), (5, b"")]
-    second.close()
-    with sqlite3.connect(tmp_path / "state.sqlite3") as db:
-        db.execute("DROP TABLE described")
-    third = SqliteStore(tmp_path)
-    assert [each.manifest_ids for each in third.read().publications] == [b"", b"", b""]
-    third.close()
-
-
-def test_a_decision_that_is_forgotten_is_gone(tmp_path: Path) -> None:
-    entries: list[Entry] = [decision(1), decision(1, "other"), Forgotten("m", "g"), Forgotten("m", "unknown")]
-    store = SqliteStore(tmp_path)
-    store.write(entries)
-    found = store.read()
-    store.close()
-    assert found == Durable.of(entries)
-    assert found.decisions == (decision(1, "other"),)
 
 
 def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -> None:
@@ -177,21 +144,6 @@ def test_old_publications_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pyt
     with sqlite3.connect(tmp_path / "state.sqlite3") as db:
         kept, described = (db.execute(f"SELECT count(*) FROM {table}").fetchone() for table in ("publications", "described"))
     assert kept == described
-
-
-@pytest.mark.parametrize(("to", "newest"), [(97, "content-97"), (50, "pruned-"), (3, "content-3")])
-def test_a_rollback_beyond_what_is_kept_makes_no_older_version_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: int, newest: str
-) -> None:
-    store = pruning_store(tmp_path, monkeypatch)
-    store.write([Rollback("m", 1, to, "why")])
-    last = [p for p in store.read().publications if p.model == "m"][-1]
-    assert last.number == to
-    assert last.content_id.startswith(newest)
-    store.write([publication(to + 1, lineage=1)])
-    store.write([Rollback("m", 2, to, "again")])
-    assert [p for p in store.read().publications if p.model == "m"][-1] == last
-    store.close()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -12,22 +9,13 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwner, StillWaiting
 from tensorhub.model.manifest import Digest
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.data.receive_sizer import FIRST_BYTES
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tensorhub.scheduler import links
-from tensorhub.transport.tcp.reader import TcpTransport
-from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
+from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tests.runtime.data_rig import (
     CHUNKS,
     KINDS,
-    SECRET,
     SIZES,
-    WAIT_S,
     Node,
     Proxy,
     finish,
@@ -49,23 +37,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=list(KINDS))
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-async def test_what_a_source_gave_is_told_without_the_time_before_its_first_bytes(
-    monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
-    """Neither the connection nor what came with the first answer says how fast the link is."""
-    monkeypatch.setattr(links, "SECONDS_MIN", 0.0)
-    a, b = Node("a", manifest_of(), filled=True).open(complete=True), Node("b", manifest_of(), filled=False)
-    b.open(complete=False)
-    async with serving(a, b), b.runner(transport=transport, batch_bytes=1, lanes=1) as runner:
-        assert runner.report().flows == ()
-        runner.add_source(a.grant())
-        await finish(runner)
-        (flow,) = runner.report().flows
-        (source,) = runner.report().sources
-    assert (flow.lease, flow.nbytes) == ("from-a", TOTAL - SIZES[0])
-    assert 0 < flow.seconds <= source.seconds
 
 
 @pytest.mark.parametrize("digest", ["xxh3-64", "none"])
@@ -126,47 +97,6 @@ async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(broken_after
     assert report.bytes_read == sum(source.bytes_read for source in report.sources) >= TOTAL
 
 
-async def test_a_source_that_comes_when_all_is_over_is_not_read() -> None:
-    """The coordinator's word and the last chunk may cross."""
-    a, b = Node("a", manifest_of(), filled=True), Node("b", manifest_of(), filled=False)
-    async with serving(a.open(complete=True), b.open(complete=False)):
-        async with b.runner() as runner:
-            runner.add_source(a.grant())
-            await finish(runner)
-            runner.add_source(a.grant())
-        runner.add_source(a.grant())
-        assert len(runner.report().sources) == 1
-
-
-@pytest.mark.parametrize("sent", [0, 1, SIZES[0] // 2, SIZES[0] - 1])
-async def test_what_a_source_sent_of_a_chunk_before_it_broke_was_read(sent: int) -> None:
-    a, b = Node("a", manifest_of(digest="none"), filled=True), Node("b", manifest_of(digest="none"), filled=False)
-
-    def break_off() -> None:
-        a.listener.setblocking(True)
-        sock = a.listener.accept()[0]
-        with BlockingConnection(sock, stall_timeout_s=30) as connection:
-            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
-            connection.receive(FROM_READER)
-            connection.send_with_payload(ChunksFollow(0, ((0, 0),)), [a.memory.buffer(0)[:sent]])
-            sock.shutdown(socket.SHUT_WR)
-            while connection.receive(FROM_READER) is not None:
-                pass
-
-    source = threading.Thread(target=break_off)
-    source.start()
-    async with b.runner(batch_bytes=1) as runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-        report = runner.report()
-        assert (report.bytes_read, report.bytes_verified, report.reread_bytes) == (sent, 0, 0)
-        assert report.sources[0].bytes_read == sent
-    await anyio.to_thread.run_sync(source.join)
-    a.listener.close()
-    b.listener.close()
-
-
 async def test_chunks_that_were_verified_before_are_not_read(transport: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=True)
@@ -214,25 +144,6 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(tra
     assert b.arrays == a.arrays
     assert report.reread_bytes == 0
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
-
-
-@pytest.mark.parametrize("connections", [1, 3])
-async def test_a_connection_is_not_kept_while_announced_bytes_are_still_to_come(connections: int) -> None:
-    """The next read would take them for an answer. Over a long line they may not be there yet when it begins."""
-    manifest = manifest_of((12 * FIRST_BYTES,), chunk_bytes=FIRST_BYTES)
-    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
-    a.make_available(*range(12))
-    a.memory.buffer(0)[0] ^= 1
-    runner = b.open(complete=False).runner(connections=connections, batch_bytes=12 * FIRST_BYTES)
-    async with serving(a, b), runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-        assert (failed.reason, failed.chunk) == ("corrupt", 0)
-        await until(lambda: runner.report().sources[0].outcome == "corrupt")
-        (way,) = b.ways
-        assert isinstance(way, TcpTransport)
-        assert repr(way._peers) == "<Peers, 0 kept>"
 
 
 async def test_what_is_read_again_must_be_what_was_published_whatever_its_source_says(transport: str) -> None:
@@ -288,17 +199,6 @@ async def test_another_content_is_refused(transport: str) -> None:
         assert (failed.reason, "another content" in failed.detail) == ("refused", True)
 
 
-async def test_another_secret_reads_nothing(transport: str) -> None:
-    manifest = manifest_of()
-    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
-    async with serving(a, b), b.runner(transport=transport, secret=b"guessed") as runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-        assert failed.reason == "unreachable"
-    assert not any(map(any, b.arrays))
-
-
 async def test_a_silent_source_is_given_up_and_one_that_waits_itself_is_not(transport: str) -> None:
     manifest = manifest_of()
     a = Node("a", manifest, filled=True).open(complete=False)
@@ -331,22 +231,6 @@ async def test_each_chunk_comes_from_a_source_that_has_it(transport: str) -> Non
     of_a = sum(a.memory.sizes[chunk] for chunk in (0, 4, 5, 6))
     assert [source.bytes_read for source in report.sources] == [of_a, TOTAL - of_a]
     assert (report.reread_bytes, report.retries) == (0, 0)
-
-
-@pytest.mark.parametrize("batch_bytes", [1, 10_000, 2**20])
-async def test_a_source_that_lacks_everything_keeps_nothing_from_one_that_has_it(batch_bytes: int, transport: str) -> None:
-    manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    async with (
-        serving(a.open(complete=False), b.open(complete=True), c),
-        c.runner(transport=transport, batch_bytes=batch_bytes) as runner,
-    ):
-        runner.add_source(a.grant(complete=False))
-        await until(lambda: "0 in flight" not in repr(runner))
-        runner.add_source(b.grant())
-        await finish(runner)
-        assert c.arrays == a.arrays
-        assert [source.bytes_read for source in runner.report().sources] == [0, TOTAL]
 
 
 async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str) -> None:
@@ -390,39 +274,6 @@ async def test_readers_that_together_hold_everything_complete_one_another(transp
         assert all([bytes(array) for array in node.arrays] == whole for node in nodes)
 
 
-async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle(transport: str) -> None:
-    manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c", patience_s=WAIT_S) for name in "abc")
-    async with (
-        serving(a.open(complete=False), b.open(complete=True), c),
-        c.runner(transport=transport, batch_bytes=2**20) as runner,
-    ):
-        runner.add_source(a.grant(complete=False))
-        await until(lambda: f"{CHUNKS} in flight" in repr(runner))
-        runner.add_source(b.grant())
-        await until(lambda: runner.report().sources[1].transport == transport)  # connected; nothing is left for it
-        runner.drop_source(LeaseId("from-a"))
-        runner.drop_source(LeaseId("unknown"))
-        await finish(runner)
-        assert c.arrays == a.arrays
-        assert runner.report().sources[0].outcome == "dropped"
-
-
-async def test_an_idle_lane_can_be_dropped(transport: str) -> None:
-    manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c", patience_s=WAIT_S) for name in "abc")
-    async with (
-        serving(a.open(complete=False), b.open(complete=True), c),
-        c.runner(transport=transport, batch_bytes=2**20) as runner,
-    ):
-        runner.add_source(a.grant(complete=False))
-        await until(lambda: f"{CHUNKS} in flight" in repr(runner))
-        runner.add_source(b.grant())
-        await until(lambda: "1 lanes" in repr(b.owner))
-        runner.drop_source(LeaseId("from-b"))
-        await until(lambda: "0 lanes" in repr(b.owner))
-
-
 @pytest.mark.parametrize("when", ["connecting", "reading"])
 async def test_cancelling_ends_all_lanes(when: str, transport: str) -> None:
     manifest = manifest_of()
@@ -442,81 +293,3 @@ async def test_cancelling_ends_all_lanes(when: str, transport: str) -> None:
         a.make_available(*range(CHUNKS))
         await until(lambda: "0 lanes" in repr(a.owner))
         assert [bytes(array) for array in b.arrays] == before
-
-
-async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane(transport: str) -> None:
-    manifest = manifest_of()
-    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
-
-    async with serving(a, b):
-        with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012 - the fault ends the block from inside
-            async with b.runner(transport=transport) as runner:
-                runner.add_source(a.grant())
-                await until(lambda: "1 lanes" in repr(a.owner))
-                runner._open_channel = lambda *_: 1 // 0  # type: ignore[assignment]
-                runner.add_source(a.grant("second"))
-                await next_event(runner)
-        assert caught.group_contains(ZeroDivisionError)
-
-
-async def failure_of(a: Node, b: Node, *says: tuple[FromOwner, list[memoryview]], batch_bytes: int) -> SourceFailed:
-    """How `b`'s read of `a` ends, which answers the first request with that, each message with the payload behind it."""
-
-    def misbehave() -> None:
-        a.listener.setblocking(True)
-        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
-            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
-            connection.receive(FROM_READER)
-            for message, payload in says:
-                connection.send_with_payload(message, payload)
-            connection.receive(FROM_READER)
-
-    source = threading.Thread(target=misbehave)
-    source.start()
-    async with b.runner(batch_bytes=batch_bytes) as runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-    await anyio.to_thread.run_sync(source.join)
-    a.listener.close()
-    b.listener.close()
-    return failed
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        ChunksFollow(0, ((5, 0),)),
-        ChunksFollow(0, ((0, 0), (0, 0))),
-        ChunksFollow(0, ()),
-        ChunksFollow(9, ((0, 0),)),
-        ChunksFollow(1, ((0, 0),)),
-        ChunkFollows(0, 5),
-        ChunkFollows(9, 0),
-        ChunkDigest(0, 0),
-        StillWaiting(9, ()),
-        StillWaiting(0, ((3, 1), (2, 1))),
-        StillWaiting(0, ((3, 0),)),
-    ],
-)
-async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(answer: FromOwner) -> None:
-    manifest = manifest_of(digest="none")
-    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
-
-    payload = [a.memory.buffer(chunk) for chunk, _ in answer.chunks] if isinstance(answer, ChunksFollow) else []
-    failed = await failure_of(a, b, (answer, payload), batch_bytes=1)
-    assert failed.reason == "lost"
-    assert not any(map(any, b.arrays))
-
-
-@pytest.mark.parametrize(
-    ("behind", "reason"),
-    [(ChunkDigest(0, 1), "corrupt"), (StillWaiting(0, ()), "lost"), (ChunkFollows(0, 1), "lost")],
-    ids=["another digest", "something else", "the next chunk"],
-)
-async def test_a_chunk_counts_only_with_the_digest_that_comes_behind_it(behind: FromOwner, reason: str) -> None:
-    manifest = manifest_of()
-    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False).open(complete=False)
-    failed = await failure_of(a, b, (ChunkFollows(0, 0), [a.memory.buffer(0)]), (behind, []), batch_bytes=10**6)
-    assert failed.reason == reason
-    assert not b.has(0)

@@ -35,8 +35,7 @@ from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
-from tests.cuda.shards import COLUMNS, Columns, Rows
-from tests.rig import all_of, cluster, connect, holds, nothing_left, tensors, until, worker_of, write
+from tests.rig import cluster, connect, holds, nothing_left, tensors, worker_of, write
 from tests.runtime.fake_nixl import Fabric, fabric
 
 __all__ = ["fabric"]
@@ -115,45 +114,6 @@ async def test_it_is_used_where_both_name_it() -> None:
                 assert [each.transport for each in (await weights.update()).sources] == [used]
                 assert holds(memory, 2)
                 await published.close()
-
-
-@pytest.mark.anyio
-@pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("columns", [COLUMNS, slice(5, 105)])  # runs of 12,000 bytes, and of 400, which come packed
-async def test_columns_are_read_of_rows(columns: slice) -> None:
-    source, reader = Rows(None), Columns(None, columns)
-    async with nothing_left(), cluster("trainer", "reader", transports=["nixl"]) as made:
-        published, weights = await source.register(made.hubs[:1]), await reader.register(made.hubs[1])
-        for version in (1, 2):
-            source.fill(version)
-            await all_of(*(each.publish(version) for each in published))
-            report = await weights.update(version)
-            assert [(of.transport, of.outcome) for of in report.sources] == [("nixl", "used")] * 2
-            assert reader.holds(version)
-            await all_of(*(each.unpublish() for each in published))
-
-
-@pytest.mark.anyio
-@pytest.mark.usefixtures("library")
-async def test_what_was_filled_is_a_source_and_what_is_let_go_is_exposed_no_more() -> None:
-    async with (
-        nothing_left(),
-        cluster() as c,
-        connect(c.address, "trainer", transports=["nixl"]) as trainer,
-        connect(c.address, "first", transports=["nixl"]) as first,
-        connect(c.address, "second", transports=["nixl"]) as second,
-    ):
-        published = await trainer.register("m", tensors(1))
-        await published.publish(1)
-        middle, last = tensors(), tensors()
-        await (await first.register("m", middle)).replicate()
-        exposures = exposures_of(trainer)
-        assert "1 registrations" in repr(exposures)
-        await published.close()
-        await until(lambda: "0 registrations" in repr(exposures))
-        report = await (await second.register("m", last)).replicate()
-        assert [(each.name, each.transport) for each in report.sources] == [("first", "nixl")]
-        assert holds(last, 1)
 
 
 @pytest.mark.anyio

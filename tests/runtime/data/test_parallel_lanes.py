@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,8 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import pytest
 
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.data import source_lane
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.served_lanes import ServedLanes
 from tensorhub.runtime.data.source_lane import SourceFailed
@@ -75,31 +71,6 @@ async def test_all_connections_are_used_and_kept_for_the_next_read() -> None:
         assert repr(way._peers) == f"<Peers, {CONNECTIONS} kept>"
 
 
-async def test_what_has_come_already_is_not_left_for_a_further_source() -> None:
-    a, b = nodes()
-    async with serving(a, b), b.runner() as runner:
-        runner.add_source(a.grant("first"))
-        a.make_available(*range(CHUNKS - 4))
-        await until(lambda: runner.report().chunks_verified == CHUNKS - 4)
-        runner.add_source(a.grant("second"))
-        await until(lambda: len(b.left) == 2)
-    assert b.left == [TOTAL, 4 * CHUNK_BYTES]
-
-
-async def test_threads_that_wait_for_a_network_help_on_without_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_lane, "CORE_SHARE_AFTER_S", 0.0)
-    monkeypatch.setattr(source_lane, "CORE_SHARE_MIN", float("inf"))
-    a, b = nodes()
-    async with serving(a, b), reading(a, b) as runner:
-        await until(lambda: leases(a) == {"from-a": CONNECTIONS})
-        a.make_available(*range(CHUNKS - CONNECTIONS))
-        await until(lambda: runner.report().chunks_verified == CHUNKS - CONNECTIONS)
-        (lane,) = runner._lanes.values()
-        assert lane.threads == CONNECTIONS
-        a.make_available(*range(CHUNKS - CONNECTIONS, CHUNKS))
-    assert b.arrays == a.arrays
-
-
 async def test_what_came_in_vain_by_a_connection_that_broke_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     receive, told = TcpChannel.receive, [7]
 
@@ -148,46 +119,6 @@ async def test_a_source_that_ends_all_connections_is_lost() -> None:
                 await until(lambda: leases(a) == {"from-a": CONNECTIONS})
                 for lane in list(a.owner._lanes):
                     a.owner.stop(lane)
-
-
-@pytest.mark.parametrize("connections", [1, CONNECTIONS])
-@pytest.mark.parametrize("how", ["refused", "lost", "not a frame"])
-async def test_a_pull_whose_source_has_failed_is_held_by_nobody(connections: int, how: str) -> None:
-    """Else its destination would stay until cycles are collected, though its caller has let it go."""
-    a, b = nodes()
-
-    async def read() -> weakref.ref[PullRunner]:
-        async with b.runner(connections=connections, batch_bytes=TOTAL) as runner:
-            runner.add_source(a.grant(generation=8 if how == "refused" else 7))
-            if how != "refused":
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(next_event, runner)
-                    await until(lambda: leases(a) == {"from-a": connections})
-                    for lane in list(a.owner._lanes):
-                        assert isinstance(lane.connection, BlockingConnection)
-                        if how == "not a frame":
-                            lane.connection._socket.sendall(bytes(99))
-                        a.owner.stop(lane)
-            else:
-                await next_event(runner)
-            return weakref.ref(runner)
-
-    async with serving(a, b):
-        gc.disable()
-        try:
-            gone = await read()
-            await until(lambda: gone() is None)
-        finally:
-            gc.enable()
-
-
-async def test_a_source_with_few_places_is_read_by_as_many_as_it_gives() -> None:
-    """One reader has half of them. It is refused no chunk for want of more."""
-    a, b = nodes(readers_max=4)
-    async with serving(a, b), reading(a, b):
-        await until(lambda: leases(a) == {"from-a": 2} and repr(a.owner).endswith("2 lanes>"))
-        a.make_available(*range(CHUNKS))
-    assert b.arrays == a.arrays
 
 
 async def test_further_connections_give_way_to_other_readers() -> None:
@@ -241,30 +172,6 @@ def test_the_read_with_most_connections_gives_one_up() -> None:
     assert [lane.lease for lane in made if lane.is_stopped] == ["3"]
 
 
-def test_nobody_gives_up_a_connection_for_somebody_who_has_as_many() -> None:
-    places, made = lanes_of(("a", "1"), ("b", "2"), ("b", "2"))
-    assert not ask(places, "a", 3, 3)  # a second one, for which b would have one
-    assert ask(places, "c", 3, 3)
-    assert not ask(places, "d", 3, 3)  # each has one now
-    assert sum(lane.is_stopped for lane in made) == 1
-
-
-@pytest.mark.parametrize("leases", [("1", "2", "3"), ("", "", "")])
-def test_connections_of_different_reads_are_no_further_ones(leases: tuple[str, str, str]) -> None:
-    """Those that have asked for nothing yet may be of different ones."""
-    places, made = lanes_of(*[("a", lease) for lease in leases])
-    assert not ask(places, "b", 3, 3)
-    assert not any(lane.is_stopped for lane in made)
-
-
-def test_a_further_connection_is_of_the_same_read() -> None:
-    """It is neither another one of the same reader, nor another reader's, which may say that its lease has that name."""
-    read, others = ("a", "its"), [*range(40)]
-    places, made = lanes_of(read, read, *[("a", f"{each}") for each in others], *[(f"{each}", "its") for each in others])
-    assert ask(places, "b", len(made), len(made))
-    assert [(lane.reader, lane.lease) for lane in made if lane.is_stopped] == [read]
-
-
 @pytest.mark.parametrize(("read_only", "gets"), [(1, True), (2, False), (3, False)])
 def test_read_only_readers_that_have_half_of_all_end_no_workers_connection(read_only: int, gets: bool) -> None:
     """Each may call itself another reader, so they could leave every worker with one."""
@@ -277,10 +184,3 @@ def test_read_only_readers_that_have_half_of_all_give_way_to_one_another() -> No
     places, made = lanes_of(("a", "1"), ("a", "1"), (f"{READ_ONLY}b", "2"), (f"{READ_ONLY}b", "2"))
     assert ask(places, f"{READ_ONLY}new", 4, 4)
     assert [lane.lease for lane in made if lane.is_stopped] == ["2"]
-
-
-def test_a_readers_own_reads_share_its_places() -> None:
-    places, made = lanes_of(("a", "1"), ("a", "1"), ("b", "2"), ("b", "2"))
-    assert ask(places, "a", 8, 2)
-    assert [lane.lease for lane in made if lane.is_stopped] == ["1"]
-    assert not ask(places, "a", 8, 2)

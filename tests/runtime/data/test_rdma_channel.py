@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import threading
@@ -13,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from tensorhub.errors import ProtocolError, StateError
+from tensorhub.errors import StateError
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksLie, Locate, NotThisWay, ReadRefused, TransportReply
 from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_OWNER, FROM_READER, decode
+from tensorhub.protocol.codec import FROM_OWNER, FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.testing.strided_target import SIZES
-from tensorhub.transport import peers as peers_module, read_server, sockets, staging
-from tensorhub.transport.base import Arrival, Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport import read_server, sockets, staging
+from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.peers import Peers
-from tensorhub.transport.rdma import ports as rdma, reader as rdma_reader
+from tensorhub.transport.rdma import reader as rdma_reader
 from tensorhub.transport.rdma.messages import (
     DIALECT,
     ChunksPinned,
@@ -43,7 +42,7 @@ from tensorhub.transport.rdma.messages import (
 )
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Port, said_of
-from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
+from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
@@ -90,29 +89,6 @@ def test_the_conversation_keeps_the_rule(transport: RdmaTransport, check: str) -
     CHECKS[check](transport, make)
 
 
-def _receive_until_it_fails(channel: Channel, named: list[int]) -> None:
-    while isinstance(answer := channel.receive(2**30), Arrival):
-        named.extend(chunk for chunk, _ in answer.chunks)
-
-
-@pytest.mark.parametrize("point", range(1, len(SIZES) + 1))
-def test_what_is_overwritten_between_two_reads_is_not_named(
-    transport: RdmaTransport, fabric: FakeFabric, source: ServedSource, point: int
-) -> None:
-    reads, target = itertools.count(), Target()
-    channel = transport.open(source.endpoint, source.right, target, Cutter())
-    try:
-        fabric.only.before_read = lambda: source.take_back() if next(reads) == point else None
-        channel.submit(range(len(SIZES)))
-        named = list[int]()
-        with pytest.raises(ReadFailure):
-            _receive_until_it_fails(channel, named)
-        assert all(target.holds(chunk) == content(chunk) for chunk in named)
-        assert next(reads) > point
-    finally:
-        channel.close()
-
-
 @pytest.fixture
 def source() -> Iterator[ServedSource]:
     made = ServedSource(SECRET, side=OwnRdma(FakeFabric()))
@@ -143,69 +119,6 @@ def test_a_link_is_used_again(transport: RdmaTransport, source: ServedSource) ->
     link = read_all(transport, source)._link
     assert read_all(transport, source)._link is link
     assert "1 kept" in repr(transport)
-
-
-def test_what_a_read_has_under_way_ends_with_it(
-    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All is answered, and the connection is sound; but requests are posted that nobody waits for."""
-    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
-    channel = transport.open(source.endpoint, source.right, Target(), Cutter())
-    assert isinstance(channel, RdmaChannel)
-    channel.submit(range(5))
-    answer = channel.receive(1)
-    assert isinstance(answer, Arrival)
-    assert [chunk for chunk, _ in answer.chunks] == [0]
-    assert channel._client.is_answered
-    assert not channel._reads.is_idle
-    channel.close()
-    assert channel._link.queue.card.number not in fabric_module._queues
-    assert "0 kept" in repr(transport)
-
-
-def test_a_queue_pair_whose_other_end_is_a_new_one_is_made_anew(transport: RdmaTransport, source: ServedSource) -> None:
-    link, peer = read_all(transport, source)._link, transport._peers._kept[0]
-    link.theirs = replace(link.theirs, sequence=8)
-    assert read_all(transport, source)._link is not link
-    assert transport._peers._kept == [peer]  # over the same connection
-    assert open_queues() == 2
-
-
-@pytest.mark.parametrize("how", ["by age", "by number", "at the end", "the source has left"])
-def test_a_queue_pair_goes_before_its_connection(
-    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    link, peer = read_all(transport, source)._link, transport._peers._kept[0]
-    closed: list[str] = []
-    link_close, close = type(link).close, BlockingConnection.close
-
-    def close_link(it: Any) -> None:
-        closed.extend(["link"] if it is link else [])
-        link_close(it)
-
-    def close_connection(it: BlockingConnection) -> None:
-        closed.extend(["connection"] if it is peer.connection else [])
-        close(it)
-
-    monkeypatch.setattr(type(link), "close", close_link)
-    monkeypatch.setattr(BlockingConnection, "close", close_connection)
-    match how:
-        case "by age":
-            monkeypatch.setattr(peers_module, "KEPT_S", -1.0)
-            transport.sweep()
-        case "by number":
-            monkeypatch.setattr(peers_module, "KEPT_MAX", 1)
-            other = ServedSource(SECRET, side=OwnRdma(FakeFabric()))
-            for chunk in range(len(SIZES)):
-                other.fill(chunk, content(chunk))
-            read_all(transport, other)
-            other.close()
-        case "at the end":
-            transport.close()
-        case _:
-            source.owner.cut(Incarnation("reader"))
-            assert read_all(transport, source)._link is not link
-    assert closed == ["link", "connection"]
 
 
 def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> None:
@@ -262,12 +175,6 @@ def test_between_gpus_the_conversation_keeps_the_rule(
         assert device.pinned_bytes == 0
     if not is_reached:
         assert device.settled == 0
-
-
-@pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("check", [check for check in CHECKS if check.startswith("strided")])
-def test_many_pieces_of_memory_are_packed_into_small_buffers(transport: RdmaTransport, check: str) -> None:
-    CHECKS[check](transport, lambda: ServedSource(SECRET, side=OwnRdma(FakeFabric())))
 
 
 @pytest.mark.parametrize("there", [None, True, False])
@@ -370,21 +277,6 @@ def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: Serv
     with pytest.raises(ReadFailure, match="refused: no room"):
         channel.receive(1)
     channel.close()
-
-
-def test_the_limit_counts_all_of_the_memory(
-    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted: list[int] = []
-
-    def fault(nbytes: int) -> str | None:
-        counted.append(nbytes)
-        return "too little" if len(counted) == 2 else None
-
-    monkeypatch.setattr(rdma, "memlock_fault", fault)
-    with pytest.raises(Unusable, match="the memory to read into: too little"):
-        read_all(transport, source)
-    assert all(0 < nbytes < sum(SIZES) for nbytes in counted)  # but for the first span, which is registered
 
 
 # ------------------------------------------------------------------------------------------------------ sources that lie
@@ -570,61 +462,6 @@ def test_what_can_be_registered_in_part_only_is_staged_or_left(
                 transport.open(source.endpoint, source.right, target, Cutter())
             return
         read_all(transport, source, target)
-
-
-def test_a_gpu_that_does_not_say_when_others_writes_are_there_is_filled_through_the_host(
-    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Double) -> None:
-        raise StateError("the driver knows no flush")
-
-    monkeypatch.setattr(Double, "settle", refuse)
-    device = gpu(is_reached=True)
-    read_all(transport, source, Target(device))
-    assert device.pinned_bytes
-
-
-def test_a_link_is_not_kept_with_pieces_that_nobody_takes(
-    transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch, small_pieces: int
-) -> None:
-    device = gpu(is_reached=False)
-    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
-    monkeypatch.setattr(RdmaChannel, "_has_room", lambda self: self._reads.is_idle and not self._proved)
-    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
-        source.fill(0, content(0))
-        source.fill(LARGEST, content(LARGEST))
-        channel = transport.open(source.endpoint, source.right, Target(), Cutter())
-        assert isinstance(channel, RdmaChannel)
-        channel.submit([LARGEST])
-        channel.submit([0])
-        while not channel.receive(1).chunks:
-            pass
-        while not channel._located:
-            channel._hear()
-        assert channel._reads.is_idle
-        channel.close()
-        assert "0 kept" in repr(transport)
-
-
-LOW: dict[str, Any] = {
-    "ChunksPinned": ChunksPinned(((0, 0, 2**62, 7),), 0, 7),
-    "PieceStaged": PieceStaged(2**62, 2**32, 7, 2**62, 7),
-}
-
-
-@pytest.mark.parametrize("name", LOW)
-def test_no_address_leaves_the_range_of_an_address(name: str) -> None:
-    """Whatever is added to it within a chunk: no request could be made of it, and no error is to come of that."""
-    encode = DIALECT.from_owner.encode
-    assert decode(encode(LOW[name]), DIALECT.from_owner) == LOW[name]
-    for field in ("address", "word") if name == "PieceStaged" else ("word",):
-        for wrong in (-1, 2**62 + 1):
-            with pytest.raises(ProtocolError, match="is not from 0 to"):
-                encode(replace(LOW[name], **{field: wrong}))
-    with pytest.raises(ProtocolError, match="is not from 0 to"):
-        encode(ChunksPinned(((0, 0, -1, 7),), 0, 7))
-    with pytest.raises(ProtocolError, match="is not from 0 to"):
-        encode(ChunksPinned(((0, 0, 0, 2**32),), 0, 7))
 
 
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:

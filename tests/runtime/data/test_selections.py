@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import anyio
 import pytest
 
 from tensorhub.errors import ProtocolError
-from tensorhub.layouts.columns import pack_all
-from tensorhub.layouts.reading import CELLS_MAX, STRIPS_MAX, Part, Reading, Selection
+from tensorhub.layouts.reading import Part, Reading, Selection
 from tensorhub.layouts.resharded import resharded
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant, Origin
@@ -24,7 +22,7 @@ from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.transport.owner import Lane
 from tensorhub.types import READ_ONLY, Incarnation
-from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving, until
+from tests.runtime.data_rig import CONTENT, KINDS, Node, finish, manifest_of, next_event, serving
 
 ROWS, ROW_BYTES = 96, 3000  # of each of two published ranks, of which the reader takes some columns
 FIRST = 650  # the first of the columns that the reader takes
@@ -127,36 +125,6 @@ async def test_columns_come_from_two_ranks_that_hold_rows(digest: Digest, transp
     assert origins == {Origin(its.a.registration, 7), Origin(its.b.registration, 7)}
 
 
-@pytest.mark.parametrize("columns", [700, 2300])
-@pytest.mark.parametrize("digest", ["xxh3-64", "none"])
-async def test_each_rank_is_read_by_several_connections(digest: Digest, columns: int) -> None:
-    its = setting(digest, columns)
-    its.a.open(complete=False)
-    its.b.open(complete=True)
-    its.reader.open(complete=False)
-    async with serving(its.a, its.b, its.reader), its.runner(connections=3) as runner, anyio.create_task_group() as tasks:
-        runner.add_source(its.grant(its.a))
-        runner.add_source(its.grant(its.b))
-        tasks.start_soon(finish, runner)
-        await until(lambda: sum(bool(lane.lease) for lane in its.a.owner._lanes) == 3)
-        its.a.make_available(*range(len(its.a.memory.sizes)))
-    its.check()
-
-
-async def test_a_channel_is_opened_for_what_is_left_to_read_there() -> None:
-    its = setting()
-    its.a.open(complete=True)
-    its.b.open(complete=False)
-    its.reader.open(complete=False)
-    runner = its.reader.runner(batch_bytes=10**6, selections=its.parts, verified=(0, 1, 2, 3, 4, 5, 7, 8, 9))
-    async with serving(its.a, its.b, its.reader), its.runner() as whole, runner:
-        whole.add_source(its.grant(its.a))
-        await until(lambda: len(its.reader.left) == 1)
-        runner.add_source(its.grant(its.b))
-        await until(lambda: len(its.reader.left) == 2)
-    assert its.reader.left == [ROWS * its.columns, CHUNK_ROWS * its.columns]
-
-
 async def test_the_publishers_digests_of_a_selection_are_the_readers() -> None:
     its = setting()
     its.a.owner.open(its.a.registration, 7, CONTENT, its.a.memory, complete=True, tells=True)
@@ -180,50 +148,6 @@ async def test_the_publishers_digests_of_a_selection_are_the_readers() -> None:
     assert its.a.owner.listed(its.a.registration, 7, name) == (8, tuple(digest for _, digest in told))
 
 
-async def test_what_nobody_has_read_is_digested_for_who_asks() -> None:
-    its = setting()
-    its.a.open(complete=True)
-    name, part = next(iter(its.parts.items()))
-    blob = part.selection.encode()
-    assert its.a.owner.select(READER, its.a.registration, 7, name) is False
-    assert its.a.owner.upload(READER, its.a.registration, name, len(blob), 0, blob) == len(blob)
-    assert its.a.owner.select(READER, its.a.registration, 7, name) is True
-    its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
-    digests = its.a.owner.digests(its.a.registration, 7, name)
-    assert digests == tuple(its.a.memory.selected(part.selection).digests(range(len(part.chunks))))
-
-
-async def test_what_gives_way_while_it_is_selected_is_said_again() -> None:
-    """Else nobody would know of which chunks it is, and memory that is being filled would serve what it does not have."""
-    its = setting()
-    its.a.open(complete=False)
-    name, part = next(iter(its.parts.items()))
-    blob, owner = part.selection.encode(), its.a.owner
-    owner.upload(READER, its.a.registration, name, len(blob), 0, blob)
-    assert owner.select(READER, its.a.registration, 7, name) is True
-    lock, entered = owner._changed, 0
-
-    class Meanwhile:
-        """Between the first and the second time that the lock is taken, the selection gives way."""
-
-        def __enter__(self) -> None:
-            nonlocal entered
-            entered += 1
-            if entered == 2:
-                owner._owner.deselect(name)
-                owner._selected[its.a.registration].pop(name)
-            lock.__enter__()
-
-        def __exit__(self, *error: Any) -> None:
-            lock.__exit__(*error)
-
-    owner._changed = cast(Any, Meanwhile())
-    answer = owner.select(READER, its.a.registration, 7, name)
-    owner._changed = lock
-    assert (answer, entered) == (False, 2)
-    assert owner.select(READER, its.a.registration, 7, name) is True
-
-
 @pytest.mark.parametrize("columns", [700, 2300])
 @pytest.mark.parametrize("transport", KINDS)
 async def test_a_holder_of_the_readers_layout_serves_its_chunks(transport: str, columns: int) -> None:
@@ -244,25 +168,6 @@ async def test_a_holder_of_the_readers_layout_serves_its_chunks(transport: str, 
     assert other.reader.arrays == its.reader.arrays
 
 
-async def test_bytes_that_changed_after_they_were_digested_are_found() -> None:
-    its = setting()
-    for node in (its.a, its.b):
-        node.open(complete=True)
-    its.reader.open(complete=False)
-    name, part = next(iter(its.parts.items()))
-    blob = part.selection.encode()
-    its.a.owner.upload(READER, its.a.registration, name, len(blob), 0, blob)
-    its.a.owner.select(READER, its.a.registration, 7, name)
-    its.a.owner.make_digests(its.a.registration, 7, CONTENT, name)
-    its.a.arrays[0][(CHUNK_ROWS + 3) * ROW_BYTES + FIRST + 9] ^= 1  # of its second chunk
-    async with serving(its.a, its.b, its.reader), its.runner() as runner:
-        runner.add_source(its.grant(its.b))
-        runner.add_source(its.grant(its.a))
-        event = await next_event(runner)
-    assert isinstance(event, SourceFailed)
-    assert (event.reason, event.chunk) == ("corrupt", 1)
-
-
 async def test_a_selection_that_is_not_of_the_memory_is_refused() -> None:
     its = setting()
     its.a.open(complete=True)
@@ -274,18 +179,6 @@ async def test_a_selection_that_is_not_of_the_memory_is_refused() -> None:
         event = await next_event(runner)
     assert isinstance(event, SourceFailed)
     assert event.reason == "refused"
-    assert "not within the shard's memory" in event.detail
-
-
-async def test_memory_of_another_layout_refuses_selections_that_are_not_within_it() -> None:
-    its = setting()
-    its.reader.open(complete=True)
-    other = setting()
-    other.reader.open(complete=False)
-    async with serving(its.a, its.b, its.reader, other.a, other.b, other.reader), other.runner() as runner:
-        runner.add_source(its.reader.grant(selection=its.names[0]))
-        event = await next_event(runner)
-    assert isinstance(event, SourceFailed)
     assert "not within the shard's memory" in event.detail
 
 
@@ -380,25 +273,6 @@ def test_few_bytes_do_not_make_a_source_work_without_end() -> None:
     assert "more than 16 times" in memory.fault(Selection((again,)))
 
 
-def say_strips(its: Setting, strips: int) -> int | Refusal:
-    """What a source answers who says a selection of so many strips."""
-    columns = [[1] * strips, *[[0] * strips] * 4, [1] * strips, [0] * strips, [1] * strips, [], []]
-    blob = pack_all(1, [""], columns)
-    assert len(blob) < 300
-    return its.a.owner.upload(READER, its.a.registration, id_of(blob), len(blob), 0, blob)
-
-
-def test_few_bytes_that_say_much_are_not_looked_at_for_a_small_memory() -> None:
-    its = setting()
-    its.a.open(complete=True)
-    answer = say_strips(its, 300_000)
-    assert isinstance(answer, Refusal), "had it been decoded, it would be no selection: it has more strips than any"
-    assert "600000 parts" in answer.reason
-    most = its.a.memory.parts_max // 2  # each is a strip and a cell
-    assert isinstance(say_strips(its, most + 1), Refusal)
-    assert isinstance(say_strips(its, most), int)
-
-
 def test_a_reader_has_no_more_looked_at_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it says another selection; and other readers have their own."""
     monkeypatch.setattr(kept_selections, "BUDGET_PARTS", 100)
@@ -483,27 +357,8 @@ def upload_to(its: Setting, selection: Selection) -> str:
     return name
 
 
-def test_the_largest_selection_can_be_said_and_read_at_once() -> None:
-    most = 5 * STRIPS_MAX + CELLS_MAX  # with four loops in each strip
-    budgets = kept_selections._Budgets(clock=lambda: 0.0)
-    assert [budgets.spend(READER, most) for _ in range(2)] == [None, None]
-
-
 def upload(known: Selections, selection: Selection) -> str:
     blob = selection.encode()
     assert len(blob) < 1000
     known.upload(READER, MANY, selection.selection_id, len(blob), 0, blob)
     return selection.selection_id
-
-
-def test_what_gives_way_is_forgotten_by_every_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_selections, "KEPT_MAX", 1)
-    its = setting()
-    its.a.open(complete=True)
-    owner, registration = its.a.owner, its.a.registration
-    for name, part in its.parts.items():
-        blob = part.selection.encode()
-        owner.upload(READER, registration, name, len(blob), 0, blob)
-        assert owner.select(READER, registration, 7, name) is True
-        assert owner.selections(registration) == (name,)
-    assert owner.select(READER, registration, 7, its.names[0]) is False

@@ -14,12 +14,11 @@ import pytest
 
 from tensorhub.errors import DrainTimeout
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
-from tensorhub.model.accesses import Refusal, Wait
+from tensorhub.model.accesses import Refusal
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.types import ContentId, Incarnation
 from tests.runtime.data_rig import (
@@ -107,19 +106,6 @@ async def test_a_fence_waits_for_running_accesses_and_lets_no_new_one_begin() ->
         a.owner.open(a.registration, 8, ContentId("next"), a.memory, complete=True)
 
 
-async def test_a_fence_keeps_to_its_time_whatever_the_grace() -> None:
-    a = Node("a", manifest_of(), filled=True, owner=SharedOwner(fence_grace_s=100 * WAIT_S)).open(complete=True)
-    right = (None, a.registration, a.generation, CONTENT, [0], 1, 0.0)
-    async with serving(a):
-        with a.owner.access(*right) as held:
-            assert isinstance(held, tuple)
-            with pytest.raises(DrainTimeout, match=r"still being read after 0\.1 s"):
-                await a.owner.fence_async(a.registration, 0.1)
-            a.owner.reopen(a.registration, 8)
-            with a.owner.access(None, a.registration, 8, *right[3:]) as again:
-                assert isinstance(again, tuple)
-
-
 async def test_a_fence_ends_the_waiting_of_readers() -> None:
     manifest = manifest_of()
     a = Node("a", manifest, filled=True).open(complete=False)
@@ -175,22 +161,3 @@ async def test_a_request_for_what_is_lacked_ends_in_time_and_tells_what_is_there
             return connection.receive(FROM_OWNER)
 
         assert await anyio.to_thread.run_sync(ask) == StillWaiting(0, ((0, 1), (2, 2)))
-
-
-@pytest.mark.parametrize("runs", [(), ((0, 0),), ((0, 2**60),), ((0, 1024), (0, 1))])
-async def test_a_read_of_too_much_or_nothing_costs_the_connection(runs: tuple[tuple[int, int], ...]) -> None:
-    a = Node("a", manifest_of(), filled=True).open(complete=True)
-    async with serving(a), raw_reader(a) as connection:
-
-        def ask() -> object:
-            connection.send(read(a, *runs))
-            return connection.receive(FROM_OWNER)
-
-        assert await anyio.to_thread.run_sync(ask) is None
-
-
-async def test_a_local_access_waits_no_longer_than_its_patience() -> None:
-    a = Node("a", manifest_of(), filled=True).open(complete=False)
-    with a.owner.access(None, a.registration, a.generation, CONTENT, [0], 1, 0.0) as answer:
-        assert answer == Wait()
-    a.listener.close()

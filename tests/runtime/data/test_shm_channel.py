@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub.errors import VersionUnavailable
+from tensorhub.errors import TensorHubError
 from tensorhub.messages import ChunksLie, NotThisWay
 from tensorhub.model.strips import Strip
 from tensorhub.protocol.blocking import BlockingConnection
@@ -79,20 +79,6 @@ async def test_shared_memory_is_mapped_and_other_memory_is_not() -> None:
             assert holds(memory, 1)
 
 
-async def test_what_was_filled_is_a_source_in_the_same_way() -> None:
-    middle, last = shared(0), usual(0)
-    async with cluster("trainer", "first", "second") as made:
-        trainer, first, second = made.hubs
-        published = await trainer.register("m", usual(1))
-        await published.publish(1)
-        report = await (await first.register("m", middle)).replicate()
-        assert [source.transport for source in report.sources] == ["cma"]
-        await published.close()
-        report = await (await second.register("m", last)).replicate()
-        assert [(source.name, source.transport) for source in report.sources] == [("first", "shm")]
-        assert holds(last, 1)
-
-
 async def test_each_version_is_read_out_of_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     source, memory = shared(1), usual(0)
     async with cluster("trainer", "reader") as made:
@@ -143,7 +129,7 @@ async def test_it_may_be_left_out() -> None:
                 assert [source.transport for source in report.sources] == [used]
         async with tensorhub.connect(address, name="reader", token="", transports=("shm",)) as hub:
             await (await made.hubs[0].register("other", usual(1))).publish(1)
-            with pytest.raises(VersionUnavailable):
+            with pytest.raises(TensorHubError, match="its tensors are not in shared memory"):
                 await (await hub.register("other", usual(0))).replicate(timeout=0.5)
 
 
