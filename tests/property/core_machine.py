@@ -149,9 +149,10 @@ class CoreMachine(RuleBasedStateMachine):
         if hasattr(self, "cluster"):
             for worker in self.cluster.workers.values():
                 worker.stopped_until = 0.0
+            self.cluster.heal()
+            for worker in self.cluster.workers.values():
                 if worker.alive:
                     worker.asks.retain(0)
-            self.cluster.heal()
             tries = iter(range(TRIES))
             while not self.start_again() and next(tries, None) is not None:
                 self.cluster.advance(4.0)

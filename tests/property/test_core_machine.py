@@ -20,7 +20,7 @@ from tests.property.core_machine import CoreMachine
 EXAMPLES = 4  # the same ones each time: the slow tests below have many more
 
 
-def run(examples: int, *, steps: int = 40, shrinks: bool = True) -> None:
+def run(examples: int, *, steps: int = 40, shrinks: bool = False) -> None:
     """The same examples in each run."""
     run_state_machine_as_test(
         CoreMachine,
@@ -36,7 +36,6 @@ def run(examples: int, *, steps: int = 40, shrinks: bool = True) -> None:
     )
 
 
-@pytest.mark.timeout(600)  # shrinking takes minutes
 def test_everything_holds_under_every_fault() -> None:
     run(EXAMPLES)
 
@@ -44,7 +43,7 @@ def test_everything_holds_under_every_fault() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_everything_holds_for_long() -> None:
-    run(2000, steps=60)
+    run(2000, steps=60, shrinks=True)
 
 
 # ------------------------------------------------------------------------------------------- that it finds what is wrong
@@ -74,4 +73,4 @@ def one_vote_that_is_enough(operation: Operation) -> bool:
 )
 def test_it_finds_a_deliberate_bug(owner: type, name: str, bug: object) -> None:
     with patch.object(owner, name, bug), pytest.raises((GuaranteeBroken, InvariantBroken)):
-        run(600, shrinks=False)  # ends with the first that fails
+        run(600)  # ends with the first that fails
