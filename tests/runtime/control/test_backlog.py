@@ -18,7 +18,6 @@ from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Heartbeat
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
-from tensorhub.protocol.polled_stream import PolledStream
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.types import Location, Options, parse_address
